@@ -1,0 +1,78 @@
+# Needs only Python 3.10 or newer, pip and make. Everything is installed into .venv and nothing outside this folder
+# is touched. Use another interpreter with `make test PYTHON=python3.13`.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+
+# A stamp is named after a checksum of what its step was made from, so that neither the times a checkout gives to files
+# nor a wrong clock can make a step look done, and a renamed folder or another Python makes it new.
+PYTHON_VERSION := $(shell $(PYTHON) -VV 2>&1)
+checksum = $(shell { pwd; echo '$(PYTHON_VERSION)'; $(1); } 2>&1 | cksum | tr ' ' '-')
+SOURCES := $(sort $(shell find src -type f -not -name '*.pyc'))
+VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
+DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat pyproject.toml $(SOURCES))
+TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/test.txt pyproject.toml src/transload/_version.py)
+BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test bench format zipapp clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+demo: $(DEMO_STAMP) ## Install transload into .venv and read a checkpoint that was saved on a GPU
+	$(BIN)/transload inspect examples/model_cuda0.pt
+
+test: $(TEST_STAMP) ## Check style and types, and run every test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/pytest -q -n $(JOBS)
+
+bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools
+	$(BIN)/python bench/inspect.py
+
+format: $(TEST_STAMP) ## Put the code into the house format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+zipapp: ## Write dist/transload.pyz: one file, runs anywhere without an installation
+	$(PYTHON) scripts/build_zipapp.py dist/transload.pyz
+
+clean: ## Remove everything made here
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The demo shows the package as a user installs it, the tests use the sources in place: one replaces the other.
+$(DEMO_STAMP): | $(VENV_STAMP)
+	$(PIP) install .
+	@rm -f $(VENV)/.stamp-demo-* $(VENV)/.stamp-test-*
+	@touch $@
+
+$(TEST_STAMP): | $(VENV_STAMP)
+	$(PIP) install -r requirements/test.txt -e .
+	@rm -f $(VENV)/.stamp-demo-* $(VENV)/.stamp-test-*
+	@touch $@
+
+$(BENCH_STAMP): | $(VENV_STAMP)
+	$(PIP) install -r requirements/bench.txt
+	@rm -f $(VENV)/.stamp-bench-*
+	@touch $@
+
+# Some systems ship Python without ensurepip; then the pip outside fills the environment.
+$(VENV_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "make: '$(PYTHON)' is not a Python 3.10 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@if ls $(VENV)/.stamp-venv-* >/dev/null 2>&1; then rm -rf $(VENV); fi
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install -q --disable-pip-version-check pip; \
+	} || { \
+		echo "make: '$(PYTHON)' cannot make a virtual environment. Debian and Ubuntu keep that part of Python in" >&2; \
+		echo "the package python3-venv; or name another interpreter: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A busy machine is no bug, so no deadline; and the same examples every time, so that a change is judged by what it
+# changed. To look for new ones: pytest --hypothesis-profile=explore.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=2_000)
+settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of binary fixtures; its README tells how each was made."""
+    return Path(__file__).parent / "data"

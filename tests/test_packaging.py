@@ -1,0 +1,218 @@
+"""What is shipped: the zipapp, the version, the types, and the arrows between the rooms."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from transload._version import __version__
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "transload"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Arrows point to a lower floor or stay on their own: cli → render → judge, read → the plain facts.
+# A new room gets its floor here before it gets its first import.
+FLOORS = {
+    "_version": 0,
+    "dtypes": 0,
+    "errors": 0,
+    "findings": 0,
+    "checkpoint": 0,
+    "read": 1,
+    "judge": 1,
+    "render": 2,
+    "cli": 3,
+    "__init__": 4,
+    "__main__": 4,
+}
+
+
+# A checkpoint shows itself (`print(ckpt)`, a notebook cell): the one arrow that points up, and only inside a method.
+DEFERRED_UPWARD = {("checkpoint", "render")}
+
+
+class Import(NamedTuple):
+    module: str  # the full dotted name
+    line: int
+    deferred: bool  # inside a function: paid only when the function runs
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """``read`` of ``transload.read.source``; the package itself is ``__init__``."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def absolute(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = path.relative_to(PACKAGE.parent).parts[: -node.level]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def imports_in(node: ast.AST, path: Path, *, deferred: bool = False) -> Iterator[Import]:
+    """Every import that can run. What stands under TYPE_CHECKING never does."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, deferred) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = absolute(child, path)
+            # `from transload import read` names a module only in its list; `from transload.errors import X` does not.
+            names = [f"{base}.{alias.name}" for alias in child.names] if base == "transload" else [base]
+            yield from (Import(name, child.lineno, deferred) for name in names)
+        elif is_type_checking(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield from imports_in(ast.Module([other], []), path, deferred=deferred)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_in(child, path, deferred=deferred or inside)
+
+
+def imports_of(path: Path) -> list[Import]:
+    return list(imports_in(ast.parse(path.read_text(encoding="utf-8"), str(path)), path))
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "transload"
+
+
+def is_stdlib(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+
+
+@every_module
+def test_only_render_imports_from_outside_and_only_rich_and_only_when_asked(path: Path) -> None:
+    foreign = [found for found in imports_of(path) if not is_ours(found.module) and not is_stdlib(found.module)]
+    if room_of(name_of(path)) == "render":
+        foreign = [found for found in foreign if not (found.module.partition(".")[0] == "rich" and found.deferred)]
+    assert foreign == []
+
+
+@every_module
+def test_arrows_between_rooms_point_one_way(path: Path) -> None:
+    room = room_of(name_of(path))
+    assert room in FLOORS, f"give the room {room!r} its floor in {Path(__file__).name}"
+    ours = [found for found in imports_of(path) if is_ours(found.module)]
+    upward = [found for found in ours if FLOORS.get(room_of(found.module), 99) > FLOORS[room]]
+    assert [f for f in upward if not (f.deferred and (room, room_of(f.module)) in DEFERRED_UPWARD)] == []
+
+
+def test_the_import_finder_finds() -> None:
+    """The two tests above see nothing wrong in code they cannot see, so here is some they must see."""
+    package = PACKAGE / "read"
+    source = """
+import torch, os.path
+from ..cli import main
+from transload import render
+from . import nodes
+if TYPE_CHECKING:
+    import numpy
+else:
+    import zlib
+try:
+    import msgpack
+except ImportError:
+    pass
+class Reader:
+    import struct
+    def read(self):
+        from rich.table import Table
+"""
+    found = list(imports_in(ast.parse(source), package / "invented.py"))
+    assert [(each.module, each.deferred) for each in found] == [
+        ("torch", False),
+        ("os.path", False),
+        ("transload.cli", False),
+        ("transload.render", False),
+        ("transload.read", False),
+        ("zlib", False),
+        ("msgpack", False),
+        ("struct", False),
+        ("rich.table", True),
+    ]
+
+
+def test_types_are_shipped() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+@every_module
+def test_every_function_is_annotated(path: Path) -> None:
+    """mypy holds this too, but an ignore in its settings must not unmake the promise of py.typed."""
+    bare = [
+        f"{node.name}, line {node.lineno}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is None
+    ]
+    assert bare == []
+
+
+def test_metadata_and_source_agree_on_the_version() -> None:
+    try:
+        installed = metadata.version("transload")
+    except metadata.PackageNotFoundError:
+        pytest.skip("transload is on the path but not installed")
+    assert installed == __version__
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def build_zipapp(target: Path) -> Path:
+    script = ROOT / "scripts" / "build_zipapp.py"
+    subprocess.run([sys.executable, script, target], check=True, capture_output=True, timeout=60)
+    return target
+
+
+@pytest.fixture(scope="module")
+def zipapp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_zipapp(tmp_path_factory.mktemp("dist") / "transload.pyz")
+
+
+def run_zipapp(zipapp: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    # -I -S: neither the environment, nor this folder, nor site-packages can lend it a module.
+    command = [sys.executable, "-I", "-S", zipapp, *args]
+    return subprocess.run(command, check=False, capture_output=True, encoding="utf-8", timeout=60)
+
+
+def test_zipapp_runs_by_itself(zipapp: Path) -> None:
+    done = run_zipapp(zipapp, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert __version__ in done.stdout
+
+
+def test_zipapp_reads_a_checkpoint(zipapp: Path) -> None:
+    done = run_zipapp(zipapp, "inspect", ROOT / "examples" / "model_cuda0.pt")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cuda:0" in done.stdout
+
+
+def test_zipapp_passes_on_the_exit_code(zipapp: Path, tmp_path: Path) -> None:
+    assert run_zipapp(zipapp, "inspect", tmp_path / "absent.pt").returncode == 2
+
+
+def test_zipapp_is_executable_and_the_same_every_time(zipapp: Path, tmp_path: Path) -> None:
+    content = zipapp.read_bytes()
+    assert content.startswith(b"#!/usr/bin/env python3\n")
+    assert build_zipapp(tmp_path / "again" / "transload.pyz").read_bytes() == content
