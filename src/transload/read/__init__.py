@@ -1,0 +1,214 @@
+"""Bytes to a ``Checkpoint``: which format a file has, and the reader for it. Runs nothing, imports nothing a file names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from transload.findings import Problem
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.read.foreign import Foreign
+    from transload.read.source import Source, SourceLike
+    from transload.read.torch_zip import Archive
+    from transload.read.zip_index import ZipIndex
+
+__all__ = ["FORMATS", "inspect", "read"]
+
+FORMATS: dict[str, str] = {
+    "torch-zip": "torch.save zip archive",
+    "torch-legacy": "torch.save legacy stream",
+    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
+    "torch-directory": "unpacked torch.save archive",
+    "torchscript": "TorchScript program",
+    "torch-export": "torch.export program",
+    "aotinductor": "AOTInductor package",
+    "torch-package": "torch.package archive",
+    "safetensors": "safetensors",
+    "sharded": "sharded checkpoint",
+    "dcp": "torch.distributed.checkpoint directory",
+    "deepspeed": "DeepSpeed checkpoint directory",
+    "megatron": "Megatron checkpoint directory",
+    "directory": "directory",
+    "pickle": "plain pickle",
+}
+"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
+
+
+def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
+
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte and compares
+    every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding, never an exception.
+
+    >>> inspect(b"<html>").integrity
+    'not-a-checkpoint'
+    """
+    import gc
+
+    from transload.judge import judge
+
+    # The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting meanwhile
+    # takes as long as the reading itself.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return judge(read(f, verify=verify))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """The facts of a checkpoint, not yet judged."""
+    if isinstance(f, str | os.PathLike):
+        path = os.fspath(f)
+        if os.path.isdir(path):
+            return _read_directory(path, verify=verify)
+        if path.endswith(".index.json"):
+            return _read_sharded(path, verify=verify)
+    from transload.read.source import open_source
+
+    source = open_source(f)
+    try:
+        return read_source(source, verify=verify)
+    finally:
+        source.close()
+
+
+def read_source(source: Source, *, verify: bool = False) -> Checkpoint:
+    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know), and read it."""
+    from transload.read.zip_index import starts_like_zip
+
+    if starts_like_zip(source):
+        return _read_zip(source, verify=verify)
+    for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
+        checkpoint = recognise(source)
+        if checkpoint is not None:
+            return checkpoint
+    return _foreign(source)
+
+
+def _try_tar(source: Source) -> Checkpoint | None:
+    from transload.read.torch_tar import looks_like_tar, read_tar
+
+    return read_tar(source) if looks_like_tar(source) else None
+
+
+def _try_legacy(source: Source) -> Checkpoint | None:
+    from transload.read.torch_legacy import looks_like_legacy, read_legacy
+
+    return read_legacy(source) if looks_like_legacy(source) else None
+
+
+def _try_safetensors(source: Source) -> Checkpoint | None:
+    from transload.read.safetensors import looks_like, read_safetensors
+
+    return read_safetensors(source) if looks_like(source) else None
+
+
+def _try_pickle(source: Source) -> Checkpoint | None:
+    from transload.read.plain_pickle import read_plain_pickle
+
+    return read_plain_pickle(source)
+
+
+def _foreign(source: Source) -> Checkpoint:
+    from transload.checkpoint import Checkpoint
+    from transload.read.foreign import identify
+
+    what = identify(source)
+    return Checkpoint(source.name, what.format, source.size, problems=(_not_a_checkpoint(what),))
+
+
+def _not_a_checkpoint(what: Foreign) -> Problem:
+    return Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
+
+
+def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
+    from transload.read.torch_zip import Archive
+    from transload.read.zip_index import read_index
+
+    index = read_index(source)
+    if not index.ok:
+        from transload.read.zip_walk import walk_index
+
+        index = walk_index(source, index)
+    archive = Archive.of_zip(source, index)
+    reader = _zip_reader(archive)
+    if reader is None:
+        return _foreign_zip(source, index)
+    checkpoint = reader(archive, index.problems, path=source.name, nbytes=source.size)
+    return _with_checksums(checkpoint, source, index) if verify else checkpoint
+
+
+def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
+    """The reader for an archive, by its records."""
+    if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
+        from transload.read.torchscript import read_torchscript
+
+        return read_torchscript
+    if archive.find("data.pkl"):
+        from transload.read.torch_zip import read_torch_zip
+
+        return read_torch_zip
+    if any(name.startswith("data/aotinductor/") for name in archive.records):
+        from transload.read.aotinductor import read_aotinductor
+
+        return read_aotinductor
+    if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
+        from transload.read.torch_export import read_export
+
+        return read_export
+    if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
+        from transload.read.torch_package import read_package
+
+        return read_package
+    torch_marks = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
+    if any(archive.find(name) for name in torch_marks):
+        from transload.read.torch_zip import read_torch_zip
+
+        return read_torch_zip
+    return None
+
+
+def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:
+    from transload.checkpoint import Checkpoint
+    from transload.read.foreign import identify_zip
+
+    prefix = f"{index.root}/" if index.root else ""
+    what = identify_zip([f"{prefix}{name}" for name in index.records])
+    problems = (_not_a_checkpoint(what), *index.problems)
+    records = tuple(index.records.values())
+    return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
+
+
+def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:
+    from transload.read.verify import verify_records
+
+    if index.unsummed:
+        note = Problem("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
+        return replace(checkpoint, problems=(*checkpoint.problems, note))
+    bad = verify_records(source, index.records.values(), checkpoint.storages)
+    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
+    problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
+    return replace(checkpoint, problems=problems, checksummed=not bad and not known)
+
+
+def _read_directory(path: str, *, verify: bool) -> Checkpoint:
+    from transload.read.directory import read_directory
+    from transload.read.unzipped import read_unzipped
+
+    def read_file(name: str) -> Checkpoint:
+        return read(name, verify=verify)
+
+    return read_directory(path, verify=verify, read_file=read_file, read_unzipped=read_unzipped)
+
+
+def _read_sharded(path: str, *, verify: bool) -> Checkpoint:
+    from transload.read.directory import read_sharded
+
+    return read_sharded(path, lambda name: read(name, verify=verify))

@@ -1,0 +1,174 @@
+"""Inert nodes: what a pickle would have made, without making it.
+
+The pickle machine turns a stream into a graph of these and of plain Python values (``None``, ``bool``, ``int``,
+``float``, ``str``, ``bytes``, ``bytearray``, ``tuple``, ``list``). No node imports, calls or compares anything; nodes
+are equal only to themselves. The graph may share nodes and may contain cycles: every walk must expect both.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Big", "Call", "Dict", "Extension", "Global", "OutOfBand", "Persistent", "Pickle", "Set", "module_class"]
+
+
+class Global:
+    """A name to import, one node for each distinct ``(module, name)`` of a stream, as the file spells it."""
+
+    __slots__ = ("count", "full_name", "module", "name", "position")
+
+    def __init__(self, module: str, name: str, position: int) -> None:
+        self.module = module
+        self.name = name
+        self.full_name = f"{module}.{name}"
+        self.position = position
+        self.count = 1
+
+    def __repr__(self) -> str:
+        return f"Global({self.full_name})"
+
+
+class Extension:
+    """A global by number of the copyreg registry (EXT1, EXT2, EXT4): its name is not in the file."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Call:
+    """An object somebody's code would make: callee and arguments, then what is put into the result.
+
+    ``kind`` is the opcode: ``reduce``, ``newobj``, ``newobj_ex``, ``obj`` or ``inst``. ``states`` are the arguments
+    of BUILD, ``items`` the keys and values of SETITEM(S) in turn, ``appended`` what APPEND(S) and ADDITEMS add;
+    each is ``None`` until there is one.
+    """
+
+    __slots__ = ("appended", "args", "callee", "items", "kind", "kwargs", "position", "states")
+
+    def __init__(self, callee: object, args: object, kind: str, position: int) -> None:
+        self.callee = callee
+        self.args = args
+        self.kind = kind
+        self.position = position
+        self.kwargs: object = None
+        self.states: list[object] | None = None
+        self.items: list[object] | None = None
+        self.appended: list[object] | None = None
+
+    def __repr__(self) -> str:
+        return f"Call({self.callee!r}, {self.kind})"
+
+
+class Dict:
+    """A dictionary as written: keys and values in turn, a later value for an equal key not yet merged.
+
+    Not a ``dict``, because hashing a stranger's integers can be made quadratic, and because a key may be any node.
+    """
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[object]) -> None:
+        self.items = items
+
+    def pairs(self) -> list[tuple[object, object]]:
+        """``(key, value)`` in order."""
+        return list(zip(self.items[::2], self.items[1::2], strict=False))
+
+    def get(self, key: str) -> object:
+        """The value of a text key (the last, as in a real dictionary), or ``None``."""
+        for index in range(len(self.items) // 2 * 2 - 2, -1, -2):
+            if self.items[index] == key:
+                return self.items[index + 1]
+        return None
+
+
+class Set:
+    """A set or frozen set as written, members in order."""
+
+    __slots__ = ("frozen", "items")
+
+    def __init__(self, items: list[object], *, frozen: bool = False) -> None:
+        self.items = items
+        self.frozen = frozen
+
+
+class Persistent:
+    """A persistent id: something outside the pickle, in torch's files a storage."""
+
+    __slots__ = ("id", "position")
+
+    def __init__(self, id: object, position: int) -> None:
+        self.id = id
+        self.position = position
+
+
+def module_class(node: object) -> object:
+    """The class behind a persistent id of the older formats, which keep a module's class there with its source."""
+    if type(node) is Persistent and type(node.id) is tuple:
+        return next((part for part in node.id[:2] if type(part) is Global), None)
+    return None
+
+
+class Big:
+    """An integer too long to be worth computing (the work would be quadratic in its length)."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class OutOfBand:
+    """A buffer that protocol 5 expects from outside the stream; no checkpoint has one."""
+
+    __slots__ = ()
+
+
+class Pickle:
+    """One pickle read to its end, or to where it breaks.
+
+    ``start`` and ``end`` bound it in the data that was read. ``broken`` says why reading stopped early, empty if it did
+    not; what was seen before the break is all here. ``cut`` is whether it broke only because the data ended. ``irregular`` are things that some loaders refuse; ``ambiguous`` ones
+    that make loaders see different streams in the same bytes.
+    ``calls`` are all calls in the order a loader would make them, also those whose result was thrown away; ``built`` are
+    the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only`` does not know.
+    """
+
+    __slots__ = (
+        "ambiguous",
+        "broken",
+        "built",
+        "calls",
+        "cut",
+        "end",
+        "extensions",
+        "globals",
+        "irregular",
+        "main",
+        "name",
+        "persistent",
+        "protocol",
+        "python2",
+        "rare",
+        "root",
+        "start",
+    )
+
+    def __init__(self, name: str, start: int = 0) -> None:
+        self.name = name
+        self.start = start
+        self.end = start
+        self.main = False
+        self.protocol = 0
+        self.python2 = False
+        self.root: object = None
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.calls: list[Call] = []
+        self.built: list[tuple[object, object]] = []
+        self.extensions: list[Extension] = []
+        self.persistent: list[Persistent] = []
+        self.rare: set[str] = set()
+        self.irregular: list[tuple[int, str]] = []
+        self.ambiguous: list[tuple[int, str]] = []
+        self.broken = ""
+        self.cut = False

@@ -1,0 +1,154 @@
+"""The stream format of torch 0.1.10 to 1.5 (and of a flag ever since): five pickles, then the storages end to end.
+
+Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each key follow an
+8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transload.checkpoint import Checkpoint, Storage
+from transload.dtypes import ITEMSIZE
+from transload.findings import Problem
+from transload.read import pickle_machine
+from transload.read.nodes import Dict, Pickle
+from transload.read.source import Source
+from transload.read.tensors import Place, Slot, StorageTable
+from transload.read.torch_zip import pickle_problems, read_tree
+
+__all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
+
+MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
+_FIRST_WINDOW = 1 << 20
+
+
+def looks_like_legacy(source: Source) -> bool:
+    """torch's own test: the first pickle is the magic number, however it is spelt."""
+    return run_at(source, 0, _STAGES[0])[0].root == MAGIC
+
+
+def read_legacy(source: Source) -> Checkpoint:
+    """Read all five pickles and find every storage by adding up sizes."""
+    problems: list[Problem] = []
+    if not source.read(0, len(_MAGIC_PICKLE)) == _MAGIC_PICKLE:
+        problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
+    pickles, position = _run_stages(source, problems)
+    main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
+    main.main = True
+    keys = _keys(pickles[4].root) if len(pickles) > 4 and not pickles[4].broken else []
+    places, end = _places(source, position, keys, claimed(main), problems)
+    table = StorageTable(lambda key, _: places.get(key, Place(None, 0)))
+    tree = read_tree(main, table)
+    problems += tree.problems
+    if not any(pickle.broken for pickle in pickles):
+        problems += _check(tree.storages, set(keys))
+        if end < source.size:
+            problems.append(Problem("legacy-trailing-bytes", detail=f"{source.size - end} bytes after the last storage"))
+    return Checkpoint(
+        path=source.name,
+        format="torch-legacy",
+        nbytes=source.size,
+        tensors=tree.tensors,
+        storages=tree.storages,
+        leaves=tree.leaves,
+        facts=_facts(pickles),
+        problems=tuple(problems),
+        pickles=tuple(pickles),
+    )
+
+
+def run_at(source: Source, offset: int, name: str) -> tuple[Pickle, int]:
+    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
+
+    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file.
+    """
+    window = _FIRST_WINDOW
+    while True:
+        data = source.read(offset, min(window, pickle_machine.MAX_STREAM))
+        pickle = pickle_machine.run(data, name=name)
+        if not pickle.cut or len(data) < window or window >= pickle_machine.MAX_STREAM:
+            return pickle, offset + pickle.end
+        window *= 4
+
+
+def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], int]:
+    pickles: list[Pickle] = []
+    position = 0
+    for stage, name in enumerate(_STAGES):
+        pickle, position = run_at(source, position, name)
+        pickles.append(pickle)
+        problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-trailing-bytes"]
+        if pickle.broken:
+            lost = ", ".join(_STAGES[stage:])
+            problems.append(Problem("legacy-cut", name, f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"))
+            break
+    if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
+        problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
+    return pickles, position
+
+
+def _keys(root: object) -> list[str]:
+    if type(root) is not list:
+        return []
+    return [key if type(key) is str else key.decode("latin-1") for key in root if type(key) in (str, bytes)]
+
+
+def claimed(pickle: Pickle) -> dict[str, Slot]:
+    """The storages a pickle names, by key, with the sizes it claims."""
+    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+    for node in pickle.persistent:
+        table.resolve(node)
+    return table.slots
+
+
+def _places(
+    source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: list[Problem]
+) -> tuple[dict[str, Place], int]:
+    """Where each storage lies, following torch: it believes the count before the bytes only if it agrees with the object."""
+    places: dict[str, Place] = {}
+    for key in keys:
+        slot = slots.get(key)
+        if slot is None:
+            problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it"))
+            break
+        count = source.read(position, 8)
+        numel = slot.nbytes // ITEMSIZE[slot.dtype]
+        if len(count) == 8 and int.from_bytes(count, "little", signed=True) != numel:
+            detail = f"{int.from_bytes(count, 'little', signed=True)} elements lie there, the object wants {numel}"
+            problems.append(Problem("storage-size", f"storage {key}", detail))
+            break
+        start = position + 8
+        present = max(0, min(slot.nbytes, source.size - start))
+        places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
+        position = start + slot.nbytes
+    return places, position
+
+
+def _check(storages: Iterable[Storage], keys: set[str]) -> list[Problem]:
+    out: list[Problem] = []
+    for storage in storages:
+        where = f"storage {storage.key}"
+        if storage.key not in keys:
+            # torch 2.13 makes the tensor all the same, out of whatever was in memory.
+            out.append(Problem("legacy-unlisted", where, f"its bytes are not in the file; needed by {', '.join(storage.tensors[:4])}"))
+        elif storage.stored < storage.nbytes:
+            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; needed by {', '.join(storage.tensors[:4])}"
+            out.append(Problem("storage-cut", where, detail))
+    return out
+
+
+def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
+    facts: list[tuple[str, str]] = []
+    if len(pickles) > 1:
+        facts.append(("protocol version", str(pickles[1].root)[:40]))
+    system = pickles[2].root if len(pickles) > 2 else None
+    if type(system) is Dict:
+        facts.append(("saved on", "a little-endian machine" if system.get("little_endian") is True else "a big-endian machine"))
+    if len(pickles) > 3:
+        sources = [node for node in pickles[3].persistent if type(node.id) is tuple and node.id[:1] == ("module",)]
+        if sources:
+            facts.append(("module sources", f"the Python source of {len(sources)} classes is stored in the file"))
+    return tuple(facts)

@@ -1,0 +1,245 @@
+"""The zip format of ``torch.save``: 1.4's first form to today's, and the same unpacked into a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from transload.checkpoint import Checkpoint, Record, Storage
+from transload.findings import Problem
+from transload.read import pickle_machine
+from transload.read.nodes import Pickle
+from transload.read.tensors import Place, StorageTable, Tree, find_tensors
+from transload.read.source import Source
+from transload.read.zip_index import Payload, ZipIndex, read_payload
+
+__all__ = [
+    "Archive",
+    "MAX_NOTE",
+    "check_storages",
+    "note",
+    "pickle_problems",
+    "read_pickle",
+    "read_torch_zip",
+    "storage_table",
+    "stray_records",
+]
+
+MAX_NOTE = 4096
+"""``version`` and its like hold a few bytes; a deflated one can unpack to gigabytes."""
+
+_NOTES = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
+_MAX_STRAY = 64
+_PICKLE_STARTS = b"\x80(]}cX\x8cKIGNC"
+
+
+class Archive:
+    """The records of a container by name, and how to get their bytes: a zip file or an unpacked directory."""
+
+    def __init__(self, records: dict[str, Record], read: Callable[[Record, int], Payload], root: str = "") -> None:
+        self.records = records
+        self.read = read
+        self.root = root
+        self._folded: dict[str, Record] | None = None
+
+    @classmethod
+    def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
+        """The records of a zip file."""
+        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root)
+
+    def find(self, name: str) -> Record | None:
+        """The record torch would take for a name: letters without regard to case."""
+        record = self.records.get(name)
+        if record is None:
+            if self._folded is None:
+                self._folded = {key.lower(): value for key, value in self.records.items()}
+            record = self._folded.get(name.lower())
+        return record
+
+    def get(self, name: str, limit: int) -> Payload | None:
+        """The bytes of a record, ``None`` if there is no such record."""
+        record = self.find(name)
+        return None if record is None else self.read(record, limit)
+
+
+def read_torch_zip(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+    """A checkpoint out of the records ``data.pkl`` and ``data/<key>``."""
+    found = list(problems)
+    facts = _facts(archive, found)
+    big_endian = dict(facts).get("byteorder") == "big"
+    pickle = read_pickle(archive, "data.pkl", found)
+    pickle.main = True
+    table = storage_table(archive, big_endian=big_endian)
+    tree = read_tree(pickle, table)
+    found += tree.problems
+    found += check_storages(tree.storages, archive)
+    strays, pickles = stray_records(archive, tree.storages)
+    return Checkpoint(
+        path=path,
+        format="torch-zip",
+        nbytes=nbytes,
+        tensors=tree.tensors,
+        storages=tree.storages,
+        leaves=tree.leaves,
+        records=tuple(archive.records.values()),
+        facts=facts,
+        problems=(*found, *strays),
+        pickles=(pickle, *pickles),
+    )
+
+
+def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
+    """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
+    for node in pickle.persistent:
+        table.resolve(node)
+    return find_tensors(pickle.root, table, separator=separator)
+
+
+def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
+    """The text of a small record, stripped; ``None`` without one."""
+    payload = archive.get(name, MAX_NOTE)
+    if payload is None:
+        return None
+    if payload.problem:
+        problems.append(Problem("record-unreadable", name, payload.problem))
+        return None
+    return payload.data.decode("utf-8", "backslashreplace").strip()
+
+
+def _facts(archive: Archive, problems: list[Problem]) -> tuple[tuple[str, str], ...]:
+    facts = [("folder", archive.root)]
+    for name in _NOTES:
+        text = note(archive, name, problems)
+        if text is not None:
+            facts.append((name.rpartition("/")[2].strip("."), text))
+    known = dict(facts)
+    if "version" not in known:
+        problems.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
+    elif not known["version"].isdecimal() or int(known["version"][:9]) > 10:
+        problems.append(Problem("zip-bad-version", "version", f"it says {known['version'][:40]!r}; torch reads up to 10"))
+    if known.get("byteorder", "little") not in ("little", "big"):
+        problems.append(Problem("zip-bad-byteorder", "byteorder", f"it says {known['byteorder'][:40]!r}"))
+    return tuple(facts)
+
+
+def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
+    """Run the pickle in a record. What is wrong with the record or the stream is noted."""
+    record = archive.find(name)
+    if record is None:
+        problems.append(Problem("zip-no-pickle", name, "the record that says what the file holds is missing"))
+        return Pickle(name)
+    if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
+        problems.append(Problem("zip-name-case", record.name, f"torch takes it for {name}"))
+    payload = archive.read(record, pickle_machine.MAX_STREAM)
+    if payload.problem:
+        problems.append(Problem("pickle-unreadable", name, payload.problem))
+    elif not payload.intact:
+        problems.append(Problem("crc-mismatch", name, "the index of the file does not have the checksum it was saved with"))
+    pickle = pickle_machine.run(payload.data, name=name)
+    problems += pickle_problems(pickle, len(payload.data))
+    return pickle
+
+
+def pickle_problems(pickle: Pickle, size: int) -> list[Problem]:
+    """What is wrong with a stream that ends with its first pickle."""
+    out: list[Problem] = []
+    if pickle.broken:
+        out.append(Problem("pickle-broken", pickle.name, pickle.broken))
+    elif pickle.end < size:
+        out.append(Problem("pickle-trailing-bytes", pickle.name, f"{size - pickle.end} bytes after its end"))
+    if pickle.ambiguous:
+        at, text = pickle.ambiguous[0]
+        out.append(Problem("pickle-ambiguous", f"{pickle.name} › byte {at}", text))
+    if pickle.irregular:
+        at, text = pickle.irregular[0]
+        out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
+    odd = [node for node in pickle.persistent if not _is_storage_id(node.id)]
+    if odd:
+        out.append(Problem("pickle-odd-id", f"{pickle.name} › byte {odd[0].position}", "a persistent id that names no storage"))
+    return out
+
+
+def _is_storage_id(pid: object) -> bool:
+    return type(pid) is tuple and bool(pid) and pid[0] in ("storage", b"storage", "module", b"module")
+
+
+def storage_table(
+    archive: Archive, *, forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")), big_endian: bool = False
+) -> StorageTable:
+    """A table that finds storages in the records of an archive; ``forms`` is what stands before and after the key in their names."""
+
+    def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
+        record = None
+        for prefix, suffix in forms:
+            record = archive.find(f"{prefix}{key}{suffix}")
+            if record is not None:
+                break
+        if record is None:
+            return Place(None, 0)
+        if record.method:
+            return Place(None, record.size, record.name, record.crc32, compressed=True)
+        return Place(record.offset, min(record.stored, record.size), record.name, record.crc32)
+
+    return StorageTable(locate, big_endian=big_endian)
+
+
+def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
+    """Each storage against its record: there, and of the size the index claims."""
+    out: list[Problem] = []
+    packed = 0
+    for storage in storages:
+        if storage.device == "meta":
+            continue
+        where = f"storage {storage.key}"
+        users = f"needed by {_names(storage.tensors)}"
+        if not storage.record:
+            out.append(Problem("storage-missing", where, users))
+            continue
+        record = archive.records[storage.record]
+        packed += storage.compressed
+        if record.size != storage.nbytes:
+            detail = f"its record holds {record.size} bytes, the index wants {storage.nbytes}; {users}"
+            out.append(Problem("storage-size", where, detail))
+        elif not storage.compressed and storage.stored < storage.nbytes:
+            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}"
+            out.append(Problem("storage-cut", where, detail))
+    if packed:
+        out.append(Problem("zip-compressed", detail=f"{packed} storages are compressed; torch never does that"))
+    return out
+
+
+def _names(tensors: tuple[str, ...]) -> str:
+    if not tensors:
+        return "no tensor"
+    shown = ", ".join(name or "the root" for name in tensors[:4])
+    return shown + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+
+
+def stray_records(archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()) -> tuple[list[Problem], list[Pickle]]:
+    """Records that ``torch.load`` does not read: unused storages, and foreign ones, which are read if they are pickles."""
+    used = {storage.record for storage in storages} | set(known)
+    unused, foreign, pickles = 0, [], []
+    for name, record in archive.records.items():
+        if record.name in used or name in ("data.pkl", *_NOTES) or name.lower() == "data.pkl" or name.endswith("/"):
+            continue
+        if name.startswith(("data/", "tensors/")):
+            unused += 1
+            continue
+        foreign.append(name)
+        if len(foreign) <= _MAX_STRAY:
+            pickles += _try_pickle(archive, name, record)
+    out: list[Problem] = []
+    if unused:
+        out.append(Problem("record-unused", detail=f"{unused} storages are in the file that nothing in it uses"))
+    if foreign:
+        shown = ", ".join(foreign[:4]) + (" …" if len(foreign) > 4 else "")
+        out.append(Problem("record-foreign", shown, f"{len(foreign)} records that torch.load does not read"))
+    return out, pickles
+
+
+def _try_pickle(archive: Archive, name: str, record: Record) -> list[Pickle]:
+    """A foreign record as pickles, if it can be one: other loaders may read it even if torch.load does not."""
+    payload = archive.read(record, 64 << 20)
+    if payload.data[:1] not in _PICKLE_STARTS or not payload.data:
+        return []
+    pickles = pickle_machine.run_all(payload.data, name)
+    return [pickle for pickle in pickles if pickle.globals or pickle.extensions or not pickle.broken]
