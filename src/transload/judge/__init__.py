@@ -1,0 +1,59 @@
+"""Facts to verdicts: pure functions from what a reader found to findings. Nothing here touches a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transload.checkpoint import Checkpoint
+from transload.findings import Finding, Integrity, Safety, worst_integrity, worst_safety
+from transload.judge.origin import origin
+from transload.judge.prediction import predict
+from transload.judge.problems import judge_problems
+from transload.judge.safety import judge_pickles
+
+__all__ = ["judge"]
+
+_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+_SHOWN = 8
+
+
+def judge(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint with both verdicts, the findings, who wrote it, and what torch.load will do with it."""
+    names = judge_pickles(checkpoint.pickles)
+    forced, harm, findings = judge_problems(checkpoint.problems)
+    base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
+    floor: Integrity = "whole" if checkpoint.checksummed else "unchecked"
+    judged = replace(
+        checkpoint,
+        safety=worst_safety(base, names.safety, forced),
+        integrity=worst_integrity(floor, harm),
+        globals=names.globals,
+        written_by=origin(checkpoint),
+        flavour=checkpoint.flavour or _flavour(checkpoint),
+        findings=(*names.findings, *findings, *_device_objects(checkpoint)),
+    )
+    return replace(judged, prediction=predict(judged))
+
+
+def _flavour(checkpoint: Checkpoint) -> str:
+    """A tree that a known program writes."""
+    top = {leaf.path[0] for leaf in checkpoint.leaves if leaf.path} | {t.path[0] for t in checkpoint.tensors if t.path}
+    if "pytorch-lightning_version" in top:
+        return "Lightning checkpoint"
+    if {"ds_version", "module"} <= top:
+        return "DeepSpeed model states"
+    if any(tensor.path[:1] == ("_modules",) or tensor.path[:1] == ("_parameters",) for tensor in checkpoint.tensors):
+        return "pickled module"
+    return ""
+
+
+def _device_objects(checkpoint: Checkpoint) -> list[Finding]:
+    """``torch.device`` values in the tree: map_location does not reach them."""
+    held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
+    elsewhere = [text for text in held if not text.endswith(": cpu")]
+    if not elsewhere:
+        return []
+    title = "it holds torch.device values, which map_location does not move"
+    fix = "Set them yourself after loading."
+    more = [f"… and {len(elsewhere) - _SHOWN} more"] if len(elsewhere) > _SHOWN else []
+    return [Finding("device-objects", "note", title, (*elsewhere[:_SHOWN], *more), (fix,))]

@@ -1,0 +1,335 @@
+"""What is known of the names a checkpoint can ask a loader to import.
+
+Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` lets through in torch 2.13; only these can be part
+of a file that is nothing but data, and only in the shapes ``judge.shapes`` allows. ``HARMLESS`` are widely met names outside that
+list. The dangerous ones run code, read files, or reach further names. Everything else is unknown, and unknown is never safe: a
+name that begins with ``torch.`` or ``numpy.`` earns no trust, since both packages contain functions that evaluate text.
+"""
+
+from __future__ import annotations
+
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+
+__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "purpose_of"]
+
+_WIDTHS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_DTYPES = (
+    *("bool", "float16", "float32", "float64", "bfloat16", "complex32", "complex64", "complex128"),
+    *(f"uint{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
+    *(f"int{n}" for n in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+)
+_SCHEMES = (
+    "per_tensor_affine",
+    "per_channel_affine",
+    "per_tensor_symmetric",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
+_REBUILD = (
+    *("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "qtensor", "sparse_tensor"),
+    *("nested_tensor", "meta_tensor_no_storage", "wrapper_subclass", "device_tensor_from_numpy"),
+    "device_tensor_from_cpu_tensor",
+)
+_PLAIN_STORAGES = (*_WIDTHS, "Bool", "ComplexDouble", "ComplexFloat")
+_QUANTIZED_STORAGES = ("QInt32", "QInt8", "QUInt2x4", "QUInt4x2", "QUInt8")
+
+_DTYPE_NAMES = frozenset(f"torch.{name}" for name in _DTYPES)
+_SCHEME_NAMES = frozenset(f"torch.{name}" for name in _SCHEMES)
+_REBUILD_NAMES = frozenset(
+    {*(f"torch._utils._rebuild_{name}" for name in _REBUILD), "torch._tensor._rebuild_from_type_v2"}
+)
+_STORAGE_NAMES = frozenset(
+    {
+        *(f"torch.{name}Storage" for name in (*_PLAIN_STORAGES, *_QUANTIZED_STORAGES)),
+        *(f"torch.cuda.{name}Storage" for name in _PLAIN_STORAGES),
+        "torch.storage.TypedStorage",
+        "torch.storage.UntypedStorage",
+    }
+)
+_TENSOR_CLASSES = frozenset(
+    {
+        "torch.Tensor",
+        *(f"{where}.{name}Tensor" for where in ("torch", "torch.cuda") for name in (*_WIDTHS, "Bool")),
+        *(f"{where}.{name}Tensor" for where in ("torch.sparse", "torch.cuda.sparse") for name in _WIDTHS),
+    }
+)
+
+# torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` registers beside them.
+TORCH_DEFAULT = frozenset(
+    {
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.set",
+        "collections.Counter",
+        "collections.OrderedDict",
+        "torch.Size",
+        "torch.device",
+        "torch.nn.parameter.Parameter",
+        "torch.serialization._get_layout",
+        "torch.distributed._mesh_layout._FlatLayout",
+        "torch.distributed._mesh_layout._MeshLayout",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+    }
+    | _DTYPE_NAMES
+    | _SCHEME_NAMES
+    | _REBUILD_NAMES
+    | _STORAGE_NAMES
+    | _TENSOR_CLASSES
+)
+
+_PURPOSES: dict[str, str] = {
+    "_codecs.encode": "bytes, written as text",
+    "builtins.bytearray": "a byte array",
+    "builtins.complex": "a complex number",
+    "builtins.set": "a set",
+    "collections.OrderedDict": "an ordered dictionary, as state_dict() returns",
+    "collections.Counter": "a dictionary of counts",
+    "torch.Size": "a shape",
+    "torch.device": "a device; map_location does not move it",
+    "torch.nn.parameter.Parameter": "a parameter",
+    "torch.serialization._get_layout": "the layout of a sparse tensor",
+    "torch.distributed._mesh_layout._FlatLayout": "how a distributed tensor lies on its devices",
+    "torch.distributed._mesh_layout._MeshLayout": "how a distributed tensor lies on its devices",
+    "torch.nested._internal.nested_tensor.NestedTensor": "a nested (jagged) tensor",
+    "torch.nested._internal.nested_tensor._rebuild_njt": "rebuilds a nested (jagged) tensor",
+}
+
+_HARMLESS: dict[str, str] = {
+    "argparse.Namespace": "parsed command-line arguments",
+    "builtins.dict": "a dictionary",
+    "builtins.float": "a number",
+    "builtins.frozenset": "a frozen set",
+    "builtins.int": "a number",
+    "builtins.list": "a list",
+    "builtins.object": "a plain object",
+    "builtins.range": "a range of numbers",
+    "builtins.slice": "a slice",
+    "builtins.str": "text",
+    "builtins.tuple": "a tuple",
+    "builtins.bytes": "bytes",
+    "builtins.bool": "true or false",
+    "builtins.Ellipsis": "the constant ...",
+    "builtins.NotImplemented": "a constant",
+    "collections.defaultdict": "a dictionary with a default",
+    "collections.deque": "a queue",
+    "copyreg.__newobj__": "makes an object of a class named beside it",
+    "copyreg._reconstructor": "makes an object of a class named beside it",
+    "datetime.date": "a date",
+    "datetime.datetime": "a date and time",
+    "datetime.time": "a time of day",
+    "datetime.timedelta": "a span of time",
+    "datetime.timezone": "a time zone",
+    "decimal.Decimal": "a decimal number",
+    "fractions.Fraction": "a fraction",
+    "numpy.dtype": "the type of a numpy array",
+    "numpy.ndarray": "a numpy array",
+    "numpy._core.multiarray._reconstruct": "rebuilds a numpy array",
+    "numpy._core.multiarray.scalar": "a numpy number",
+    "numpy._core.numeric._frombuffer": "rebuilds a numpy array",
+    "numpy.core.multiarray._reconstruct": "rebuilds a numpy array",
+    "numpy.core.multiarray.scalar": "a numpy number",
+    "numpy.core.numeric._frombuffer": "rebuilds a numpy array",
+    "pathlib.Path": "a file path",
+    "pathlib.PosixPath": "a file path",
+    "pathlib.PurePosixPath": "a file path",
+    "pathlib.PureWindowsPath": "a file path",
+    "pathlib.WindowsPath": "a file path",
+    "pathlib._local.PosixPath": "a file path",
+    "pathlib._local.WindowsPath": "a file path",
+    "torch._C.Generator": "a random number generator",
+    "torch.torch_version.TorchVersion": "the torch release that saved the file",
+    "types.SimpleNamespace": "an object with named values",
+    "uuid.UUID": "an identifier",
+}
+
+# First match wins. Where a name is unknown, this still says what kind of thing it is.
+_FAMILIES: tuple[tuple[str, str], ...] = (
+    ("__main__.", "something defined in the script that saved the file; it must exist under the same name to be loaded"),
+    ("__mp_main__.", "something defined in the script that saved the file; it must exist under the same name to be loaded"),
+    ("__torch__.", "a type of the TorchScript program in this file"),
+    ("torch.jit", "part of a TorchScript module"),
+    ("torch.nn.", "a class of torch.nn: the file holds a whole module, not only its weights"),
+    ("torch.optim.", "a class of torch.optim: the file holds a whole optimizer or scheduler"),
+    ("torch.distributed.checkpoint.", "the index of a distributed checkpoint"),
+    ("torch.distributed", "a distributed tensor or its mesh"),
+    ("torch.fx", "a traced graph"),
+    ("torch.", "something of torch that torch.load refuses by default"),
+    ("torchao.", "a quantized tensor of torchao"),
+    ("torchvision.", "a class of torchvision: the file holds a whole module"),
+    ("numpy.", "something of numpy"),
+    ("pytorch_lightning.", "a class of Lightning"),
+    ("lightning.", "a class of Lightning"),
+    ("lightning_fabric.", "a class of Lightning"),
+    ("omegaconf.", "a configuration of OmegaConf"),
+    ("transformers.", "a class of transformers"),
+    ("deepspeed.", "a class of DeepSpeed"),
+    ("megatron.", "a class of Megatron"),
+    ("timm.", "a class of timm: the file holds a whole module"),
+    ("ultralytics.", "a class of ultralytics: the file holds a whole model"),
+    ("enum.", "an enumeration"),
+)
+
+# The lists below only choose the word "dangerous" over "unknown"; neither is ever safe. A whole package is listed by its first
+# component, a single function in full.
+_DANGEROUS_PACKAGES: dict[str, str] = {
+    **dict.fromkeys(("os", "posix", "nt", "posixpath", "ntpath", "commands", "popen2"), "reaches the operating system"),
+    **dict.fromkeys(("subprocess", "_posixsubprocess", "_winapi", "pty", "multiprocessing"), "starts processes"),
+    **dict.fromkeys(("sys", "gc", "signal", "atexit", "site"), "changes or searches the running interpreter"),
+    **dict.fromkeys(("importlib", "imp", "runpy", "pkgutil", "zipimport", "_imp", "modulefinder"), "imports or runs modules"),
+    **dict.fromkeys(("code", "codeop", "pdb", "bdb", "cmd", "doctest", "timeit", "trace"), "runs Python source"),
+    **dict.fromkeys(("profile", "cProfile", "pstats", "idlelib", "lib2to3", "_pyrepl", "test"), "runs Python source"),
+    **dict.fromkeys(("_interpreters", "_xxsubinterpreters", "concurrent", "asyncio", "sched"), "runs what it is given"),
+    **dict.fromkeys(("pip", "ensurepip", "venv", "setuptools", "distutils", "pkg_resources"), "installs packages"),
+    **dict.fromkeys(("pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve"), "loads another pickle"),
+    **dict.fromkeys(("ctypes", "_ctypes", "cffi", "_cffi_backend"), "reaches raw memory and native code"),
+    **dict.fromkeys(("socket", "_socket", "ssl", "_ssl", "urllib", "urllib2", "http", "httplib"), "talks to the network"),
+    **dict.fromkeys(("ftplib", "smtplib", "poplib", "imaplib", "nntplib", "telnetlib", "xmlrpc"), "talks to the network"),
+    **dict.fromkeys(("requests", "aiohttp", "httpx", "webbrowser", "socketserver", "select"), "talks to the network"),
+    **dict.fromkeys(("shutil", "tempfile", "glob", "fileinput", "linecache", "sqlite3", "dbm"), "reads or writes files"),
+    **dict.fromkeys(("_osx_support", "_aix_support", "platform", "sysconfig", "ctypes.util"), "runs commands of the system"),
+    **dict.fromkeys(("pydoc", "pyclbr", "antigravity", "turtle", "tkinter", "this"), "imports or runs modules"),
+}
+_DANGEROUS_NAMES: dict[str, str] = {
+    "builtins.getattr": "reaches any attribute by name",
+    "codecs.open": "opens files",
+    "copyreg.__reduce_ex__": "calls what it is given",
+    "functools.reduce": "calls what it is given",
+    "io.FileIO": "opens files",
+    "io.open": "opens files",
+    "io.open_code": "opens files",
+    "_io.FileIO": "opens files",
+    "_io.open": "opens files",
+    "joblib.load": "loads another pickle",
+    "joblib.numpy_pickle.load": "loads another pickle",
+    "logging.FileHandler": "opens files",
+    "logging.config.dictConfig": "imports and calls what it is given",
+    "logging.config.fileConfig": "runs Python source",
+    "numpy.load": "loads another pickle",
+    "numpy.fromfile": "opens files",
+    "numpy.memmap": "opens files",
+    "numpy.save": "writes files",
+    "numpy.lib.npyio.load": "loads another pickle",
+    "numpy.testing._private.utils.runstring": "runs Python source",
+    "operator.attrgetter": "reaches any attribute by name",
+    "operator.methodcaller": "calls any method by name",
+    "operator.call": "calls what it is given",
+    "_operator.attrgetter": "reaches any attribute by name",
+    "_operator.methodcaller": "calls any method by name",
+    "_operator.call": "calls what it is given",
+    "pandas.read_pickle": "loads another pickle",
+    "pandas.io.pickle.read_pickle": "loads another pickle",
+    "torch.load": "loads another checkpoint",
+    "torch.serialization.load": "loads another checkpoint",
+    "torch.save": "writes files",
+    "torch.serialization.save": "writes files",
+    "torch.storage._load_from_bytes": "loads another checkpoint, held inside this one, with every check off",
+    "torch.jit.load": "loads a program",
+    "torch.compile": "compiles what it is given",
+    "torch.from_file": "opens files",
+    "types.CodeType": "makes code",
+    "types.FunctionType": "makes functions out of code",
+    "types.LambdaType": "makes functions out of code",
+    "types.MethodType": "binds functions to objects",
+    "types.ModuleType": "makes modules",
+    "uuid._get_command_stdout": "runs commands of the system",
+    "weakref.finalize": "calls what it is given",
+}
+_DANGEROUS_PREFIXES: tuple[tuple[str, str], ...] = (
+    ("numpy.f2py.", "runs Python source"),
+    ("numpy.testing.", "runs what it is given"),
+    ("numpy.distutils.", "runs commands of the system"),
+    ("torch._dynamo.", "compiles or evaluates source"),
+    ("torch._inductor.", "compiles or evaluates source"),
+    ("torch._jit_internal.", "compiles or evaluates source"),
+    ("torch.fx.experimental.symbolic_shapes.", "evaluates source"),
+    ("torch.hub.", "downloads and runs code"),
+    ("torch.jit.unsupported_tensor_ops.", "evaluates source"),
+    ("torch.utils._config_module.", "loads another pickle"),
+    ("torch.utils.bottleneck.", "runs Python source"),
+    ("torch.utils.collect_env.", "runs commands of the system"),
+    ("torch.utils.cpp_extension.", "compiles and loads native code"),
+    ("torch.utils.data.datapipes.", "loads or opens what it is given"),
+    ("torch.distributed.elastic.", "starts processes"),
+    ("torch.distributed.rpc.", "calls functions on other machines"),
+    ("torch.multiprocessing.", "starts processes"),
+    ("torch.package.", "loads code from a package"),
+    ("joblib.externals.", "loads another pickle"),
+)
+
+_BUILTIN_TYPES = frozenset(name for name in _HARMLESS if name.startswith("builtins.")) | {
+    "builtins.bytearray",
+    "builtins.complex",
+    "builtins.set",
+}
+
+
+def canonical(module: str, name: str) -> tuple[str, str]:
+    """The name a Python 3 loader ends up at: Python 2 spellings translated, ``torch.tensor`` as ``torch._tensor``.
+
+    >>> canonical("__builtin__", "set"), canonical("copy_reg", "_reconstructor")
+    (('builtins', 'set'), ('copyreg', '_reconstructor'))
+    """
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    elif module in IMPORT_MAPPING:
+        module = IMPORT_MAPPING[module]
+    if module == "torch.tensor":
+        module = "torch._tensor"
+    return module, name
+
+
+def is_dangerous(module: str, name: str) -> str:
+    """Why a name is on the list that nothing excuses, or an empty text."""
+    full = f"{module}.{name}"
+    package = module.partition(".")[0]
+    if package in _DANGEROUS_PACKAGES:
+        return _DANGEROUS_PACKAGES[package]
+    if module == "builtins" and full not in _BUILTIN_TYPES and not _is_exception(name):
+        return "a built-in function" if full not in _DANGEROUS_NAMES else _DANGEROUS_NAMES[full]
+    if any(part.startswith("__") and part.endswith("__") for part in name.split(".")) and "." in name:
+        return "walks through the inside of an object"
+    if full in _DANGEROUS_NAMES:
+        return _DANGEROUS_NAMES[full]
+    return next((why for prefix, why in _DANGEROUS_PREFIXES if full.startswith(prefix)), "")
+
+
+def _is_exception(name: str) -> bool:
+    return name.endswith(("Error", "Exception", "Warning")) or name in ("KeyboardInterrupt", "StopIteration", "SystemExit")
+
+
+def classify(module: str, name: str) -> tuple[str, str]:
+    """Verdict and purpose of a canonical name: ``data``, ``harmless``, ``unknown`` or ``dangerous``.
+
+    >>> classify("os", "getcwd")
+    ('dangerous', 'reaches the operating system')
+    """
+    full = f"{module}.{name}"
+    if full in TORCH_DEFAULT and "." not in name:
+        return "data", purpose_of(full)
+    danger = is_dangerous(module, name)
+    if danger:
+        return "dangerous", danger
+    if full in _HARMLESS:
+        return "harmless", _HARMLESS[full]
+    return "unknown", purpose_of(full)
+
+
+def purpose_of(full: str) -> str:
+    """What a name is for, in a phrase."""
+    if full in _PURPOSES:
+        return _PURPOSES[full]
+    for names, text in (
+        (_DTYPE_NAMES, "a dtype"),
+        (_SCHEME_NAMES, "a quantisation scheme"),
+        (_REBUILD_NAMES, "rebuilds a tensor"),
+        (_STORAGE_NAMES, "the dtype of a storage"),
+        (_TENSOR_CLASSES, "a tensor class"),
+    ):
+        if full in names:
+            return text
+    return next((text for prefix, text in _FAMILIES if full.startswith(prefix)), "not known to transload")

@@ -1,0 +1,68 @@
+"""What plain ``torch.load(path)`` will do with a file, in a sentence or two."""
+
+from __future__ import annotations
+
+from transload.checkpoint import Checkpoint
+
+__all__ = ["predict"]
+
+_OTHER_LOADER: dict[str, str] = {
+    "torchscript": "fails: this is a program, load it with torch.jit.load(path, map_location='cpu')",
+    "torch-export": "fails: this is a program, load it with torch.export.load(path)",
+    "aotinductor": "fails: this is compiled code, load it with torch._inductor.aoti_load_package(path)",
+    "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
+    "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
+    "torch-directory": "fails on a directory: zip it again, stored, with its folder",
+    "sharded": "loads the shards one at a time only: read the index for which file holds what",
+    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it with "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
+    "deepspeed": "fails on a directory: gather it with the zero_to_fp32.py inside",
+    "megatron": "fails on a directory: load it with Megatron",
+    "directory": "fails on a directory",
+    "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
+    "else use safetensors.torch.load_file(path)",
+}
+
+
+def predict(checkpoint: Checkpoint) -> str:
+    """The outcome of ``torch.load(path)`` with a torch of today, on a machine with and without the devices it names."""
+    if checkpoint.format in _OTHER_LOADER:
+        return f"torch.load {_OTHER_LOADER[checkpoint.format]}"
+    if checkpoint.integrity == "not-a-checkpoint":
+        return "torch.load fails, with an error that does not say why"
+    if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
+        return "torch.load fails: only torch 1.4 and 1.5 read this first form of the zip format"
+    if _unreadable(checkpoint):
+        return "torch.load fails: the file is damaged"
+    return "torch.load " + "; ".join(_steps(checkpoint))
+
+
+_HARMLESS_CODES = frozenset(
+    {"zip-trailing-bytes", "legacy-trailing-bytes", "crc-mismatch", "zip-crc-differs", "zip-compressed", "legacy-unlisted"}
+    | {"zip-name-case", "pickle-trailing-bytes", "pickle-irregular"}
+)
+
+
+def _unreadable(checkpoint: Checkpoint) -> bool:
+    from transload.judge.problems import RULES
+
+    codes = {problem.code for problem in checkpoint.problems} - _HARMLESS_CODES
+    return any(RULES[code].integrity in ("repairable", "damaged") for code in codes)
+
+
+def _steps(checkpoint: Checkpoint) -> list[str]:
+    if checkpoint.safety == "dangerous":
+        return ["refuses it (weights_only=True, the default from 2.6 on); with weights_only=False it would run its code"]
+    rare = sorted({name for pickle in checkpoint.pickles[:5] for name in pickle.rare})
+    if rare:
+        first = [f"refuses it: weights_only=True does not know the opcode {rare[0]} (pickle protocol 4 or a foreign writer)"]
+    elif checkpoint.safety == "needs-trust":
+        first = ["refuses it (weights_only=True, the default from 2.6 on) until you allow the names below"]
+    else:
+        first = []
+    devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]
+    if not devices:
+        return first or ["loads it anywhere"]
+    names = ", ".join(devices)
+    where = f"needs {names}: elsewhere pass map_location='cpu' (or a device you have)"
+    return [*first, where if not first else f"it also {where}"]
