@@ -1,0 +1,10 @@
+"""The command line: a static table of commands, of which only the one that is named gets imported."""
+
+COMMANDS: dict[str, str] = {
+    "inspect": "what is in a checkpoint, who wrote it, and whether it is safe and whole",
+}
+"""Each command and its line of help. Its module is of the same name in this package, and has
+
+``add_arguments(parser)``, which declares its options and an ``epilog`` of examples, and ``run(arguments) -> int``,
+which returns the exit code.
+"""

@@ -1,0 +1,128 @@
+"""The entry point: finds the command, runs it, and turns whatever escapes into one message and an exit code.
+
+0: all is well. 1: the thing examined has a problem. 2: the command could not do its job. Beyond the table of commands
+nothing is imported until it is known what is asked for; ``--help`` and ``--version`` need no argument parser.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from transload.cli import COMMANDS
+
+TYPE_CHECKING = False  # typing costs more than all the rest of --version
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+__all__ = ["main"]
+
+_USAGE = "usage: transload COMMAND [options]"
+_EXAMPLES = """\
+examples:
+  transload inspect model.pt              what is in it, and is it safe to load
+  transload inspect *.safetensors         several files in one table
+  transload inspect model.pt --json       everything, for programs
+"""
+_HELP_WIDTH = 80
+_INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
+_PIPE_CLOSED = 141
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; ``argv`` is ``sys.argv[1:]`` unless given."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _dispatch(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except SystemExit as leaving:  # argparse leaves so, after its own message
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except BrokenPipeError:
+        _hush_stdout()
+        return _PIPE_CLOSED
+    except Exception as error:  # noqa: BLE001  the last resort
+        return _tell(error)
+    return code
+
+
+def _dispatch(argv: list[str]) -> int:
+    if len(argv) > 1 and argv[0] == "help":
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from transload._version import __version__
+
+        print(f"transload {__version__}")
+        return 0
+    command, *rest = argv
+    if command not in COMMANDS:
+        return _unknown(command)
+    return _run(command, rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    options = "  -h, --help     show this, or the help of a command\n  -V, --version  show the version"
+    return f"{_USAGE}\n\ncommands:\n{commands}\n\n{_EXAMPLES}\noptions:\n{options}"
+
+
+def _unknown(word: str) -> int:
+    from difflib import get_close_matches
+
+    from transload.render.escape import printable
+
+    kind = "option" if word.startswith("-") else "command"
+    near = get_close_matches(word, COMMANDS, 1)
+    hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
+    print(f"{_USAGE}\ntransload: there is no {kind} '{printable(word)}'; {hint}", file=sys.stderr)
+    return 2
+
+
+def _run(command: str, rest: list[str]) -> int:
+    from importlib import import_module
+
+    module = import_module(f"transload.cli.{command}")
+    parser = _parser(command)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(rest))
+    return code
+
+
+def _parser(command: str) -> ArgumentParser:
+    from argparse import ArgumentParser, RawDescriptionHelpFormatter
+    from functools import partial
+
+    line = COMMANDS[command]
+    return ArgumentParser(
+        prog=f"transload {command}",
+        description=line[0].upper() + line[1:] + ".",
+        # Left to itself the formatter imports shutil to ask for the width, and with it every compressor Python has.
+        formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
+        allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
+    )
+
+
+def _tell(error: Exception) -> int:
+    """One message on stderr for whatever stopped the command."""
+    from transload.cli.output import as_bug, complain
+    from transload.errors import TransloadError
+
+    if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises ours: this was writing
+        _hush_stdout()
+        error = TransloadError(f"cannot write the result: {error.strerror or error}")
+    complain(error if isinstance(error, TransloadError) else as_bug(error))
+    return 2
+
+
+def _hush_stdout() -> None:
+    """Nobody reads stdout any more: the interpreter's own flush at exit must not complain of it."""
+    from contextlib import suppress
+
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,52 @@
+"""Where a command's words go: the result to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from transload.errors import TransloadError
+from transload.render.escape import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transload.render.lines import Block
+
+__all__ = ["as_bug", "complain", "show", "write"]
+
+
+def show(blocks: Iterable[Block], colour: str) -> None:
+    """Write a report to stdout."""
+    from transload.render.terminal import emit
+
+    if sys.stdout is not None:  # closed by the caller: the exit code is all that is wanted
+        emit(blocks, sys.stdout, colour)
+
+
+def write(pieces: Iterable[str]) -> None:
+    """Write text to stdout as it is."""
+    if sys.stdout is not None:
+        sys.stdout.writelines(pieces)
+
+
+def complain(error: TransloadError) -> None:
+    """Tell one of our errors on stderr: where and what, and on a second line what to do."""
+    where = f"{printable(error.where, None)}: " if error.where else ""
+    print(f"transload: {where}{printable(error.what, None)}", file=sys.stderr)
+    if error.fix:
+        print(f"  {printable(error.fix, None)}", file=sys.stderr)
+
+
+def as_bug(error: Exception, where: str = "") -> TransloadError:
+    """What to say of an exception that should never have got so far; ``TRANSLOAD_DEBUG`` also shows where it arose."""
+    if os.environ.get("TRANSLOAD_DEBUG"):
+        from traceback import print_exception
+
+        print_exception(error)
+    return TransloadError(
+        f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}",
+        where=where,
+        fix="Please report it with what TRANSLOAD_DEBUG=1 shows.",
+    )

@@ -1,0 +1,74 @@
+"""Checkpoints as JSON: everything, on one line a tensor, in ASCII, and always valid."""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from transload.errors import TransloadError
+
+__all__ = ["error_to_dict", "to_json"]
+
+_SAFE_BITS = 4096  # int.__str__ refuses numbers of over 4300 digits
+
+
+def to_json(documents: Iterable[dict[str, Any]], *, several: bool) -> Iterator[str]:
+    r"""Pieces of one JSON text: an object, or an array of them where ``several`` files were asked for.
+
+    Long lists stand one element a line, which keeps the C encoder at work and ``grep`` useful.
+
+    >>> "".join(to_json([{"schema": 1, "tensors": [{"name": "w"}]}], several=False))
+    '{\n"schema": 1,\n"tensors": [\n{"name": "w"}\n]\n}\n'
+    """
+    yield "[" if several else ""
+    for place, document in enumerate(documents):
+        yield ",\n" if place else "\n" if several else ""
+        yield from _object(document)
+    yield "\n]\n" if several else "\n"
+
+
+def error_to_dict(path: str, error: TransloadError) -> dict[str, Any]:
+    """What stands for a file that could not be read."""
+    told = {"what": error.what, "where": error.where, "fix": error.fix, "errno": getattr(error, "errno", None)}
+    return {"schema": 1, "path": path, "ok": False, "error": told}
+
+
+def _object(document: dict[str, Any]) -> Iterator[str]:
+    yield "{\n"
+    for place, (key, value) in enumerate(document.items()):
+        yield ",\n" if place else ""
+        yield f"{_text(key)}: "
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield "[\n"
+            for index, element in enumerate(value):
+                yield (",\n" if index else "") + _text(element)
+            yield "\n]"
+        else:
+            yield _text(value)
+    yield "\n}"
+
+
+def _text(value: object) -> str:
+    """Strict JSON; what has no form in it becomes text. ``ensure_ascii`` keeps lone surrogates, as escapes."""
+    try:
+        return json.dumps(value, ensure_ascii=True, allow_nan=False)
+    except (ValueError, TypeError):
+        return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= _SAFE_BITS else hex(value)
+    if isinstance(value, float):
+        return value if isfinite(value) else repr(value)
+    return str(value)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+import transload
+from transload.cli import COMMANDS
+from transload.cli.main import main
+from transload.errors import TransloadError
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Transload
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A command that the test says what to do."""
+    module = ModuleType("transload.cli.try")
+    module.add_arguments = lambda _: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(COMMANDS, "try", "try something")
+    monkeypatch.setitem(sys.modules, "transload.cli.try", module)
+    return module
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_bare_command_and_help_show_every_command_and_three_examples(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("usage: transload")
+    assert all(f"  {name}  " in shown.out for name in COMMANDS)
+    assert shown.out.count("\n  transload ") == 3
+    assert not shown.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([name, "--help"], ["help", name]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: transload {name}")
+        assert "examples:" in shown
+        assert shown.isascii()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"transload {transload.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspct"], ["--frobnicate"], ["inspect"], ["inspect", "--frob", "x"], ["\x1b[2J"]]
+)
+def test_bad_usage_is_told_on_stderr_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("usage: transload")
+    assert "\x1b" not in shown.err
+
+
+def test_a_near_miss_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inspct"])
+    assert "did you mean 'transload inspect'?" in capsys.readouterr().err
+
+
+def raising(error: BaseException) -> object:
+    def run(_: object) -> NoReturn:
+        raise error
+
+    return run
+
+
+def test_our_errors_are_one_message_and_no_traceback(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.run = raising(TransloadError("it is\x1b[2J broken", where="a/b.pt", fix="Mend it."))  # type: ignore[attr-defined]
+    assert main(["try"]) == 2
+    assert capsys.readouterr().err == "transload: a/b.pt: it is\\x1b[2J broken\n  Mend it.\n"
+
+
+def test_a_foreign_exception_is_called_our_bug(
+    command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command.run = raising(KeyError("x\n"))  # type: ignore[attr-defined]
+    monkeypatch.delenv("TRANSLOAD_DEBUG", raising=False)
+    assert main(["try"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("transload: this is a bug in transload: KeyError: ")
+    assert "Traceback" not in told
+    monkeypatch.setenv("TRANSLOAD_DEBUG", "1")
+    assert main(["try"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interruption_is_quiet(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.run = raising(KeyboardInterrupt())  # type: ignore[attr-defined]
+    assert main(["try"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_full_disk_is_told(program: Transload) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("/dev/full is a thing of Linux")
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = program("--help", stdout=full.fileno())
+    assert done.returncode == 2
+    assert done.stderr == "transload: cannot write the result: No space left on device\n"
+
+
+def test_public_names_resolve_and_are_listed() -> None:
+    assert set(transload.__all__) <= set(dir(transload))
+    for name in transload.__all__:
+        assert getattr(transload, name) is getattr(transload, name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        transload.nonsense  # type: ignore[attr-defined]  # noqa: B018

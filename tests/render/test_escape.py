@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transload.render.escape import cut, printable
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("layers.0.weight", "layers.0.weight"),
+        ("重み", "重み"),
+        ("naïve", "naïve"),
+        ("\x1b[2J", "\\x1b[2J"),
+        ("a\r\nb\tc", "a\\r\\nb\\tc"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("\u3164", "\\u3164"),
+        ("no\u00a0break", "no\\xa0break"),
+        ("\ud800\udfff", "\\ud800\\udfff"),
+        ("\x9b31m", "\\x9b31m"),
+        ("o" + "\u0301" * 6, "o" + "\u0301" * 4 + "\\u0301" * 2),
+    ],
+)
+def test_printable_shows_what_is_visible_and_escapes_the_rest(raw: str, shown: str) -> None:
+    assert printable(raw) == shown
+
+
+@given(st.text(st.characters(codec=None)), st.integers(1, 200))
+def test_printable_never_lets_a_control_character_through(text: str, limit: int) -> None:
+    shown = printable(text, limit)
+    assert len(shown) <= limit
+    assert all(unicodedata.category(char)[0] != "C" for char in shown)
+    assert shown.isprintable()
+    shown.encode()
+
+
+@given(st.text(st.characters(codec=None)))
+def test_printable_without_limit_keeps_everything_and_is_stable(text: str) -> None:
+    shown = printable(text, None)
+    assert len(shown) >= len(text)
+    assert printable(shown, None) == shown
+
+
+def test_a_name_of_a_gigabyte_costs_only_what_is_shown() -> None:
+    shown = printable("\x1b" * 50_000_000, 40)
+    assert len(shown) == 40
+
+
+def test_cut_keeps_both_ends() -> None:
+    assert cut("abcdefghij", 7) == "abc…hij"
+    assert cut("abcdefghij", 10) == "abcdefghij"
+    assert cut("abcdefghij", 1) == "…"

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from transload.checkpoint import Checkpoint, Part
+from transload.render.html import MAX_TWIGS, fragment
+from transload.render.lines import GLUE
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails on tags that do not close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def test_it_is_well_formed_and_has_no_script(
+    transformer: Checkpoint, training: Checkpoint, web_page: Checkpoint, hostile: Checkpoint
+) -> None:
+    for checkpoint in (transformer, training, web_page, hostile):
+        page = Page(fragment(checkpoint))
+        assert set(page.tags) <= {"div", "style", "pre", "span", "b", "i", "dl", "dt", "dd", "details", "summary"}
+        assert {name for name, _ in page.attributes} <= {"class", "style", "open"}
+
+
+def test_it_asks_nothing_of_a_network(transformer: Checkpoint) -> None:
+    assert not re.search(r"https?:|url\(|@import|src=", fragment(transformer))
+
+
+def test_names_are_text_never_markup(hostile: Checkpoint) -> None:
+    text = fragment(hostile)
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "<b>x" not in text
+    assert "<script>alert(1)</script>" in Page(text).text
+    assert all(char.isprintable() or char in f"\n{GLUE}" for char in text)
+    text.encode()
+
+
+def test_there_is_a_plain_copy_for_viewers_without_style(transformer: Checkpoint) -> None:
+    text = fragment(transformer)
+    plain = re.search(r'<pre class="tl-plain">(.*?)</pre>', text, re.DOTALL)
+    assert plain
+    assert "6.74 billion parameters" in plain[1]
+    assert '<div class="tl-rich" style="display:none">' in text
+
+
+def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None:
+    tensor = transformer.tensors[0]
+    many = tuple(replace(tensor, name=f"{word}.{n}x", shape=(n,)) for word in ("a", "b") for n in range(3000))
+    parts = tuple(Part(f"part {n}", "shard", n) for n in range(100))
+    text = fragment(replace(transformer, tensors=many, parts=parts))
+    assert text.count('class="tl-line"') <= MAX_TWIGS + len(parts)
+    assert "more are not shown" in text
+    assert "and 40 more" in text
+    assert len(text) < 300_000
+
+
+def test_bars_show_the_share_of_each_dtype(training: Checkpoint) -> None:
+    widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", fragment(training))]
+    assert len(widths) == len(training.dtypes)
+    assert 99 <= sum(widths) <= 101

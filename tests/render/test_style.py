@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from transload.render.style import PIPE_WIDTH, Style, style_of, wants_colour
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "terminal", "colour"),
+    [
+        ("auto", {}, True, True),
+        ("auto", {}, False, False),
+        ("auto", {"TERM": "dumb"}, True, False),
+        ("auto", {"NO_COLOR": "1"}, True, False),
+        ("auto", {"NO_COLOR": ""}, True, True),
+        ("auto", {"FORCE_COLOR": "1"}, False, True),
+        ("auto", {"FORCE_COLOR": "0"}, True, False),
+        ("auto", {"FORCE_COLOR": ""}, False, False),
+        ("auto", {"FORCE_COLOR": "1", "TERM": "dumb"}, False, True),
+        ("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
+        ("always", {"NO_COLOR": "1", "TERM": "dumb"}, False, True),
+        ("never", {"FORCE_COLOR": "1"}, True, False),
+    ],
+)
+def test_flag_then_no_color_then_force_color_then_terminal(
+    flag: str, environ: dict[str, str], terminal: bool, colour: bool
+) -> None:
+    assert wants_colour(flag, environ, terminal=terminal) is colour
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_is_not_cut_and_has_a_width_of_its_own() -> None:
+    style = style_of(io.StringIO(), environ={})
+    assert (style.colour, style.cut, style.width) == (False, False, PIPE_WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [("72", 72), ("1", 40), ("0", PIPE_WIDTH), ("wide", PIPE_WIDTH), ("-80", PIPE_WIDTH), ("9" * 5000, 999_999)],
+)
+def test_columns_rules_the_width(columns: str, width: int) -> None:
+    assert style_of(Terminal(), environ={"COLUMNS": columns}).width == width
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "koi8-r", "no-such-encoding"])
+def test_signs_and_names_are_spelled_out_where_the_stream_lacks_them(encoding: str) -> None:
+    stream = Terminal()
+    stream.encoding = encoding
+    style = style_of(stream, environ={})
+    assert not style.unicode
+    assert style.text("├─ a … ×3 → ok") == "|- a ... x3 -> ok"
+    assert style.text("重") == "\\u91cd"
+
+
+def test_text_survives_a_lone_surrogate() -> None:
+    assert Style().text("\ud800") == "\\ud800"
+
+
+def test_a_closed_or_strange_stream_is_no_terminal() -> None:
+    stream = io.StringIO()
+    stream.close()
+    assert not style_of(stream, environ={}).cut

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+
+from transload.checkpoint import Checkpoint
+from transload.render.terminal import emit
+from transload.render.text import report
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def written(checkpoint: Checkpoint, stream: io.StringIO, colour: str = "auto") -> str:
+    emit(report(checkpoint), stream, colour)
+    return stream.getvalue()
+
+
+def test_with_and_without_rich_the_same_is_shown(
+    training: Checkpoint, hostile: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for checkpoint in (training, hostile):
+        rich = written(checkpoint, Terminal())
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "rich.console", None)
+            own = written(checkpoint, Terminal())
+        assert SGR.search(rich)
+        assert SGR.search(own)
+        assert SGR.sub("", rich) == SGR.sub("", own)
+
+
+def test_a_pipe_gets_no_escape_codes_unless_asked(training: Checkpoint) -> None:
+    assert "\x1b" not in written(training, io.StringIO())
+    assert "\x1b[33mneeds-trust\x1b[0m" in written(training, io.StringIO(), "always")
+
+
+def test_a_terminal_gets_none_when_told_so(training: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "\x1b" not in written(training, Terminal(), "never")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in written(training, Terminal())
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_only_our_own_codes_reach_the_terminal(
+    hostile: Checkpoint, monkeypatch: pytest.MonkeyPatch, rich: bool
+) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = SGR.sub("", written(hostile, Terminal()))
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_an_ascii_stream_gets_ascii(training: Checkpoint) -> None:
+    stream = Terminal()
+    stream.encoding = "ascii"
+    text = written(training, stream, "never")
+    assert text.isascii()
+    assert "|- exp_avg" in text
+    assert "layers.0 ... 1  x2" in text
