@@ -2,8 +2,8 @@
 
     python bench/inspect.py [--json] [--repeat N]
 
-Contenders take turns, the median of each counts, and every contender works in this process on a file in the page cache. What is not
-installed is left out with a word. Needs torch to make the files; transload itself does not use it.
+Contenders take turns, the median of each counts, and every contender works in this process on a file in the page
+cache. What is not installed is left out with a word. Needs torch to make the files; transload itself does not use it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def by_size(folder: Path, repeat: int) -> list[Row]:
     detail = f"{seconds['large'] * 1e3:.1f} ms against {seconds['small'] * 1e3:.1f} ms, {TENSORS} tensors ({size})"
     return [
         Row("10 GB against 10 MB, time", ratio, "≤ 1.2", ratio <= 1.2, detail),
-        Row("10 GB, peak memory in MB", peak / 1e6, "< 60", peak < 60e6, "the whole process, rich and torch not loaded"),
+        Row(
+            "10 GB, peak memory in MB", peak / 1e6, "< 60", peak < 60e6, "the whole process, rich and torch not loaded"
+        ),
     ]
 
 
@@ -91,7 +93,13 @@ def many_tensors(folder: Path, repeat: int) -> list[Row]:
             seconds.update(take_turns({name: tool}, 1))
     mine = seconds.pop("transload")
     return [
-        Row(f"{name} against inspect, {MANY:,} tensors", other / mine, "≥ 3", other >= 3 * mine, f"{other:.2f} s to {mine:.2f} s")
+        Row(
+            f"{name} against inspect, {MANY:,} tensors",
+            other / mine,
+            "≥ 3",
+            other >= 3 * mine,
+            f"{other:.2f} s to {mine:.2f} s",
+        )
         for name, other in seconds.items()
     ]
 
@@ -103,7 +111,9 @@ def whole_process(folder: Path, repeat: int) -> list[Row]:
     path = folder / "tiny.pt"
     torch.save({"weight": torch.zeros(4, 4)}, path)
     mine = [sys.executable, "-m", "transload", "inspect", "--json", str(path)]
-    seconds = take_turns({"mine": lambda: run(mine), "torch": lambda: run([sys.executable, "-c", "import torch"])}, repeat)
+    seconds = take_turns(
+        {"mine": lambda: run(mine), "torch": lambda: run([sys.executable, "-c", "import torch"])}, repeat
+    )
     ratio = seconds["mine"] / seconds["torch"]
     detail = f"{seconds['mine'] * 1e3:.0f} ms against {seconds['torch'] * 1e3:.0f} ms"
     return [Row("inspect --json against import torch", ratio, "< 0.1", ratio < 0.1, detail)]

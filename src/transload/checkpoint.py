@@ -27,6 +27,7 @@ __all__ = [
     "Record",
     "Storage",
     "Tensor",
+    "contiguous",
 ]
 
 Key = str | int
@@ -85,7 +86,7 @@ class Tensor:
     key its ``state_dict()`` would use. ``offset`` counts elements into the storage, as
     ``Tensor.storage_offset()`` does. ``kind`` says how it is made: ``strided`` for the ordinary one, else
     ``quantized``, ``sparse_coo``, ``sparse_csr`` …, ``nested``, ``meta``, ``subclass``, ``device``
-    (bytes on the CPU, rebuilt on another device); those made of other tensors carry them as ``parts``
+    (bytes on the CPU, rebuilt on another device), ``sharded`` (in pieces, over several files); those made of other tensors carry them as ``parts``
     and have no storage of their own. ``cls`` is the class where it is not plain ``torch.Tensor``.
     """
 
@@ -339,14 +340,15 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, int], ...]:
-        """``(dtype, tensors, bytes)``, most bytes first."""
+        """``(dtype, tensors, bytes)``, most bytes first; shared storage is counted once."""
         counts: dict[str, list[int]] = {}
         for tensor in self.tensors:
-            pair = counts.setdefault(tensor.dtype, [0, 0])
-            pair[0] += 1
-            pair[1] += tensor.nbytes
-        rows = ((name, *pair) for name, pair in counts.items())
-        return tuple(sorted(rows, key=lambda row: (-row[2], row[0])))  # type: ignore[arg-type,return-value]
+            counts.setdefault(tensor.dtype, [0, 0])[0] += 1
+        owners = {tensor.storage: tensor.dtype for tensor in reversed(tuple(_flat(self.tensors)))}
+        for storage in self.storages:
+            counts.setdefault(owners.get(storage.id, storage.dtype), [0, 0])[1] += storage.nbytes
+        rows = ((name, tensors, nbytes) for name, (tensors, nbytes) in counts.items())
+        return tuple(sorted(rows, key=lambda row: (-row[2], row[0])))
 
     @property
     def tensor_nbytes(self) -> int:
@@ -419,6 +421,23 @@ class Checkpoint:
         from transload.render.html import fragment
 
         return fragment(self)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major tensor, as torch gives them.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = min(step * max(size, 1), _MAX_STRIDE)  # a zero-sized tensor may claim any other sizes
+    return tuple(reversed(strides))
+
+
+_MAX_STRIDE = 1 << 64
 
 
 def _flat(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -45,8 +45,8 @@ ITEMSIZE: dict[str, int] = {
 
 QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
-# Several elements of these share a byte of storage, while shape and numel count elements.
-_PER_BYTE = {"quint4x2": 2, "quint2x4": 4}
+# Bits an element takes where that is no whole byte, while shape and numel count elements. F4 and F6 are safetensors' own.
+_BITS = {"quint4x2": 4, "quint2x4": 2, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 def itemsize(dtype: str, numel: int = 1) -> int:
@@ -55,9 +55,9 @@ def itemsize(dtype: str, numel: int = 1) -> int:
     >>> itemsize("float32", 10), itemsize("quint4x2", 3)
     (40, 2)
     """
-    packed = _PER_BYTE.get(dtype)
-    if packed:
-        return -(-numel // packed)
+    bits = _BITS.get(dtype)
+    if bits:
+        return -(-numel * bits // 8)
     return ITEMSIZE.get(dtype, 1) * numel
 
 

@@ -46,9 +46,9 @@ def worst_integrity(*verdicts: Integrity) -> Integrity:
 class Problem:
     """Something a reader met that is not as it should be. A fact: what it means is judged later.
 
-    ``code`` is a key of ``judge.problems.RULES``; ``where`` is a place inside the file, outermost
-    first (``"data.pkl › byte 1234"``), empty for the file itself; ``detail`` is one plain sentence, or several lines of them.
-    ``title`` and ``fix`` stand in for those of the rule where the reader knows better what the thing is.
+    ``code`` is a key of ``judge.problems.RULES``; ``where`` is a place inside the file, outermost first (``"data.pkl
+    › byte 1234"``), empty for the file itself; ``detail`` is one plain sentence, or several lines of them. ``title``
+    and ``fix`` stand in for those of the rule where the reader knows better what the thing is.
     """
 
     code: str

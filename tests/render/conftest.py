@@ -7,7 +7,7 @@ import pytest
 from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Storage, Tensor
 from transload.dtypes import itemsize
 from transload.findings import Finding
-from transload.read.tensors import contiguous
+from transload.checkpoint import contiguous
 
 
 class Builder:

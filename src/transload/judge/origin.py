@@ -1,7 +1,7 @@
 """Which torch releases can have written a file, from the traces their writers leave.
 
-torch stamps no version into a checkpoint (pytorch/pytorch#44295 has asked since 2020), but each change of the writer shows. Every
-rule here narrows a range of releases and says by what.
+torch stamps no version into a checkpoint (pytorch/pytorch#44295 has asked since 2020), but each change of the writer
+shows. Every rule here narrows a range of releases and says by what.
 """
 
 from __future__ import annotations

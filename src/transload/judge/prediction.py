@@ -44,10 +44,10 @@ _HARMLESS_CODES = frozenset(
 
 
 def _unreadable(checkpoint: Checkpoint) -> bool:
-    from transload.judge.problems import RULES
+    from transload.judge.problems import rule_of
 
     codes = {problem.code for problem in checkpoint.problems} - _HARMLESS_CODES
-    return any(RULES[code].integrity in ("repairable", "damaged") for code in codes)
+    return any(rule_of(code).integrity in ("repairable", "damaged") for code in codes)
 
 
 def _steps(checkpoint: Checkpoint) -> list[str]:

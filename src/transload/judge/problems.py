@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from transload.findings import Finding, Integrity, Problem, Safety, Severity
 
-__all__ = ["RULES", "Rule", "judge_problems"]
+__all__ = ["RULES", "Rule", "judge_problems", "rule_of"]
 
 _SHOWN = 10
 
@@ -24,10 +24,13 @@ class Rule(NamedTuple):
 _REFUSE = ("Do not load it. No known program writes such a file by accident; get it again from its author.",)
 _AGAIN = ("Download or copy the file again and compare its size and checksum with the original's.",)
 _RESAVE = ("It loads as it is; saving it again with torch.save puts it right.",)
+_RESAVE_SAFETENSORS = ("Load it where it loads and save it again with safetensors.torch.save_file.",)
+_SHARDS = ("Download the whole repository again: hf download REPOSITORY --local-dir DIR",)
+_RANKS = ("Copy the missing files from the machine that wrote them, or use an earlier step.",)
 
 RULES: dict[str, Rule] = {
     # -- the container: two readers would see two files
-    "zip-shifted": Rule("torch and zipfile would read different records from it", "error", "dangerous", "damaged", _REFUSE),
+    "zip-shifted": Rule("torch and zipfile would read different records", "error", "dangerous", "damaged", _REFUSE),
     "zip-two-ends": Rule("it has two ends, so two readings", "error", "dangerous", "damaged", _REFUSE),
     "zip-two-sizes": Rule("its end records contradict each other", "error", "dangerous", "damaged", _REFUSE),
     "zip-names-differ": Rule("a record has two names", "error", "dangerous", "damaged", _REFUSE),
@@ -35,18 +38,27 @@ RULES: dict[str, Rule] = {
     "zip-duplicate-name": Rule("a record name is used twice", "error", "dangerous", "damaged", _REFUSE),
     "zip-nul-name": Rule("a record name holds a NUL byte", "error", "dangerous", "damaged", _REFUSE),
     "zip-overlap": Rule("records share bytes", "error", "dangerous", "damaged", _REFUSE),
+    "zip-directory-record": Rule("a record pretends to be a folder", "error", "dangerous", "damaged", _REFUSE),
+    "zip-inside": Rule("it is two files in one", "error", "dangerous", "whole", _REFUSE),
     "zip-odd-name": Rule("a record name leads outside its folder", "error", "dangerous", "whole", _REFUSE),
     # -- the container: damage
     "zip-no-directory": Rule("the archive's directory is missing", "error", "data-only", "repairable", _AGAIN),
+    "zip-misplaced": Rule("the archive's directory is not where it should be", "error", "unknown", "damaged", _AGAIN),
+    "zip-mangled": Rule("it was copied as if it were text", "error", "unknown", "damaged", _AGAIN),
+    "zip-head-lost": Rule("its beginning is gone", "error", "unknown", "damaged", _AGAIN),
+    "zip-found-twice": Rule("a record was found twice", "error", "unknown", "damaged", _AGAIN),
     "zip-walked": Rule("records were found without the directory", "note"),
     "zip-directory-broken": Rule("the archive's directory is damaged", "error", "unknown", "damaged", _AGAIN),
     "zip-count": Rule("the archive miscounts its records", "error", "unknown", "damaged", _AGAIN),
     "zip-multi-disk": Rule("the archive claims to be split", "error", "unknown", "damaged", _AGAIN),
     "zip-unreadable-entry": Rule("a record is encrypted", "error", "unknown", "damaged", _AGAIN),
     "zip-no-local-header": Rule("a record's header is gone", "error", "unknown", "damaged", _AGAIN),
+    "zip-no-descriptor": Rule("the end of a record is overwritten", "error", "data-only", "damaged", _AGAIN),
     "zip-record-cut": Rule("a record is cut off", "error", "data-only", "damaged", _AGAIN),
+    "zip-one-reader": Rule("one of two zip readers refuses it", "warning", "data-only", "repairable", _RESAVE),
+    "zip-name-encoding": Rule("a record name is not text", "error", "data-only", "repairable", _RESAVE),
     "zip-crc-differs": Rule("a record has two checksums", "warning", "data-only", "damaged", _AGAIN),
-    "zip-trailing-bytes": Rule("there are bytes after the archive's end", "warning", "data-only", "repairable", _RESAVE),
+    "zip-trailing-bytes": Rule("bytes follow the archive's end", "warning", "data-only", "repairable", _RESAVE),
     "zeros-at-end": Rule(
         "the file ends in zeros",
         "error",
@@ -77,6 +89,7 @@ RULES: dict[str, Rule] = {
         ("If a newer torch wrote it, upgrade torch; otherwise the file is damaged.",),
     ),
     "zip-bad-byteorder": Rule("its byte order is not one there is", "error", "data-only", "damaged", _AGAIN),
+    "zip-bad-note": Rule("a small record is not as torch writes it", "error", "data-only", "repairable", _AGAIN),
     "zip-no-pickle": Rule("the index `data.pkl` is missing", "error", "unknown", "damaged", _AGAIN),
     "zip-name-case": Rule("the index has its name in other letters", "warning", "needs-trust", "repairable", _RESAVE),
     "zip-compressed": Rule(
@@ -87,6 +100,7 @@ RULES: dict[str, Rule] = {
         ("torch.load(..., mmap=True) would return wrong numbers: load it without mmap, or save it again.",),
     ),
     "record-unreadable": Rule("a record cannot be read", "error", "unknown", "damaged", _AGAIN),
+    "record-unseen": Rule("it holds more than was looked at", "warning", "unknown", "whole"),
     "record-unused": Rule("it holds storages nobody uses", "note"),
     "record-foreign": Rule("it holds records that torch.load does not read", "note"),
     # -- the pickle
@@ -94,8 +108,8 @@ RULES: dict[str, Rule] = {
     "pickle-broken": Rule("a pickle in it breaks off", "error", "unknown", "damaged", _AGAIN),
     "pickle-trailing-bytes": Rule("there are bytes after a pickle's end", "warning", "unknown", "repairable", _AGAIN),
     "pickle-ambiguous": Rule("loaders would read a pickle in it differently", "error", "dangerous", "damaged", _REFUSE),
-    "pickle-irregular": Rule("a pickle in it is written as no program writes one", "error", "unknown", "damaged", _AGAIN),
-    "pickle-odd-id": Rule("a pickle in it refers to something no torch file has", "error", "unknown", "damaged", _AGAIN),
+    "pickle-irregular": Rule("a pickle in it is as no program writes one", "error", "unknown", "damaged", _AGAIN),
+    "pickle-odd-id": Rule("a pickle in it refers to what no torch file has", "error", "unknown", "damaged", _AGAIN),
     # -- tensors and storages
     "storage-missing": Rule("the bytes of a storage are not in the file", "error", "data-only", "damaged", _AGAIN),
     "storage-size": Rule("a storage is not as long as the index says", "error", "data-only", "damaged", _AGAIN),
@@ -105,7 +119,7 @@ RULES: dict[str, Rule] = {
     "storage-conflict": Rule("a storage is described in two ways", "error", "unknown", "damaged", _AGAIN),
     "tensor-broken": Rule("a tensor cannot be what it says it is", "error", "unknown", "damaged", _AGAIN),
     "tree-too-deep": Rule("its objects are nested too deeply", "error", "unknown", "whole"),
-    "tree-too-shared": Rule("its objects are shared without end", "error", "unknown", "whole"),
+    "tree-too-large": Rule("it names more objects than its size can justify", "error", "unknown", "whole"),
     "leaves-uncounted": Rule("not every value is listed", "note"),
     "crc-mismatch": Rule(
         "the bytes are not those that were saved",
@@ -126,9 +140,54 @@ RULES: dict[str, Rule] = {
         "damaged",
         ("torch.load fills it with whatever lies in memory, without an error. Get the file again.",),
     ),
-    "legacy-trailing-bytes": Rule("there are bytes after the last storage", "warning", "data-only", "repairable", _RESAVE),
+    "legacy-trailing-bytes": Rule("bytes follow the last storage", "warning", "data-only", "repairable", _RESAVE),
     "tar-cut": Rule("the archive is cut off", "error", "data-only", "damaged", _AGAIN),
+    "tar-ambiguous": Rule("readers would find other members in it", "error", "dangerous", "damaged", _REFUSE),
     "tar-broken": Rule("a part of the archive is damaged", "error", "unknown", "damaged", _AGAIN),
+    # -- safetensors
+    "safetensors-header-too-large": Rule("its header claims more than safetensors allows", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-header-cut": Rule("the file ends inside its header", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-header-invalid": Rule("its header cannot be read", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-entry-invalid": Rule("a tensor's entry in the header makes no sense", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-size-mismatch": Rule("a tensor's bytes do not fit its shape", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-dtype-unknown": Rule("a tensor has a dtype safetensors does not know", "error", "data-only", "damaged", ("A newer safetensors may know it: pip install -U safetensors",)),
+    "safetensors-dtype-not-in-torch": Rule("torch has no dtype for some tensors", "warning", "data-only", "whole", ("Read them with the library that wrote them.",)),
+    "safetensors-metadata-invalid": Rule("its __metadata__ is not text", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
+    "safetensors-duplicate-key": Rule("a name stands twice in its header: readers may differ", "error", "unknown", "damaged", _AGAIN),
+    "safetensors-overlap": Rule("tensors share bytes, which safetensors forbids", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-hole": Rule("some bytes belong to no tensor; safetensors refuses the file", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
+    "safetensors-trailing": Rule("there are bytes after the last tensor; safetensors refuses the file", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
+    "safetensors-truncated": Rule("the file is cut short", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-odd-header": Rule("its header is written as no known program does", "note"),
+    # -- shards and directories
+    "index-invalid": Rule("the index of the shards cannot be used", "error", "unknown", "damaged", _SHARDS),
+    "index-missing": Rule("the shards have no index to compare with", "warning", "data-only", "whole", _SHARDS),
+    "index-total-size": Rule("the index gives another total size", "warning"),
+    "shard-missing": Rule("a shard is missing", "error", "data-only", "damaged", _SHARDS),
+    "shard-outside": Rule("the index names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
+    "shard-tensor-missing": Rule("tensors are missing from their shard", "error", "data-only", "damaged", _SHARDS),
+    "shard-tensor-unlisted": Rule("shards hold tensors that the index does not know", "warning"),
+    "shard-tensor-twice": Rule("a tensor stands in two shards", "warning", "data-only", "damaged", _SHARDS),
+    "shard-stray": Rule("shards of another save lie beside it", "warning", "data-only", "whole", ("Remove the files of the older save.",)),
+    "part-unreadable": Rule("a file of the checkpoint cannot be read", "error", "unknown", "damaged", _SHARDS),
+    "dcp-metadata-missing": Rule(".metadata is missing: the save never finished", "error", "unknown", "damaged", ("Use an earlier checkpoint, or copy .metadata from where it was saved.",)),
+    "dcp-metadata-too-large": Rule(".metadata is too large to read", "error", "unknown", "whole", ("Check where the directory comes from.",)),
+    "dcp-metadata-invalid": Rule(".metadata does not describe a checkpoint", "error", "unknown", "damaged", _RANKS),
+    "dcp-path-outside": Rule(".metadata names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
+    "dcp-file-missing": Rule("a rank's file is missing", "error", "unknown", "damaged", _RANKS),
+    "dcp-file-cut": Rule("a rank's file is cut short", "error", "unknown", "damaged", _RANKS),
+    "dcp-items-overlap": Rule("entries of a rank's file share bytes; they were not read", "error", "unknown", "damaged", _REFUSE),
+    "dcp-items-unread": Rule("there are too many entries to read them all", "warning", "unknown"),
+    "dcp-transformed": Rule("entries are packed in a form that is not read here", "warning", "unknown"),
+    "dcp-piece-missing": Rule("a tensor lacks some of its pieces", "error", "data-only", "damaged", _RANKS),
+    "dcp-piece-mismatch": Rule("a piece is not what .metadata says", "error", "data-only", "damaged", _RANKS),
+    "rank-missing": Rule("some ranks' files are missing", "error", "data-only", "damaged", _RANKS),
+    "latest-missing": Rule("the step it calls the latest is not here", "error", "data-only", "damaged", _RANKS),
+    "directory-unknown": Rule("not a checkpoint directory of any known kind", "error", "unknown", "not-a-checkpoint", ("Name one of the files in it.",)),
+    "directory-others-unread": Rule("other files beside it look like checkpoints and were not read", "note", "data-only", "whole", ("Inspect the files themselves before anything loads them.",)),
+    "directory-too-long": Rule("the directory has too many entries to look at them all", "warning", "unknown"),
+    "directory-unreadable": Rule("a folder cannot be listed", "warning", "unknown", "whole", ("Ask its owner for read permission.",)),
+    "link-dangling": Rule("links in the directory lead nowhere", "warning", "data-only", "whole", _SHARDS),
     # -- no checkpoint at all
     "not-a-checkpoint": Rule("this is no checkpoint", "error", "unknown", "not-a-checkpoint"),
     "no-checksums": Rule("it carries no checksums", "note"),
@@ -142,10 +201,15 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, Integrity, tu
     groups: dict[str, list[Problem]] = {}
     for problem in problems:
         groups.setdefault(problem.code, []).append(problem)
-    rules = [RULES[code] for code in groups]
-    findings = tuple(_finding(code, RULES[code], group) for code, group in groups.items())
-    safety = worst_safety(*(rule.safety for rule in rules))
-    return safety, worst_integrity(*(rule.integrity for rule in rules)), findings
+    rules = {code: rule_of(code) for code in groups}
+    findings = tuple(_finding(code, rules[code], group) for code, group in groups.items())
+    safety = worst_safety(*(rule.safety for rule in rules.values()))
+    return safety, worst_integrity(*(rule.integrity for rule in rules.values())), findings
+
+
+def rule_of(code: str) -> Rule:
+    """The rule for a code. A problem nobody has judged yet is never a good sign."""
+    return RULES.get(code) or Rule(code.replace("-", " "), "error", "unknown", "damaged")
 
 
 def _finding(code: str, rule: Rule, group: list[Problem]) -> Finding:

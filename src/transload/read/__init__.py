@@ -1,4 +1,6 @@
-"""Bytes to a ``Checkpoint``: which format a file has, and the reader for it. Runs nothing, imports nothing a file names."""
+"""Bytes to a ``Checkpoint``: which format a file has, and the reader for it. Runs nothing, imports nothing a file
+names.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ FORMATS: dict[str, str] = {
 def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
 
-    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte and compares
-    every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding, never an exception.
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
+    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
+    never an exception.
 
     >>> inspect(b"<html>").integrity
     'not-a-checkpoint'
@@ -51,8 +54,8 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
     from transload.judge import judge
 
-    # The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting meanwhile
-    # takes as long as the reading itself.
+    # The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting
+    # meanwhile takes as long as the reading itself.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -80,7 +83,9 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 def read_source(source: Source, *, verify: bool = False) -> Checkpoint:
-    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know), and read it."""
+    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know), and read
+    it.
+    """
     from transload.read.zip_index import starts_like_zip
 
     if starts_like_zip(source):
@@ -89,7 +94,7 @@ def read_source(source: Source, *, verify: bool = False) -> Checkpoint:
         checkpoint = recognise(source)
         if checkpoint is not None:
             return checkpoint
-    return _foreign(source)
+    return _foreign(source, verify=verify)
 
 
 def _try_tar(source: Source) -> Checkpoint | None:
@@ -116,16 +121,25 @@ def _try_pickle(source: Source) -> Checkpoint | None:
     return read_plain_pickle(source)
 
 
-def _foreign(source: Source) -> Checkpoint:
-    from transload.checkpoint import Checkpoint
+def _foreign(source: Source, *, verify: bool) -> Checkpoint:
     from transload.read.foreign import identify
+    from transload.read.zip_index import ends_like_zip
 
     what = identify(source)
-    return Checkpoint(source.name, what.format, source.size, problems=(_not_a_checkpoint(what),))
+    if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
+        checkpoint = _read_zip(source, verify=verify)
+        return replace(checkpoint, problems=(Problem("zip-head-lost", detail=what.title), *checkpoint.problems))
+    return _named(source, what)
 
 
-def _not_a_checkpoint(what: Foreign) -> Problem:
-    return Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
+def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
+    """A file that is no checkpoint, named for what it is."""
+    from transload.checkpoint import Checkpoint
+
+    problem = Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
+    records = tuple(index.records.values()) if index else ()
+    problems = (problem, *(index.problems if index else ()))
+    return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
 
 
 def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
@@ -134,8 +148,12 @@ def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
 
     index = read_index(source)
     if not index.ok:
+        from transload.read.foreign import mangled
         from transload.read.zip_walk import walk_index
 
+        copied_as_text = mangled(source)
+        if copied_as_text:
+            return _named(source, copied_as_text)
         index = walk_index(source, index)
     archive = Archive.of_zip(source, index)
     reader = _zip_reader(archive)
@@ -176,22 +194,19 @@ def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
 
 
 def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:
-    from transload.checkpoint import Checkpoint
     from transload.read.foreign import identify_zip
 
     prefix = f"{index.root}/" if index.root else ""
-    what = identify_zip([f"{prefix}{name}" for name in index.records])
-    problems = (_not_a_checkpoint(what), *index.problems)
-    records = tuple(index.records.values())
-    return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
+    # A name that begins with a slash is one outside the folder.
+    names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
+    return _named(source, identify_zip(names, source.name), index)
 
 
 def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:
     from transload.read.verify import verify_records
 
     if index.unsummed:
-        note = Problem("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
-        return replace(checkpoint, problems=(*checkpoint.problems, note))
+        return checkpoint
     bad = verify_records(source, index.records.values(), checkpoint.storages)
     known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
     problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))

@@ -11,14 +11,13 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from transload.checkpoint import Part, Tensor
+from transload.checkpoint import Part, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.read.nodes import Call, Dict, Global
 from transload.read.noted import Noted, some
 from transload.read.parts import Listing, Merger, Readers, inner_name
 from transload.read.safetensors import looks_like
 from transload.read.source import FileSource, Slice
-from transload.read.tensors import contiguous
 
 __all__ = ["read_dcp_into"]
 

@@ -12,6 +12,7 @@ nothing is hashed but small integers and text, and values are shared, never copi
 from __future__ import annotations
 
 import _codecs
+import re
 from collections.abc import Callable, Iterator
 from struct import Struct
 from struct import error as struct_error
@@ -30,6 +31,10 @@ MAX_INT_BYTES = 1024
 MAX_TEXT_DIGITS = 4300
 """The same for integers written as text; CPython refuses more digits than this as well."""
 
+MAX_GAP = 64
+"""Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a secret:
+integers hash to themselves, so a file could choose its indexes to make every lookup walk over all the others."""
+
 _U16 = Struct("<H").unpack_from
 _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
@@ -46,6 +51,28 @@ class _Broken(Exception):  # noqa: N818 - a signal inside this module, never see
 
 class _Cut(_Broken):
     """The data ends here: with more of it, reading could go on."""
+
+
+class _Sparse(dict[Any, Any]):
+    """A memo whose indexes are far apart: kept by their bytes, which Python hashes with a secret."""
+
+    def __init__(self, dense: dict[int, Any]) -> None:
+        super().__init__()
+        for index, value in dense.items():
+            self[index] = value
+
+    def __setitem__(self, index: int, value: object) -> None:
+        super().__setitem__(_bytes_of(index), value)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return super().__getitem__(_bytes_of(index))
+        except KeyError:
+            raise KeyError(index) from None
+
+
+def _bytes_of(index: int) -> bytes:
+    return index.to_bytes(index.bit_length() // 8 + 1, "little", signed=True)
 
 
 class _Machine:
@@ -69,7 +96,9 @@ class _Machine:
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes, only if they are there."""
         end = self.pos + count
-        if count < 0 or end > self.size:
+        if count < 0:
+            raise _Broken(f"a length of {count} bytes")
+        if end > self.size:
             raise _Cut(f"it needs {count} more bytes, {self.size - self.pos} are left")
         chunk = self.data[self.pos : end]
         self.pos = end
@@ -96,7 +125,24 @@ class _Machine:
         if len(self.out.irregular) < _MAX_IRREGULAR:
             self.out.irregular.append((self.pos, text))
 
+    def ambiguous(self, text: str) -> None:
+        """Loaders see different streams in the bytes from here on."""
+        if len(self.out.ambiguous) < _MAX_IRREGULAR:
+            self.out.ambiguous.append((self.pos, text))
+
     # -- building
+
+    def remember(self, index: int, value: object) -> None:
+        """Enter a value into the memo."""
+        self.reach(index)
+        self.memo[index] = value
+
+    def reach(self, index: int) -> int:
+        """Make room in the memo for an index; up to which others need not ask."""
+        reach = len(self.memo) * 5 // 4 + MAX_GAP
+        if index > reach and type(self.memo) is dict:
+            self.memo = _Sparse(self.memo)
+        return reach
 
     def find(self, module: str, name: str) -> Global:
         """The node of a global: one for each name."""
@@ -154,10 +200,11 @@ def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
 
 def _check_frames(vm: _Machine) -> None:
     """A frame must end where an opcode ends."""
-    borders = {vm.size}.union(start for start, _ in opcodes(vm.data, vm.out.start))
-    crossed = [end for end in vm.frames if end not in borders and end < vm.out.end]
-    vm.out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in crossed[:_MAX_IRREGULAR])
-    if vm.frames[-1] != vm.out.end and not vm.out.broken and vm.frames[-1] > vm.out.end:
+    crossed = {end for end in vm.frames if end < vm.out.end}
+    for start, _ in opcodes(vm.data, vm.out.start):
+        crossed.discard(start)
+    vm.out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:_MAX_IRREGULAR])
+    if not vm.out.broken and vm.frames[-1] > vm.out.end:
         vm.out.ambiguous.append((vm.out.end, "STOP comes before the end of its frame"))
 
 
@@ -197,16 +244,38 @@ _HOT = frozenset(b"hqrK(tXRjQM\x86\x85\x89)J.")
 
 
 def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
-    """All pickles that follow one another from the start of ``data``, until one breaks or the data ends."""
+    """All pickles that follow one another from the start of ``data``, until one breaks or the data ends.
+
+    Of those beyond ``limit`` only what they would do is kept, in the last one.
+    """
     pickles: list[Pickle] = []
     position = 0
-    while position < len(data) and len(pickles) < limit:
+    while position < len(data):
         pickle = run(data, position, name)
-        pickles.append(pickle)
+        if len(pickles) < limit:
+            pickles.append(pickle)
+        else:
+            _absorb(pickles[-1], pickle)
         if pickle.broken:
             break
         position = pickle.end
     return pickles
+
+
+def _absorb(into: Pickle, pickle: Pickle) -> None:
+    """Add one pickle to another: its names, calls and oddities, not its value."""
+    into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
+    into.protocol = max(into.protocol, pickle.protocol)
+    into.python2 |= pickle.python2
+    into.rare |= pickle.rare
+    for key, node in pickle.globals.items():
+        into.globals.setdefault(key, node)
+    into.calls += pickle.calls
+    into.built += pickle.built
+    into.extensions += pickle.extensions
+    into.persistent += pickle.persistent
+    into.irregular += pickle.irregular[: _MAX_IRREGULAR - len(into.irregular)]
+    into.ambiguous += pickle.ambiguous[: _MAX_IRREGULAR - len(into.ambiguous)]
 
 
 def _execute(vm: _Machine) -> None:  # noqa: C901, PLR0912, PLR0915 - one loop, the opcodes by frequency: 0.2 µs each
@@ -214,13 +283,17 @@ def _execute(vm: _Machine) -> None:  # noqa: C901, PLR0912, PLR0915 - one loop, 
     calls, persistent = vm.out.calls, vm.out.persistent
     stack = vm.stack
     push = stack.append
-    pos = vm.pos
+    pos, reach = vm.pos, MAX_GAP
     try:
         while True:
             op = data[pos]
             pos += 1
             if op == 0x72:  # LONG_BINPUT
-                memo[_U32(data, pos)[0]] = stack[-1]
+                index = _U32(data, pos)[0]
+                if index > reach:
+                    reach = vm.reach(index)
+                    memo = vm.memo
+                memo[index] = stack[-1]
                 pos += 4
             elif op == 0x4B:  # BININT1
                 push(data[pos])
@@ -285,7 +358,7 @@ def _execute(vm: _Machine) -> None:  # noqa: C901, PLR0912, PLR0915 - one loop, 
                 if op not in _WEIGHTS_ONLY:
                     vm.out.rare.add(handler.__name__.strip("_").upper())
                 handler(vm)
-                pos, stack = vm.pos, vm.stack
+                pos, stack, memo = vm.pos, vm.stack, vm.memo
                 push = stack.append
     finally:
         vm.pos = max(vm.pos, pos)  # a handler that raised may have read further than the loop knows
@@ -306,9 +379,9 @@ def _frame(vm: _Machine) -> None:
     # and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns frames.
     length = int.from_bytes(vm.take(8), "little")
     if vm.pos - 9 < vm.frame_end:
-        vm.out.ambiguous.append((vm.pos, "a frame begins inside a frame"))
+        vm.ambiguous("a frame begins inside a frame")
     if length > vm.size - vm.pos:
-        vm.out.ambiguous.append((vm.pos, "a frame is longer than the data"))
+        vm.ambiguous("a frame is longer than the data")
     vm.frame_end = vm.pos + length
     vm.frames.append(vm.frame_end)
 
@@ -320,15 +393,26 @@ def _global(vm: _Machine) -> None:
 
 def _stack_global(vm: _Machine) -> None:
     name, module = vm.stack.pop(), vm.stack.pop()
-    if type(name) is not str or type(module) is not str:
-        raise _Broken("STACK_GLOBAL wants two texts")
-    vm.stack.append(vm.find(module, name))
+    if type(name) is str and type(module) is str:
+        vm.stack.append(vm.find(module, name))
+        return
+    for operand in (module, name):
+        # A call, a constant of some module or a persistent id can turn out to be text, and so can a Python 2 text
+        # that is not UTF-8 (encoding="latin1"): then loaders read on, with a name that is not in the file.
+        if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
+            raise _Broken("STACK_GLOBAL wants two texts")
+    vm.odd("a name that is computed")
+    vm.stack.append(vm.call(None, (module, name), "stack_global"))
+
+
+_MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
 
 
 def _inst(vm: _Machine) -> None:
     module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
+    callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
     args = tuple(vm.pop_mark())
-    vm.stack.append(vm.call(vm.find(module, name), args, "inst"))
+    vm.stack.append(vm.call(callee, args, "inst"))
 
 
 def _obj(vm: _Machine) -> None:
@@ -371,6 +455,13 @@ def _build(vm: _Machine) -> None:
         vm.out.built.append((target, state))
 
 
+def _changed(vm: _Machine, target: object, items: list[Any], how: str) -> None:
+    """Items put into something that was not made here: into a dictionary of some module it is BUILD by another name."""
+    vm.odd(f"{how} {_kind(target)}")
+    if type(target) is Global or type(target) is Extension:
+        vm.out.built.append((target, items))
+
+
 def _append(vm: _Machine) -> None:
     value = vm.stack.pop()
     _extend(vm, vm.stack[-1], [value])
@@ -389,7 +480,7 @@ def _extend(vm: _Machine, target: object, items: list[Any]) -> None:
             target.appended = []
         target.appended.extend(items)
     else:
-        vm.odd(f"values are appended to {_kind(target)}")
+        _changed(vm, target, items, "values are appended to")
 
 
 def _additems(vm: _Machine) -> None:
@@ -397,8 +488,10 @@ def _additems(vm: _Machine) -> None:
     target = vm.stack[-1]
     if type(target) is Set and not target.frozen:
         target.items.extend(items)
+    elif type(target) is Call:
+        _extend(vm, target, items)
     else:
-        _extend(vm, target if type(target) is Call else None, items)
+        _changed(vm, target, items, "members are added to")
 
 
 def _setitem(vm: _Machine) -> None:
@@ -422,7 +515,7 @@ def _update(vm: _Machine, target: object, items: list[Any]) -> None:
             target.items = []
         target.items.extend(items)
     else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
-        vm.odd(f"keys are set on {_kind(target)}")
+        _changed(vm, target, items, "keys are set on")
     for key in items[::2]:
         if type(key) in _UNHASHABLE:
             vm.odd("a key that cannot be hashed")
@@ -495,37 +588,44 @@ def _newtrue(vm: _Machine) -> None:
 
 
 def _memoize(vm: _Machine) -> None:
-    vm.memo[len(vm.memo)] = vm.stack[-1]
+    vm.remember(len(vm.memo), vm.stack[-1])
 
 
 def _put(vm: _Machine) -> None:
     index = _decimal(vm)
     if index < 0:
         raise _Broken("a negative memo index")
-    vm.memo[index] = vm.stack[-1]
+    vm.remember(index, vm.stack[-1])
 
 
 def _get(vm: _Machine) -> None:
     vm.stack.append(vm.memo[_decimal(vm)])
 
 
+def _c_text(vm: _Machine) -> bytes:
+    """A line that holds a number. C reads it up to a NUL, where INT takes no digits at all for 0; blanks may stand around it."""
+    text, nul, _ = vm.line().partition(b"\0")
+    if nul:
+        vm.odd("a number with a NUL in it")
+    return text.strip() if text or not nul else b"0"
+
+
 def _decimal(vm: _Machine) -> int:
-    text = vm.line()
+    text = _c_text(vm)
     try:
-        return int(text[:MAX_TEXT_DIGITS])
+        return int(text if len(text) <= MAX_TEXT_DIGITS else b"")
     except ValueError:
         raise _Broken("a memo index that is no number") from None
 
 
 def _int(vm: _Machine) -> None:
-    text = vm.line()
+    text = _c_text(vm)
     special = {b"00": False, b"01": True}.get(text)
     vm.stack.append(_number(vm, text) if special is None else special)
 
 
 def _long(vm: _Machine) -> None:
-    text = vm.line()
-    vm.stack.append(_number(vm, text.removesuffix(b"L")))
+    vm.stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))
 
 
 def _number(vm: _Machine, text: bytes) -> int | Big:
@@ -557,7 +657,7 @@ def _little(vm: _Machine, count: int) -> int | Big:
 
 
 def _float(vm: _Machine) -> None:
-    text = vm.line()
+    text = _c_text(vm)
     try:
         vm.stack.append(float(text))
     except ValueError:
@@ -581,10 +681,21 @@ def _string(vm: _Machine) -> None:
     text = vm.line()
     if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
         raise _Broken("a text without quotes")
-    try:
-        _python2_text(vm, _codecs.escape_decode(text[1:-1])[0])
-    except ValueError:
-        raise _Broken("a text with a broken escape") from None
+    _python2_text(vm, _ESCAPE.sub(_unescape, text[1:-1]))
+
+
+# As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
+_ESCAPES = dict(zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True))
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, broken, letter = match.groups()
+    if broken is not None:
+        raise _Broken("a text with a broken escape")
+    if letter is not None:
+        return _ESCAPES.get(letter[0], b"\\" + letter)
+    return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])
 
 
 def _short_binstring(vm: _Machine) -> None:

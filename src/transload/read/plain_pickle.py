@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Problem
-from transload.read import pickle_machine
 from transload.read.nodes import Call, Dict, Pickle, Set
 from transload.read.source import Source
 from transload.read.tensors import Place, StorageTable, find_tensors
+from transload.read.torch_legacy import run_at
 from transload.read.torch_zip import pickle_problems
+from transload.read.zip_index import ends_like_zip
 
 __all__ = ["read_plain_pickle"]
 
 _MAX_PICKLES = 1000
+_WINDOW = 1 << 16
 
 
 def read_plain_pickle(source: Source) -> Checkpoint | None:
     """The pickles in a file that begins with one; ``None`` if it does not.
 
-    A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by chance.
+    A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
+    chance.
     """
-    data = source.read(0, pickle_machine.MAX_STREAM)
-    pickles = pickle_machine.run_all(data, "pickle", _MAX_PICKLES)
-    first = pickles[0] if pickles else None
-    if first is None or not _is_pickle(first, len(data)):
+    first, end = run_at(source, 0, "pickle", _WINDOW)
+    if not _is_pickle(first, source.size):
         return None
     first.main = True
+    pickles = [first, *_others(source, end)] if not first.broken else [first]
     tree = find_tensors(first.root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
     problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+    if ends_like_zip(source):
+        problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it"))
     return Checkpoint(
         path=source.name,
         format="joblib" if any(module.startswith("joblib.") for module, _ in first.globals) else "pickle",
@@ -38,6 +42,17 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
         problems=(_what(first), *problems, *tree.problems),
         pickles=tuple(pickles),
     )
+
+
+def _others(source: Source, position: int) -> list[Pickle]:
+    """The pickles that follow one another after the first."""
+    out: list[Pickle] = []
+    while position < source.size and len(out) < _MAX_PICKLES:
+        pickle, position = run_at(source, position, f"pickle {len(out) + 2}", _WINDOW)
+        out.append(pickle)
+        if pickle.broken:
+            break
+    return out
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:

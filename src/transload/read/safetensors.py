@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.read.noted import Noted, some
 from transload.read.source import Source
@@ -208,7 +208,7 @@ def _entry(name: str, raw: object, noted: Noted) -> _Entry | None:
     if not code:
         return _Entry(name, dtype, shape, begin, end)
     noted.add(code, _at(name), detail)
-    if numel(shape) is None:
+    if _numel(shape) is None:
         return None
     return _Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
 
@@ -243,7 +243,7 @@ def _counts(raw: object) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=4096)
-def numel(shape: tuple[int, ...]) -> int | None:
+def _numel(shape: tuple[int, ...]) -> int | None:
     """Elements of a shape; ``None`` if counting them leaves 64 bits on the way, which the reference refuses.
 
     Also what keeps later products short: a million dimensions of 2**63 would take hours to multiply out.
@@ -258,7 +258,7 @@ def numel(shape: tuple[int, ...]) -> int | None:
 
 def _wrong(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> tuple[str, str]:
     """Problem code and detail if the bytes cannot be that tensor; empty if they are."""
-    bits, count = BITS.get(dtype), numel(shape)
+    bits, count = BITS.get(dtype), _numel(shape)
     if bits is None:
         return "safetensors-dtype-unknown", f"dtype {_cut(dtype)!r}"
     if count is None or count * bits >= MAX_COUNT:
@@ -315,13 +315,3 @@ def _as_torch(entry: _Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:
     if dtype in BITS:
         noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{dtype} {list(shape)[:8]}")
     return dtype, shape
-
-
-@lru_cache(maxsize=4096)
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as torch gives them."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = min(step * max(size, 1), MAX_COUNT)  # a zero-sized tensor may have any other dimensions
-    return tuple(reversed(strides))

@@ -1,7 +1,8 @@
 """The stream format of torch 0.1.10 to 1.5 (and of a flag ever since): five pickles, then the storages end to end.
 
-Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each key follow an
-8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all before it.
+Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each
+key follow an 8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all
+before it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from transload.read import pickle_machine
 from transload.read.nodes import Dict, Pickle
 from transload.read.source import Source
 from transload.read.tensors import Place, Slot, StorageTable
-from transload.read.torch_zip import pickle_problems, read_tree
+from transload.read.torch_zip import needed_by, pickle_problems, read_tree
+from transload.read.zip_index import ends_like_zip
 
 __all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
 
@@ -23,22 +25,29 @@ MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _FIRST_WINDOW = 1 << 20
+_MAX_MAGIC = 4096  # what torch writes is 15 bytes
+_SMALL_WINDOW = 1 << 12
 
 
 def looks_like_legacy(source: Source) -> bool:
-    """torch's own test: the first pickle is the magic number, however it is spelt."""
-    return run_at(source, 0, _STAGES[0])[0].root == MAGIC
+    """torch's own test: the first pickle is the magic number, however it is spelt. Or what is left of it is."""
+    if 4 <= source.size < len(_MAGIC_PICKLE):
+        return _MAGIC_PICKLE.startswith(source.read(0, source.size))
+    return run_at(source, 0, _STAGES[0], _SMALL_WINDOW)[0].root == MAGIC
 
 
 def read_legacy(source: Source) -> Checkpoint:
     """Read all five pickles and find every storage by adding up sizes."""
     problems: list[Problem] = []
-    if not source.read(0, len(_MAGIC_PICKLE)) == _MAGIC_PICKLE:
+    if not _MAGIC_PICKLE.startswith(source.read(0, len(_MAGIC_PICKLE))):
         problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
     pickles, position = _run_stages(source, problems)
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
     keys = _keys(pickles[4].root) if len(pickles) > 4 and not pickles[4].broken else []
+    if ends_like_zip(source):
+        detail = "zipfile reads the archive at its end, torch the stream before it"
+        problems.append(Problem("zip-inside", detail=detail))
     places, end = _places(source, position, keys, claimed(main), problems)
     table = StorageTable(lambda key, _: places.get(key, Place(None, 0)))
     tree = read_tree(main, table)
@@ -46,7 +55,8 @@ def read_legacy(source: Source) -> Checkpoint:
     if not any(pickle.broken for pickle in pickles):
         problems += _check(tree.storages, set(keys))
         if end < source.size:
-            problems.append(Problem("legacy-trailing-bytes", detail=f"{source.size - end} bytes after the last storage"))
+            detail = f"{source.size - end} bytes after the last storage"
+            problems.append(Problem("legacy-trailing-bytes", detail=detail))
     return Checkpoint(
         path=source.name,
         format="torch-legacy",
@@ -60,12 +70,11 @@ def read_legacy(source: Source) -> Checkpoint:
     )
 
 
-def run_at(source: Source, offset: int, name: str) -> tuple[Pickle, int]:
+def run_at(source: Source, offset: int, name: str, window: int = _FIRST_WINDOW) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
     The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file.
     """
-    window = _FIRST_WINDOW
     while True:
         data = source.read(offset, min(window, pickle_machine.MAX_STREAM))
         pickle = pickle_machine.run(data, name=name)
@@ -78,12 +87,14 @@ def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], 
     pickles: list[Pickle] = []
     position = 0
     for stage, name in enumerate(_STAGES):
-        pickle, position = run_at(source, position, name)
+        window = _FIRST_WINDOW if stage == 3 else _SMALL_WINDOW
+        pickle, position = run_at(source, position, name, window)
         pickles.append(pickle)
-        problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-trailing-bytes"]
+        problems += pickle_problems(pickle, pickle.end)
         if pickle.broken:
             lost = ", ".join(_STAGES[stage:])
-            problems.append(Problem("legacy-cut", name, f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"))
+            detail = f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"
+            problems.append(Problem("legacy-cut", name, detail))
             break
     if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
         problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
@@ -91,9 +102,16 @@ def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], 
 
 
 def _keys(root: object) -> list[str]:
+    """The listed keys as text; what can be no key is an empty one, which nothing uses."""
     if type(root) is not list:
         return []
-    return [key if type(key) is str else key.decode("latin-1") for key in root if type(key) in (str, bytes)]
+    return [_key(key) for key in root]
+
+
+def _key(key: object) -> str:
+    if type(key) is bytes:
+        return key.decode("latin-1")
+    return str(key) if type(key) in (str, int) else ""
 
 
 def claimed(pickle: Pickle) -> dict[str, Slot]:
@@ -107,16 +125,20 @@ def claimed(pickle: Pickle) -> dict[str, Slot]:
 def _places(
     source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: list[Problem]
 ) -> tuple[dict[str, Place], int]:
-    """Where each storage lies, following torch: it believes the count before the bytes only if it agrees with the object."""
+    """Where each storage lies, as torch finds it: the count before the bytes must agree with the object."""
     places: dict[str, Place] = {}
     for key in keys:
         slot = slots.get(key)
         if slot is None:
-            problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it"))
+            detail = "in the list of keys, but nothing uses it"
+            problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", detail))
             break
         count = source.read(position, 8)
         numel = slot.nbytes // ITEMSIZE[slot.dtype]
-        if len(count) == 8 and int.from_bytes(count, "little", signed=True) != numel:
+        if len(count) < 8:
+            problems.append(Problem("storage-cut", f"storage {key}", "the file ends before its element count"))
+            break
+        if int.from_bytes(count, "little", signed=True) != numel:
             detail = f"{int.from_bytes(count, 'little', signed=True)} elements lie there, the object wants {numel}"
             problems.append(Problem("storage-size", f"storage {key}", detail))
             break
@@ -133,9 +155,10 @@ def _check(storages: Iterable[Storage], keys: set[str]) -> list[Problem]:
         where = f"storage {storage.key}"
         if storage.key not in keys:
             # torch 2.13 makes the tensor all the same, out of whatever was in memory.
-            out.append(Problem("legacy-unlisted", where, f"its bytes are not in the file; needed by {', '.join(storage.tensors[:4])}"))
+            detail = f"its bytes are not in the file; {needed_by(storage)}"
+            out.append(Problem("legacy-unlisted", where, detail))
         elif storage.stored < storage.nbytes:
-            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; needed by {', '.join(storage.tensors[:4])}"
+            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
             out.append(Problem("storage-cut", where, detail))
     return out
 
@@ -146,7 +169,8 @@ def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
         facts.append(("protocol version", str(pickles[1].root)[:40]))
     system = pickles[2].root if len(pickles) > 2 else None
     if type(system) is Dict:
-        facts.append(("saved on", "a little-endian machine" if system.get("little_endian") is True else "a big-endian machine"))
+        order = "little" if system.get("little_endian") is True else "big"
+        facts.append(("saved on", f"a {order}-endian machine"))
     if len(pickles) > 3:
         sources = [node for node in pickles[3].persistent if type(node.id) is tuple and node.id[:1] == ("module",)]
         if sources:

@@ -1,92 +1,129 @@
-"""The tar format of torch 0.1.1 to 0.1.9: four members, three of which are streams of pickles mixed with raw numbers."""
+"""The tar format of torch 0.1.1 to 0.1.9: four members, three of them streams of pickles mixed with raw numbers."""
 
 from __future__ import annotations
 
 from struct import Struct
-from struct import error as struct_error
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint
+from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.read.nodes import Global, Persistent, Pickle
 from transload.read.source import Slice, Source
 from transload.read.tensors import Place, StorageTable, find_tensors
 from transload.read.torch_legacy import run_at
-from transload.dtypes import ITEMSIZE, STORAGES
+from transload.read.torch_zip import pickle_problems
+from transload.read.zip_index import ends_like_zip
 
-__all__ = ["looks_like_tar", "members", "read_tar"]
+__all__ = ["Member", "looks_like_tar", "members", "read_tar"]
 
 _BLOCK = 512
+_WINDOW = 1 << 12
 _MAX_MEMBERS = 10_000
 _MAX_DIMS = 1024
-_I32 = Struct("<i")
-_I64 = Struct("<q")
-_WANTED = {"sys_info", "pickle", "tensors", "storages"}
+_MAX_PAX = 1 << 16
+_EXTENDED = frozenset({b"x", b"g", b"X", b"L", b"K"})
+_WANTED = frozenset({"sys_info", "pickle", "tensors", "storages"})
+
+# What Python's tarfile writes into an extended header for a plain file: its time to the nanosecond, its owner's name.
+_PLAIN_PAX = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
 
 
 class Member(NamedTuple):
-    """A file in a tar archive."""
+    """A file in a tar archive; ``odd`` says why another reader may see it otherwise."""
 
     name: str
     offset: int
     size: int
+    odd: str = ""
+
+
+class _Header(NamedTuple):
+    name: str
+    size: int
+    kind: bytes
 
 
 def looks_like_tar(source: Source) -> bool:
-    """A tar header with a right checksum at the very beginning. (tarfile, and so torch, also takes a block of zeros for one.)"""
+    """Whether a tar header with a right checksum begins it. tarfile, and so torch, also takes zeros for one."""
     return _header(source.read(0, _BLOCK)) is not None
 
 
-def members(source: Source) -> list[Member]:
-    """The plain files of a tar archive, in order, until its end or its first bad header."""
+def members(source: Source) -> tuple[list[Member], list[Problem]]:
+    """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
     out: list[Member] = []
-    position = 0
+    position, odd, always = 0, "", ""
     for _ in range(_MAX_MEMBERS):
-        header = _header(source.read(position, _BLOCK))
+        block = source.read(position, _BLOCK)
+        header = _header(block)
         if header is None:
-            break
-        name, size, kind = header
-        if kind in b"0\0" and not name.endswith("/"):
-            out.append(Member(name, position + _BLOCK, size))
-        position += _BLOCK + -(-size // _BLOCK) * _BLOCK
-    return out
+            return out, _why_ended(block, position)
+        start = position + _BLOCK
+        if header.kind in _EXTENDED:
+            odd = odd or _renames(header, source.read(start, min(header.size, _MAX_PAX)))
+            always = odd if header.kind == b"g" else always
+        else:
+            odd = odd or always or ("" if header.kind in (b"0", b"\0") else "it is no plain file")
+            out.append(Member(header.name, start, header.size, odd))
+            odd = ""
+        position = start + -(-header.size // _BLOCK) * _BLOCK
+    return out, [Problem("tar-broken", f"byte {position}", f"more than {_MAX_MEMBERS} members")]
 
 
-def _header(block: bytes) -> tuple[str, int, bytes] | None:
+def _why_ended(block: bytes, position: int) -> list[Problem]:
+    if not any(block):
+        return []
+    return [Problem("tar-broken", f"byte {position}", "what should be the header of a member is none")]
+
+
+def _renames(header: _Header, data: bytes) -> str:
+    """Why an extended header makes the next member another one; empty if it only adds times and owners."""
+    plain = header.kind in (b"x", b"g") and header.size <= _MAX_PAX
+    if plain and data[-1:] == b"\n" and all(_is_plain_pax(line) for line in data[:-1].split(b"\n")):
+        return ""
+    return "an extended header changes what it is"
+
+
+def _is_plain_pax(line: bytes) -> bool:
+    """A record of an extended header: its own length, a key and a value. A wrong length hides another record in it."""
+    length, _, record = line.partition(b" ")
+    return length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
+
+
+def _header(block: bytes) -> _Header | None:
     if len(block) < _BLOCK or not any(block):
         return None
     size, stated = _octal(block[124:136]), _octal(block[148:156])
-    actual = sum(block) - sum(block[148:156]) + 8 * 32
-    if size is None or stated != actual:
+    summed = block[:148] + b" " * 8 + block[156:]
+    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # as some writers add up; tarfile takes both
+    if size is None or stated not in (sum(summed), signed):
         return None
-    return block[:100].split(b"\0")[0].decode("utf-8", "backslashreplace"), size, block[156:157]
+    prefix = block[345:500].split(b"\0")[0]
+    name = block[:100].split(b"\0")[0]
+    return _Header((prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace"), size, block[156:157])
 
 
 def _octal(field: bytes) -> int | None:
     if field[:1] == b"\x80":  # sizes from 8 GiB on are binary
         return int.from_bytes(field[1:], "big")
-    text = field.strip(b" \0")
+    text = field.split(b"\0")[0].strip()
     return int(text, 8) if text and not text.strip(b"01234567") else None
 
 
 def read_tar(source: Source) -> Checkpoint | None:
     """The checkpoint in a tar archive; ``None`` if the archive is another."""
-    found = {member.name.removeprefix("./"): member for member in members(source)}
+    listed, problems = members(source)
+    found = {member.name.removeprefix("./"): member for member in listed}
     if not {"pickle", "tensors", "storages"} <= found.keys():
         return None
-    reader = _Reader(source, found)
+    reader = _Reader(source, found, [*problems, *_check_members(listed, source)])
     reader.read_storages()
     reader.read_tensors()
-    main, _ = run_at(reader.part("pickle"), 0, "pickle")
-    main.main = True
-    reader.took(main)
+    main = reader.read_main()
     table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
     for node in reader.storage_ids.values():
         table.resolve(node)
     tree = find_tensors(main.root, table, outside=reader.tensor_args)
-    extra = sorted(found.keys() - _WANTED)
-    if extra:
-        reader.problems.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
     return Checkpoint(
         path=source.name,
         format="torch-tar",
@@ -99,14 +136,33 @@ def read_tar(source: Source) -> Checkpoint | None:
     )
 
 
-class _Reader:
-    """Goes through ``storages`` and ``tensors``: pickles and raw numbers in turn. Stops, with a problem, where it breaks."""
+def _check_members(listed: list[Member], source: Source) -> list[Problem]:
+    """Whatever makes tarfile, inside torch, take other members than these; and members that torch does not read."""
+    out: list[Problem] = []
+    seen: set[str] = set()
+    for member in listed:
+        name = member.name.removeprefix("./")
+        if name in _WANTED and (member.odd or name in seen):
+            out.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
+        elif member.odd.startswith("an extended header"):
+            out.append(Problem("tar-ambiguous", name, member.odd))
+        seen.add(name)
+    extra = sorted(seen - _WANTED)
+    if extra:
+        out.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
+    if ends_like_zip(source):
+        out.append(Problem("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it"))
+    return out
 
-    def __init__(self, source: Source, found: dict[str, Member]) -> None:
+
+class _Reader:
+    """Goes through ``storages`` and ``tensors``, pickles and raw numbers in turn, until it breaks, with a problem."""
+
+    def __init__(self, source: Source, found: dict[str, Member], problems: list[Problem]) -> None:
         self._source = source
         self._found = found
+        self.problems = problems
         self.pickles: list[Pickle] = []
-        self.problems: list[Problem] = []
         self.places: dict[str, Place] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
@@ -119,49 +175,62 @@ class _Reader:
         return Slice(self._source, member.offset, member.size, name)
 
     def took(self, pickle: Pickle) -> None:
-        """Keep a pickle if it asks for anything or is broken."""
-        if pickle.broken:
-            self.problems.append(Problem("pickle-broken", pickle.name, pickle.broken))
-        if pickle.irregular or pickle.ambiguous:
-            at, text = (pickle.irregular or pickle.ambiguous)[0]
-            self.problems.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
+        """Keep a pickle if it asks for anything, and note what is wrong with it; its ids are numbers, not storages."""
+        self.problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-odd-id"]
         if pickle.main or pickle.globals or pickle.extensions:
             self.pickles.append(pickle)
 
+    def read_main(self) -> Pickle:
+        """The pickle of the object; beside it that of ``sys_info``, which only old readers load."""
+        for name in ("sys_info", "pickle"):
+            if name in self._found:
+                main, _ = run_at(self.part(name), 0, name)
+                main.main = name == "pickle"
+                self.took(main)
+        return main
+
     def next(self, part: Slice, position: int, name: str) -> tuple[Any, int]:
         """The value of the next pickle; ``None`` once it is broken."""
-        pickle, position = run_at(part, position, name)
+        pickle, position = run_at(part, position, name, _WINDOW)
         self.took(pickle)
         return (None if pickle.broken else pickle.root), position
 
     def read_storages(self) -> None:
         """``storages``: a count, then for each its id, element count and bytes, then the list of views."""
         part = self.part("storages")
-        base = self._found["storages"].offset
         count, position = self.next(part, 0, "storages")
         for _ in range(count if type(count) is int else 0):
-            entry, position = self.next(part, position, "storages")
-            if not _is_entry(entry):
-                self.problems.append(Problem("tar-broken", "storages", f"entry {len(self.places)} is no storage"))
+            position = self._read_storage(part, position)
+            if position < 0:
                 return
-            key, location, kind = str(entry[0]), entry[1], entry[2]
-            width = ITEMSIZE[STORAGES.get(kind.name, "uint8")]
-            numel = int.from_bytes(part.read(position, 8), "little", signed=True)
-            start, nbytes = position + 8, numel * width
-            if numel < 0 or start + nbytes > part.size:
-                self.problems.append(Problem("storage-cut", f"storage {key}", f"{nbytes} bytes do not fit into the member"))
-                return
-            self.places[key] = Place(base + start, nbytes, "storages")
-            self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), position)
-            position = start + nbytes
         views, _ = self.next(part, position, "storages")
         for view in views if type(views) is list else ():
             self._add_view(view)
 
+    def _read_storage(self, part: Slice, position: int) -> int:
+        """Where the next one begins; -1 where this one breaks."""
+        entry, position = self.next(part, position, "storages")
+        if not _is_entry(entry):
+            self.problems.append(Problem("tar-broken", "storages", f"entry {len(self.places)} is no storage"))
+            return -1
+        key, location, kind = str(entry[0]), entry[1], entry[2]
+        count = part.read(position, 8)
+        numel, start = int.from_bytes(count, "little", signed=True), position + 8
+        nbytes = numel * ITEMSIZE[STORAGES[kind.name]]
+        if len(count) < 8 or numel < 0 or start + nbytes > part.size:
+            detail = f"{nbytes} bytes do not fit into what is left of the member"
+            self.problems.append(Problem("storage-cut", f"storage {key}", detail))
+            return -1
+        self.places[key] = Place(self._found["storages"].offset + start, nbytes, "storages")
+        self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), position)
+        return start + nbytes
+
     def _add_view(self, view: object) -> None:
         if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
-            root = self.storage_ids[str(view[1])].id
-            self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)  # type: ignore[misc]
+            root: Any = self.storage_ids[str(view[1])].id
+            self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
+        else:
+            self.problems.append(Problem("tar-broken", "storages", "a view of no storage"))
 
     def read_tensors(self) -> None:
         """``tensors``: a count, then for each its id and storage, its rank, sizes, strides and offset."""
@@ -172,18 +241,18 @@ class _Reader:
             if type(entry) is not tuple or len(entry) != 3:
                 self.problems.append(Problem("tar-broken", "tensors", f"entry {len(self.tensor_args)} is no tensor"))
                 return
-            try:
-                (rank,) = _I32.unpack(part.read(position, 4))
-                rank = rank if 0 <= rank <= _MAX_DIMS else 0
-                raw = part.read(position + 8, 16 * rank + 8)
-                numbers = tuple(_I64.unpack_from(raw, 8 * i)[0] for i in range(2 * rank + 1))
-            except struct_error:
-                self.problems.append(Problem("tar-broken", "tensors", "it breaks off inside a tensor"))
+            rank = int.from_bytes(part.read(position, 4), "little", signed=True)
+            raw = part.read(position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
+            if len(raw) != 16 * rank + 8:
+                self.problems.append(Problem("tar-broken", "tensors", f"tensor {str(entry[0])[:40]} is no tensor"))
                 return
+            numbers = Struct(f"<{2 * rank + 1}q").unpack(raw)
             position += 16 + 16 * rank
             storage = self.storage_ids.get(str(entry[1]))
             self.tensor_args[str(entry[0])] = (storage, numbers[-1], numbers[:rank], numbers[rank : 2 * rank])
 
 
 def _is_entry(entry: object) -> bool:
-    return type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
+    if type(entry) is not tuple or len(entry) != 3 or type(entry[1]) is not str:
+        return False
+    return type(entry[2]) is Global and entry[2].name in STORAGES

@@ -8,14 +8,15 @@ from transload.checkpoint import Checkpoint, Record, Storage
 from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.nodes import Pickle
-from transload.read.tensors import Place, StorageTable, Tree, find_tensors
 from transload.read.source import Source
+from transload.read.tensors import Place, StorageTable, Tree, find_tensors
 from transload.read.zip_index import Payload, ZipIndex, read_payload
 
 __all__ = [
-    "Archive",
     "MAX_NOTE",
+    "Archive",
     "check_storages",
+    "needed_by",
     "note",
     "pickle_problems",
     "read_pickle",
@@ -28,8 +29,10 @@ MAX_NOTE = 4096
 """``version`` and its like hold a few bytes; a deflated one can unpack to gigabytes."""
 
 _NOTES = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
-_MAX_STRAY = 64
-_PICKLE_STARTS = b"\x80(]}cX\x8cKIGNC"
+_NEWEST_VERSION = 10
+
+_MAX_STRAY = 64 << 20
+"""Bytes of records that torch.load does not read which are looked at; an archive may hold a whole data set."""
 
 
 class Archive:
@@ -111,14 +114,32 @@ def _facts(archive: Archive, problems: list[Problem]) -> tuple[tuple[str, str], 
         text = note(archive, name, problems)
         if text is not None:
             facts.append((name.rpartition("/")[2].strip("."), text))
-    known = dict(facts)
-    if "version" not in known:
-        problems.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
-    elif not known["version"].isdecimal() or int(known["version"][:9]) > 10:
-        problems.append(Problem("zip-bad-version", "version", f"it says {known['version'][:40]!r}; torch reads up to 10"))
-    if known.get("byteorder", "little") not in ("little", "big"):
-        problems.append(Problem("zip-bad-byteorder", "byteorder", f"it says {known['byteorder'][:40]!r}"))
+    problems += _check_notes(archive, dict(facts))
     return tuple(facts)
+
+
+def _check_notes(archive: Archive, known: dict[str, str]) -> list[Problem]:
+    """The small records on which torch.load fails before it looks at anything else."""
+    out: list[Problem] = []
+    if "version" not in known:
+        out.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
+    elif not 1 <= _number(known["version"]) <= _NEWEST_VERSION:
+        detail = f"it says {known['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
+        out.append(Problem("zip-bad-version", "version", detail))
+    order = archive.get("byteorder", MAX_NOTE)
+    if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
+        out.append(Problem("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}"))
+    if _number(known.get("storage_alignment", "64")) < 0:
+        detail = f"it says {known['storage_alignment'][:40]!r}, which is no number"
+        out.append(Problem("zip-bad-note", ".storage_alignment", detail))
+    if "\\" in known.get("serialization_id", ""):  # bytes that are no text
+        out.append(Problem("zip-bad-note", ".data/serialization_id", "it is not text"))
+    return out
+
+
+def _number(text: str) -> int:
+    """A short decimal number; -1 for anything else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
 
 
 def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
@@ -133,7 +154,8 @@ def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
     if payload.problem:
         problems.append(Problem("pickle-unreadable", name, payload.problem))
     elif not payload.intact:
-        problems.append(Problem("crc-mismatch", name, "the index of the file does not have the checksum it was saved with"))
+        detail = "the index of the file does not have the checksum it was saved with"
+        problems.append(Problem("crc-mismatch", name, detail))
     pickle = pickle_machine.run(payload.data, name=name)
     problems += pickle_problems(pickle, len(payload.data))
     return pickle
@@ -154,7 +176,8 @@ def pickle_problems(pickle: Pickle, size: int) -> list[Problem]:
         out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
     odd = [node for node in pickle.persistent if not _is_storage_id(node.id)]
     if odd:
-        out.append(Problem("pickle-odd-id", f"{pickle.name} › byte {odd[0].position}", "a persistent id that names no storage"))
+        where = f"{pickle.name} › byte {odd[0].position}"
+        out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
     return out
 
 
@@ -163,9 +186,12 @@ def _is_storage_id(pid: object) -> bool:
 
 
 def storage_table(
-    archive: Archive, *, forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")), big_endian: bool = False
+    archive: Archive,
+    *,
+    forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")),
+    big_endian: bool = False,
 ) -> StorageTable:
-    """A table that finds storages in the records of an archive; ``forms`` is what stands before and after the key in their names."""
+    """A table that finds storages in the records of an archive, whose names are keys with one of ``forms`` around."""
 
     def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
         record = None
@@ -190,7 +216,7 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
         if storage.device == "meta":
             continue
         where = f"storage {storage.key}"
-        users = f"needed by {_names(storage.tensors)}"
+        users = needed_by(storage)
         if not storage.record:
             out.append(Problem("storage-missing", where, users))
             continue
@@ -207,39 +233,46 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
     return out
 
 
-def _names(tensors: tuple[str, ...]) -> str:
-    if not tensors:
-        return "no tensor"
-    shown = ", ".join(name or "the root" for name in tensors[:4])
-    return shown + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+def needed_by(storage: Storage) -> str:
+    """Which tensors are lost without a storage."""
+    shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or "no tensor"
+    more = len(storage.tensors) - 4
+    return f"needed by {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def stray_records(archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()) -> tuple[list[Problem], list[Pickle]]:
-    """Records that ``torch.load`` does not read: unused storages, and foreign ones, which are read if they are pickles."""
-    used = {storage.record for storage in storages} | set(known)
-    unused, foreign, pickles = 0, [], []
-    for name, record in archive.records.items():
-        if record.name in used or name in ("data.pkl", *_NOTES) or name.lower() == "data.pkl" or name.endswith("/"):
-            continue
-        if name.startswith(("data/", "tensors/")):
-            unused += 1
-            continue
-        foreign.append(name)
-        if len(foreign) <= _MAX_STRAY:
-            pickles += _try_pickle(archive, name, record)
-    out: list[Problem] = []
+def stray_records(
+    archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()
+) -> tuple[list[Problem], list[Pickle]]:
+    """Records that ``torch.load`` does not read: unused storages, and foreign ones. Those that are pickles are read."""
+    used = {storage.record for storage in storages} | {*known, *_NOTES}
+    names = [name for name in archive.records if name.lower() != "data.pkl" and not name.endswith("/")]
+    strays = [archive.records[name] for name in names if name not in used]
+    unused = [record for record in strays if record.name.startswith(("data/", "tensors/"))]
+    foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
+    pickles, out = _stray_pickles(archive, strays)
     if unused:
-        out.append(Problem("record-unused", detail=f"{unused} storages are in the file that nothing in it uses"))
+        detail = f"{len(unused)} storages are in the file that nothing in it uses"
+        out.append(Problem("record-unused", detail=detail))
     if foreign:
-        shown = ", ".join(foreign[:4]) + (" …" if len(foreign) > 4 else "")
+        shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
         out.append(Problem("record-foreign", shown, f"{len(foreign)} records that torch.load does not read"))
     return out, pickles
 
 
-def _try_pickle(archive: Archive, name: str, record: Record) -> list[Pickle]:
-    """A foreign record as pickles, if it can be one: other loaders may read it even if torch.load does not."""
-    payload = archive.read(record, 64 << 20)
-    if payload.data[:1] not in _PICKLE_STARTS or not payload.data:
-        return []
-    pickles = pickle_machine.run_all(payload.data, name)
-    return [pickle for pickle in pickles if pickle.globals or pickle.extensions or not pickle.broken]
+def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle], list[Problem]]:
+    """The pickles among such records: other loaders may read them even if torch.load does not."""
+    pickles: list[Pickle] = []
+    left = _MAX_STRAY
+    for record in sorted(strays, key=lambda r: r.size):
+        left -= record.size
+        if left < 0:
+            detail = f"there are more than {_MAX_STRAY} bytes of records that torch.load does not read"
+            return pickles, [Problem("record-unseen", record.name, detail)]
+        pickles += _try_pickle(archive, record)
+    return pickles, []
+
+
+def _try_pickle(archive: Archive, record: Record) -> list[Pickle]:
+    payload = archive.read(record, _MAX_STRAY)
+    pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
+    return [pickle for pickle in pickles if pickle.globals or pickle.extensions]

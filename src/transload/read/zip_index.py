@@ -1,12 +1,13 @@
 """Where each record of a zip archive lies, by torch's reading and by ``zipfile``'s.
 
 Two readers open a torch checkpoint: miniz, inside torch, and Python's ``zipfile``, inside every scanner. They find the
-directory by different rules, so an archive can be built that shows each of them another ``data.pkl``. This module reads as
-torch does and reports, as a problem, every property on which the two part. The rules are in docs/formats.md.
+directory by different rules, so an archive can be built that shows each of them another ``data.pkl``. This module reads
+as torch does and reports, as a problem, every property on which the two part. The rules are in docs/formats.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
@@ -16,18 +17,31 @@ from transload.checkpoint import Record
 from transload.findings import Problem
 from transload.read.source import Source
 
-__all__ = ["MAX_PAYLOAD", "Payload", "ZipIndex", "read_index", "read_payload", "starts_like_zip"]
+__all__ = [
+    "MAX_PAYLOAD",
+    "Payload",
+    "ZipIndex",
+    "ends_like_zip",
+    "read_index",
+    "read_payload",
+    "starts_like_zip",
+    "widen",
+]
 
 MAX_PAYLOAD = 512 << 20
 """No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
 
-_TAIL = (1 << 16) + 22  # an end record and the longest comment; both readers look no further back
+_TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
 _ALL32 = 0xFFFFFFFF
+_NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
+_DOS_DIRECTORY = 0x10
+_UNICODE_PATH = 0x7075
 _END = Struct("<4s4H2LH")
 _END64 = Struct("<4sQ2H2L4Q")
 _LOCATOR64 = Struct("<4sLQL")
 _CENTRAL = Struct("<4s6H3L5H2L")
 _LOCAL = Struct("<4s5H3L2H")
+_EXTRA = Struct("<2H")
 _SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
 _WINDOW = 4096
 
@@ -44,9 +58,9 @@ class Payload(NamedTuple):
 class ZipIndex:
     """The records of an archive by name below the common folder, in directory order.
 
-    ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear the
-    marks of torch's own writer (padding field ``FB``, no date). ``unsummed`` says that all checksums are zero: torch can be
-    told to write none. ``end`` is where the directory begins, so where data ends.
+    ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear
+    the marks of torch's own writer (padding field ``FB``, no date). ``unsummed`` says that all checksums are zero:
+    torch can be told to write none. ``end`` is where the directory begins, so where data ends.
     """
 
     root: str
@@ -75,6 +89,18 @@ def starts_like_zip(source: Source) -> bool:
     return source.read(0, 4) == b"PK\x03\x04"
 
 
+def ends_like_zip(source: Source) -> bool:
+    """Whether zipfile would open it, wherever the archive in it begins: it has an end record and a directory."""
+    tail = source.read(max(0, source.size - _TAIL), _TAIL)
+    at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
+    if at < 0:
+        return False
+    end = max(0, source.size - _TAIL) + at
+    size, start = _END.unpack_from(tail, at)[5:7]
+    places = (start, end - size, end - size - _END64.size - 20)
+    return size > 0 and any(place >= 0 and source.read(place, 4) == b"PK\x01\x02" for place in places)
+
+
 def read_index(source: Source) -> ZipIndex:
     """Read the central directory and every local header, and compare them. Never raises for what the file holds."""
     problems: list[Problem] = []
@@ -86,9 +112,13 @@ def read_index(source: Source) -> ZipIndex:
         return ZipIndex("", {}, tuple(problems), ok=False)
     _check_names(entries, problems)
     root = _root(entries, problems)
-    records, by_torch = _read_locals(source, entries, start, f"{root}/", problems)
     unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
-    return ZipIndex(root, records, tuple(problems), by_torch, unsummed, start)
+    records, by_torch = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
+    if unsummed:
+        detail = "every checksum in it is zero: it was saved with checksums switched off"
+        problems.append(Problem("no-checksums", detail=detail))
+        records = {name: record._replace(crc32=None) for name, record in records.items()}
+    return ZipIndex(root or "", records, tuple(problems), by_torch, unsummed, start)
 
 
 class _NoDirectoryError(Exception):
@@ -96,30 +126,37 @@ class _NoDirectoryError(Exception):
 
 
 def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, int]:
-    """Offset, size and entry count of the central directory as the end record states them, which is what torch believes."""
+    """Offset, size and entry count of the central directory as the end record states them: what torch believes."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
     if at < 0:
         raise _NoDirectoryError("the end record is missing: the file is cut off, or its end was overwritten")
     _, disk, cd_disk, here, count, size, start, comment = _END.unpack_from(tail, at)
-    end = base + at
+    end = directory_end = base + at
     _check_end(tail, at, comment, problems)
     if disk or cd_disk or here != count:
         problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
-    directory_end = end
-    locator = source.read(end - 20, 20) if end >= 20 else b""
+    locator = source.read(end - 20, 20) if end >= _END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
         directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
     if start + size != directory_end:
-        detail = (
-            f"the end record puts the directory at {start} (torch reads there), it really ends at {directory_end}, "
-            f"so zipfile reads at {directory_end - size}"
-        )
-        problems.append(Problem("zip-shifted", detail=detail))
-    if start + size > source.size:
-        raise _NoDirectoryError(f"the directory should end at byte {start + size}, the file has {source.size}")
+        _misplaced(source, start, size, directory_end, problems)
+    if size > MAX_PAYLOAD:
+        problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
+        raise _NoDirectoryError("the directory is too large to be one")
     return start, size, count
+
+
+def _misplaced(source: Source, start: int, size: int, end: int, problems: list[Problem]) -> None:
+    """torch looks for the directory where it is said to be; zipfile where one that ends at the end record begins."""
+    detail = f"the end record puts the directory at {start} (torch reads there), it really ends at {end}, "
+    detail += f"so zipfile reads at {end - size}"
+    if start + size <= source.size and source.read(start, 4) == b"PK\x01\x02":
+        problems.append(Problem("zip-shifted", detail=detail))
+        return
+    problems.append(Problem("zip-misplaced", detail=detail))
+    raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
 
 
 def _check_end(tail: bytes, at: int, comment: int, problems: list[Problem]) -> None:
@@ -139,14 +176,25 @@ def _check_end(tail: bytes, at: int, comment: int, problems: list[Problem]) -> N
 def _end64(
     source: Source, end: int, locator: bytes, plain: tuple[int, int, int], problems: list[Problem]
 ) -> tuple[int, int, int, int]:
-    """The zip64 end record: where it begins, and size, start and count of the directory."""
-    _, _, stated, _ = _LOCATOR64.unpack(locator)
+    """The zip64 end record: where it begins, and size, start and count of the directory.
+
+    torch looks for it where the locator says, and believes the plain end record if it is not there; zipfile (before
+    2025) does not look at what the locator says but right before it.
+    """
+    _, first_disk, stated, disks = _LOCATOR64.unpack(locator)
+    beside = end - 20 - _END64.size
     raw = source.read(stated, _END64.size)
-    if len(raw) < _END64.size or raw[:4] != b"PK\x06\x06":
+    found = len(raw) == _END64.size and raw[:4] == b"PK\x06\x06"
+    if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
+        problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
+    if stated + _END64.size > source.size:
         raise _NoDirectoryError("the zip64 end record is not where its locator says")
-    if stated != end - 20 - _END64.size:  # zipfile does not look at the stated place but always right before the locator
-        problems.append(Problem("zip-shifted", detail="the zip64 end record is not next to its locator"))
-    *_, count, size, start = _END64.unpack(raw)
+    if not found:
+        problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
+        return (end, plain[1], plain[2], plain[0])
+    _, length, _, _, disk, cd_disk, here, count, size, start = _END64.unpack(raw)
+    if first_disk or disks != 1 or disk or cd_disk or here != count or length < _END64.size - 12:
+        problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
     for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, _ALL32, _ALL32), strict=True):
         if narrow not in (wide, full):
             problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
@@ -163,31 +211,68 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         entry, position = _read_entry(raw, position, problems)
         entries.append(entry)
     if position != len(raw):
-        problems.append(Problem("zip-directory-broken", detail=f"entry {len(entries)} of the directory is no entry"))
-    if len(entries) != count:
-        problems.append(Problem("zip-count", detail=f"the directory holds {len(entries)} entries, its end says {count}"))
+        detail = f"entry {len(entries)} of {count} in the directory is no entry"
+        if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
+            raise _NoDirectoryError(detail)
+        problems.append(Problem("zip-directory-broken", detail=detail))
     if not entries:
         raise _NoDirectoryError("the directory holds no entry")
+    if len(entries) != count:
+        detail = f"the directory holds {len(entries)} entries, its end says {count}"
+        problems.append(Problem("zip-count", detail=detail))
     return entries
 
 
 def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[_Entry, int]:
     fields = _CENTRAL.unpack_from(raw, position)
-    _, _, _, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, _, header = fields
+    _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
     name_at = position + _CENTRAL.size
     name = raw[name_at : name_at + n_name]
-    if n_extra and _ALL32 in (stored, size, header):
+    if n_extra:
         extra = raw[name_at + n_name : name_at + n_name + n_extra]
-        size, stored, header = _widen(extra, size, stored, header)
-    if disk or flags & _SECRET_FLAGS:
-        detail = "an encrypted or split entry; torch refuses it"
-        problems.append(Problem("zip-unreadable-entry", _text(name), detail))
-    return _Entry(name, flags, method, crc, stored, size, header), name_at + n_name + n_extra + n_comment
+        _check_extra(extra, name, (size, stored, header), problems)
+        if _ALL32 in (stored, size, header):
+            size, stored, header = widen(extra, size, stored, header)
+    entry = _Entry(name, flags, method, crc, stored, size, header)
+    odd = disk or needed & 0xFF > _NEWEST_VERSION or flags & _SECRET_FLAGS
+    if odd or marks & _DOS_DIRECTORY or name[-1:] == b"/" or (stored != size and (not method or not stored)):
+        _check_entry(entry, disk, needed & 0xFF, marks, problems)
+    return entry, name_at + n_name + n_extra + n_comment
 
 
-def _widen(extra: bytes, *values: int) -> list[int]:
+def _check_entry(entry: _Entry, disk: int, needed: int, marks: int, problems: list[Problem]) -> None:
+    """What makes torch and zipfile differ about the bytes of one record, or one of them refuse it."""
+    name = _text(entry.raw_name)
+    if disk or entry.flags & _SECRET_FLAGS:
+        problems.append(Problem("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it"))
+    if needed > _NEWEST_VERSION:
+        detail = f"zipfile refuses it: it wants zip version {needed / 10}"
+        problems.append(Problem("zip-one-reader", name, detail))
+    if entry.size and (marks & _DOS_DIRECTORY or entry.raw_name[-1:] == b"/"):
+        detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
+        problems.append(Problem("zip-directory-record", name, detail))
+    if entry.stored != entry.size and (not entry.method or not entry.stored):
+        detail = f"{entry.stored} bytes are stored as they are, and yet shall be {entry.size}"
+        problems.append(Problem("zip-headers-differ", name, detail))
+
+
+def _check_extra(extra: bytes, name: bytes, sizes: tuple[int, int, int], problems: list[Problem]) -> None:
+    """Extra fields that change how a reader sees an entry: zip64 sizes and, for zipfile from 3.12 on, another name."""
+    fields = list(_extra_fields(extra))
+    if sum(4 + length for _, length, _ in fields) > len(extra):
+        problems.append(Problem("zip-one-reader", _text(name), "zipfile refuses it: its extra fields are cut off"))
+    wide = [data for tag, _, data in fields if tag == 1]
+    needed = 8 * sum(value == _ALL32 for value in sizes)
+    if needed and (len(wide) != 1 or len(wide[0]) < needed):
+        problems.append(Problem("zip-headers-differ", _text(name), "its zip64 sizes are missing, or there are several"))
+    names = [data[5:] for tag, _, data in fields if tag == _UNICODE_PATH]
+    if any(other.partition(b"/")[2] != name.partition(b"/")[2] for other in names):
+        problems.append(Problem("zip-names-differ", _text(name), f"an extra field calls it {_text(names[0])[:80]}"))
+
+
+def widen(extra: bytes, *values: int) -> list[int]:
     """Values of the zip64 field in place of those that are all ones, in the order the format fixes."""
-    wide = _extra_field(extra, 1)
+    wide = next((data for tag, _, data in _extra_fields(extra) if tag == 1), b"")
     out: list[int] = []
     for value in values:
         if value == _ALL32 and len(wide) >= 8:
@@ -196,20 +281,22 @@ def _widen(extra: bytes, *values: int) -> list[int]:
     return out
 
 
-def _extra_field(extra: bytes, wanted: int) -> bytes:
+def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Tag, stated length and data of each extra field; of one that is cut off, what is left."""
     position = 0
     while position + 4 <= len(extra):
-        tag, length = int.from_bytes(extra[position : position + 2], "little"), extra[position + 2] | extra[position + 3] << 8
-        if tag == wanted:
-            return extra[position + 4 : position + 4 + length]
+        tag, length = _EXTRA.unpack_from(extra, position)
+        yield tag, length, extra[position + 4 : position + 4 + length]
         position += 4 + length
-    return b""
 
 
 def _read_locals(
     source: Source, entries: list[_Entry], data_end: int, prefix: str, problems: list[Problem]
 ) -> tuple[dict[str, Record], bool]:
-    """Each record's place, from its local header, by name below ``prefix``; and whether torch's writer made the first one."""
+    """Each record's place, from its local header; and whether torch's writer made the first one.
+
+    Records are named by their path below ``prefix``, those outside it by their whole path and a slash before it.
+    """
     window, base = b"", 0
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
@@ -218,8 +305,8 @@ def _read_locals(
     for entry in entries:
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
         name = raw_name.decode("utf-8", "backslashreplace")
-        if cut > 1 and name.startswith(prefix):
-            name = name[cut:]
+        if cut:
+            name = name[cut:] if name.startswith(prefix) else f"/{name}"
         need = 30 + len(raw_name)
         at = header - base
         if at < 0 or at + need > len(window):
@@ -232,9 +319,11 @@ def _read_locals(
         _, _, flags, method, _, date, crc, stored, size, n_name, n_extra = _LOCAL.unpack_from(window, at)
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.append(Problem("zip-names-differ", name, "the record's own header bears another name"))
-        if flags != entry_flags or method != entry_method or crc or stored or size or not flags & 8:
-            _compare(entry, name, (flags, method, crc, stored, size), problems)
         offset = header + 30 + n_name + n_extra
+        if flags != entry_flags or method != entry_method or crc or stored or size or not flags & 8:
+            if _ALL32 in (stored, size):
+                size, stored = widen(source.read(offset - n_extra, n_extra), size, stored)
+            _compare(entry, name, (flags, method, crc, stored, size), problems)
         end = offset + entry_stored
         if not records:
             by_torch = date == 0 and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
@@ -253,12 +342,11 @@ def _compare(entry: _Entry, name: str, local: tuple[int, int, int, int, int], pr
     flags, method, crc, stored, size = local
     if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
         problems.append(Problem("zip-headers-differ", name, "flags or method differ between header and directory"))
-    if flags & 8 and not (crc or stored or size):
-        return  # sizes follow the data: what torch writes
-    known = ((crc, entry.crc32), (stored, entry.stored), (size, entry.size))
-    if any(mine not in (_ALL32, 0, theirs) for mine, theirs in known):
-        code = "zip-headers-differ" if (stored, size) != (entry.stored, entry.size) else "zip-crc-differs"
-        problems.append(Problem(code, name, "size or checksum differ between header and directory"))
+    later = flags & 8  # a zero then says that the number follows the data: what torch writes
+    if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
+        problems.append(Problem("zip-headers-differ", name, "the size differs between header and directory"))
+    if crc != entry.crc32 and (crc or not later):
+        problems.append(Problem("zip-crc-differs", name, "the checksum differs between header and directory"))
 
 
 def _check_overlap(spans: list[tuple[int, int, str]], data_end: int, problems: list[Problem]) -> None:
@@ -286,24 +374,37 @@ def _check_names(entries: list[_Entry], problems: list[Problem]) -> None:
             problems.append(Problem("zip-nul-name", _text(raw), "zipfile cuts a name at a NUL byte, torch does not"))
         if b"\\" in raw or raw[:1] == b"/" or (b".." in raw and b".." in raw.split(b"/")):
             problems.append(Problem("zip-odd-name", _text(raw), "not a plain path below one folder"))
+        if not raw.isascii() and not _is_utf8(raw):
+            problems.append(Problem("zip-name-encoding", _text(raw), "it is not UTF-8"))
 
 
-def _root(entries: list[_Entry], problems: list[Problem]) -> str:
-    """The folder torch takes all records from: that of the first entry. Where it holds no index, one that does."""
-    first = _text(entries[0].raw_name)
-    root, slash, _ = first.partition("/")
+def _root(entries: list[_Entry], problems: list[Problem]) -> str | None:
+    """The folder torch takes all records from, that of the first entry; where it holds no index, one that does.
+
+    ``None`` if the records lie in no folder.
+    """
+    first = entries[0].raw_name
+    folder, slash, _ = first.partition(b"/")
     if not slash:
-        problems.append(Problem("zip-no-folder", first, "records lie at the top; torch wants them in one folder"))
-        return ""
-    prefix = f"{root}/".encode("utf-8", "surrogateescape")
-    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(prefix)]
+        detail = "records lie at the top; torch wants them in one folder"
+        problems.append(Problem("zip-no-folder", _text(first), detail))
+        return None
+    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(folder + b"/")]
     if outside:
-        detail = f"{len(outside)} records lie outside the folder {root}/"
+        detail = f"{len(outside)} records lie outside the folder {_text(folder)}/"
         problems.append(Problem("zip-two-folders", _text(outside[0]), detail))
-        indexed = [_text(raw)[: -len("/data.pkl")] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
-        if indexed and prefix + b"data.pkl" not in {entry.raw_name for entry in entries}:
-            return indexed[0]
-    return root
+        indexed = [raw[:-9] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
+        if indexed and folder + b"/data.pkl" not in {entry.raw_name for entry in entries}:
+            return _text(indexed[0])
+    return _text(folder)
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _text(raw: bytes) -> str:
@@ -325,7 +426,7 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
         return Payload(b"", intact=False, problem=f"compression method {record.method} is not one torch reads")
     if len(raw) < record.size:
         return Payload(raw, intact=False, problem=f"{len(raw)} of {record.size} bytes are in the file")
-    return Payload(raw, intact=not record.crc32 or crc32(raw) == record.crc32)
+    return Payload(raw[: record.size], intact=record.crc32 is None or crc32(raw) == record.crc32)
 
 
 def _inflate(raw: bytes, size: int) -> tuple[bytes, str]:

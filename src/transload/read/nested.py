@@ -1,0 +1,132 @@
+"""Records that are files of their own: a ``torch.save`` inside a package, and pickles beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from transload.checkpoint import Checkpoint, Record, Storage, Tensor
+from transload.findings import Problem
+from transload.read import pickle_machine
+from transload.read.nodes import Pickle
+from transload.read.source import BytesSource, Source
+from transload.read.torch_zip import Archive, pickle_problems, read_pickle, read_torch_zip
+from transload.read.zip_index import read_index, starts_like_zip
+
+__all__ = ["Budget", "RecordSource", "head", "looks_like_pickle", "open_record", "read_nested", "read_pickles"]
+
+ALLOWANCE = 256 << 20
+"""Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
+same bytes, would otherwise ask for gigabytes of work."""
+
+_WINDOW = 4096
+
+MAX_PACKED = 64 << 20
+"""A compressed record is unpacked whole, so no longer one than this is; torch never compresses."""
+
+
+class Budget:
+    """How many bytes of records may still be read: as many as the file has, and some."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes + ALLOWANCE
+
+    def take(self, record: Record, problems: list[Problem]) -> bool:
+        """Whether to read a record; if not, that is noted."""
+        self.left -= record.size
+        if self.left < 0:
+            problems.append(Problem("record-unreadable", record.name, "the file unpacks to far more than it holds"))
+        return self.left >= 0
+
+
+class RecordSource:
+    """A stored record as a source: it is read in place, never whole."""
+
+    def __init__(self, archive: Archive, record: Record) -> None:
+        self._archive = archive
+        self._record = record
+        self.name = record.name
+        self.size = 0 if record.offset is None else min(record.size, record.stored)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        count = min(count, self.size - offset)
+        if count <= 0 or self._record.offset is None:
+            return b""
+        part = Record(self._record.name, self._record.offset + offset, count, count)
+        return self._archive.read(part, count).data
+
+    def close(self) -> None:
+        """Nothing to give back: the archive is closed by its owner."""
+
+
+def open_record(archive: Archive, record: Record) -> Source:
+    """The content of a record as a source."""
+    if record.method == 0:
+        return RecordSource(archive, record)
+    return BytesSource(archive.read(record, MAX_PACKED).data, record.name)
+
+
+def head(archive: Archive, record: Record, count: int) -> bytes:
+    """The first bytes of a record, without unpacking the rest."""
+    if record.method == 0:
+        return RecordSource(archive, record).read(0, count)
+    return archive.read(record._replace(size=count, stored=min(record.stored, count + _WINDOW)), count + _WINDOW).data
+
+
+def looks_like_pickle(start: bytes) -> bool:
+    """Whether a record begins as a pickle of protocol 2 or later does."""
+    return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+
+
+def read_pickles(archive: Archive, names: Iterable[str], problems: list[Problem], budget: Budget) -> list[Pickle]:
+    """Run the pickles in some records, to see what they name. What is wrong with them is noted."""
+    wanted = (name for name in names if budget.take(archive.records[name], problems))
+    return [read_pickle(archive, name, problems) for name in wanted]
+
+
+def read_nested(archive: Archive, record: Record) -> Checkpoint:
+    """The checkpoint in a record: a ``torch.save`` archive, or bare pickles. Its places are those of the outer file."""
+    source = open_record(archive, record)
+    if starts_like_zip(source):
+        index = read_index(source)
+        inner = Archive.of_zip(source, index)
+        found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
+    else:
+        found = _bare_pickles(source)
+    return _moved(found, record)
+
+
+def _bare_pickles(source: Source) -> Checkpoint:
+    data = source.read(0, MAX_PACKED)
+    pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+    problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+    return Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
+
+
+def _moved(inner: Checkpoint, record: Record) -> Checkpoint:
+    """The same checkpoint as seen from outside: absolute offsets, ids that are unique there, full places."""
+    base = record.offset if record.method == 0 else None
+    for pickle in inner.pickles:
+        pickle.main = False
+        pickle.name = f"{record.name} › {pickle.name}"
+    return replace(
+        inner,
+        tensors=tuple(_moved_tensor(tensor, record.name, base) for tensor in inner.tensors),
+        storages=tuple(_moved_storage(storage, record.name, base) for storage in inner.storages),
+        problems=tuple(
+            replace(problem, where=" › ".join(filter(None, (record.name, problem.where)))) for problem in inner.problems
+        ),
+    )
+
+
+def _moved_storage(storage: Storage, record: str, base: int | None) -> Storage:
+    offset = None if storage.offset is None or base is None else storage.offset + base
+    return replace(storage, id=f"{record}/{storage.id}", offset=offset, record=record)
+
+
+def _moved_tensor(tensor: Tensor, record: str, base: int | None) -> Tensor:
+    at = None if tensor.file_offset is None or base is None else tensor.file_offset + base
+    storage = None if tensor.storage is None else f"{record}/{tensor.storage}"
+    parts = tuple(_moved_tensor(part, record, base) for part in tensor.parts)
+    return replace(tensor, storage=storage, file_offset=at, parts=parts)

@@ -1,0 +1,284 @@
+"""torch's rebuild functions, read as tensors: dtype, shape, device, storage. Nothing is rebuilt.
+
+The functions and their arguments are in docs/formats.md. One that is not in the table makes no tensor here: it is an
+object like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from transload.checkpoint import Key, Tensor, contiguous
+from transload.dtypes import itemsize
+from transload.read.nodes import Call, Global
+from transload.read.storages import MAX_SIZE, StorageTable
+from transload.read.values import called, device_text, dotted, short, text_of
+
+__all__ = ["MAX_NESTED", "READERS", "BadTensor", "Context", "rebuild"]
+
+MAX_NESTED = 16
+"""A parameter around a subclass around a quantized tensor around its scales is four."""
+
+
+class BadTensor(Exception):  # noqa: N818 - a signal between readers and the walk, never seen outside
+    """Arguments that no torch would have written; the text says what is wrong."""
+
+
+class Context:
+    """What a reader needs: the storages, where in the tree the call stands, and how to search an object for tensors.
+
+    One serves a whole walk; ``path`` and ``name`` change from call to call.
+    """
+
+    __slots__ = ("depth", "name", "path", "search", "table")
+
+    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, search: _Search, depth: int = 0) -> None:
+        self.table = table
+        self.path = path
+        self.name = name
+        self.search = search
+        self.depth = depth
+
+    def copy(self) -> Context:
+        """The same place, for a walk of its own."""
+        return Context(self.table, self.path, self.name, self.search, self.depth)
+
+    def inner(self, part: str) -> Context:
+        """The place of a part of this tensor."""
+        name = f"{self.name}/{part}" if self.name else part
+        return Context(self.table, (*self.path, part), name, self.search, self.depth)
+
+
+_Search = Callable[[Context, object], tuple[Tensor, ...]]
+_Reader = Callable[[Context, tuple[Any, ...], Call], Tensor]
+
+
+def _ints(value: object, what: str) -> tuple[int, ...]:
+    if type(value) is Call and called(value) == "torch.Size":
+        value = value.args[0] if type(value.args) is tuple and value.args else ()
+    if type(value) not in (tuple, list):
+        raise BadTensor(f"its {what} is no list of numbers")
+    numbers: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < MAX_SIZE:
+            raise BadTensor(f"its {what} {short(value)} holds what is no size")
+    return numbers
+
+
+def _strided(
+    ctx: Context, args: tuple[Any, ...], *, dtype: str = "", requires_grad: object = False, kind: str = "strided"
+) -> Tensor:
+    """A tensor over a storage: (storage, offset, size, stride, …)."""
+    found = ctx.table.resolve(args[0])
+    if found is None:
+        raise BadTensor("its storage is no storage")
+    slot, first, tagged = found
+    dtype = dtype or tagged
+    offset, shape, stride = args[1], args[2], args[3]
+    if type(offset) is not int or not 0 <= offset < MAX_SIZE:
+        raise BadTensor(f"its offset {short(offset)} is no position")
+    if type(shape) is not tuple:
+        shape = _ints(shape, "size")
+    if type(stride) is not tuple:
+        stride = _ints(stride, "stride")
+    offset += first
+    if _end(offset, shape, stride, dtype) > slot.nbytes:
+        raise BadTensor(f"it reaches to byte {_end(offset, shape, stride, dtype)} of a storage of {slot.nbytes}")
+    slot.names.append(ctx.name)
+    begin = slot.place.offset
+    return Tensor(
+        ctx.path,
+        ctx.name,
+        dtype,
+        shape,
+        stride,
+        slot.device,
+        slot.key,
+        offset,
+        requires_grad is True,
+        kind,
+        "",
+        (),
+        None if begin is None else begin + itemsize(dtype, offset),
+    )
+
+
+def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: str) -> int:
+    """The byte after the last one a view reaches; 0 for an empty one."""
+    if len(shape) != len(stride):
+        raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
+    last, empty = offset, False
+    for size, step in zip(shape, stride, strict=True):
+        if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
+            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is no size")
+        if size:
+            last += (size - 1) * step
+        else:
+            empty = True
+    return 0 if empty else itemsize(dtype, last + 1)
+
+
+def _v1(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    return _strided(ctx, args)
+
+
+def _v2(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    return _strided(ctx, args, requires_grad=args[4])
+
+
+def _v3(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    return _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
+
+
+def _quantized(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
+    scales = [part for part in args[4] if type(part) is Call] if type(args[4]) is tuple else []
+    for index, part in enumerate(scales):
+        rebuild(ctx.inner(f"quantizer.{index}"), part)
+    return tensor
+
+
+def _parameter(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    inner = rebuild(ctx, args[0])
+    return replace(inner, requires_grad=args[1] is True, cls=inner.cls or "Parameter")
+
+
+def _old_parameter(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    inner = rebuild(ctx, args[0])
+    return replace(inner, requires_grad=args[1:2] != (False,), cls="Parameter")
+
+
+def _meta(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
+    return Tensor(ctx.path, ctx.name, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
+
+
+def _sparse(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    layout = _layout(args[0])
+    names = {"sparse_coo": ("indices", "values")}.get(layout, ("compressed_indices", "plain_indices", "values"))
+    data = args[1]
+    if type(data) is not tuple or len(data) < len(names) + 1:
+        raise BadTensor("its sparse parts are missing")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, data, strict=False))
+    return _composite(ctx, layout, parts, parts[-1].dtype, _ints(data[len(names)], "size"))
+
+
+def _sparse_csr(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    names = ("compressed_indices", "plain_indices", "values")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
+    return _composite(ctx, "sparse_csr", parts, parts[-1].dtype, _ints(args[3], "size"))
+
+
+def _nested(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    names = ("buffer", "sizes", "strides", "offsets")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
+    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+
+
+def _from_type(ctx: Context, args: tuple[Any, ...], call: Call) -> Tensor:
+    function, kind, inner_args, state = args
+    if READERS.get(dotted(function)) is None:
+        raise BadTensor(f"it is rebuilt by {dotted(function) or 'something that is no function'}")
+    inner = rebuild(ctx, Call(function, inner_args, "reduce", call.position))
+    name = dotted(kind).rpartition(".")[2]
+    inner = replace(inner, cls="" if name == "Tensor" else name)
+    if inner.kind == "subclass":
+        inner = replace(inner, parts=ctx.search(ctx, state))
+    return inner
+
+
+def _wrapper(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    kind, dtype, shape, stride, _offset, _layout_arg, device, requires_grad = args[:8]
+    name = dotted(kind).rpartition(".")[2]
+    sizes, steps = _ints(shape, "size"), _ints(stride, "stride")
+    where = device_text(device)
+    return Tensor(
+        ctx.path, ctx.name, _dtype(dtype), sizes, steps, where, None, 0, requires_grad is True, "subclass", name
+    )
+
+
+def _jagged(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    parts = ctx.search(ctx, args[0])
+    if not parts:
+        raise BadTensor("it holds no tensors")
+    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+
+
+def _from_cpu(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
+    inner = rebuild(ctx.inner("data"), args[0])
+    moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
+    return replace(moved, device=text_of(args[2]), requires_grad=args[3] is True)
+
+
+def _from_numpy(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+    array = args[0]
+    shape: tuple[int, ...] = ()
+    if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
+        shape = _ints(array.states[0][1], "size")
+    steps = contiguous(shape)
+    return Tensor(
+        ctx.path, ctx.name, _dtype(args[1]), shape, steps, text_of(args[2]), None, 0, args[3] is True, "device"
+    )
+
+
+def _composite(ctx: Context, kind: str, parts: tuple[Tensor, ...], dtype: str, shape: tuple[int, ...]) -> Tensor:
+    device = parts[0].device if parts else "cpu"
+    return Tensor(ctx.path, ctx.name, dtype, shape, (), device, None, kind=kind, parts=parts)
+
+
+READERS: dict[str, tuple[_Reader, int, int]] = {
+    # function: reader, least and most arguments
+    "torch._utils._rebuild_tensor": (_v1, 4, 4),
+    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
+    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
+    "torch.nn.parameter.Parameter": (_old_parameter, 1, 2),
+    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
+    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
+    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
+    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
+    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
+    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
+    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
+    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
+    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
+    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
+    "torch._tensor._rebuild_from_type": (_from_type, 4, 4),
+    "torch._tensor._rebuild_from_type_v2": (_from_type, 4, 4),
+    "torch.tensor._rebuild_from_type": (_from_type, 4, 4),
+    "torch.nested._internal.nested_tensor._rebuild_njt": (_jagged, 1, 1),
+}
+
+
+def rebuild(ctx: Context, node: object) -> Tensor:
+    """The tensor a call would make; ``BadTensor`` if it would make none."""
+    if type(node) is not Call:
+        raise BadTensor("it should hold a tensor where there is none")
+    entry = READERS.get(called(node))
+    if entry is None:
+        raise BadTensor(f"it is rebuilt by {called(node) or 'no function'}")
+    reader, least, most = entry
+    if type(node.args) is not tuple or not least <= len(node.args) <= most:
+        raise BadTensor("its rebuild call has the wrong number of arguments")
+    if ctx.depth >= MAX_NESTED:
+        raise BadTensor("it is made of tensors made of tensors without end")
+    ctx.table.budget.seen(id(node))
+    ctx.depth += 1
+    try:
+        return reader(ctx, node.args, node)
+    finally:
+        ctx.depth -= 1
+
+
+def _dtype(node: object) -> str:
+    return node.name if type(node) is Global and node.module == "torch" else "unknown"
+
+
+def _layout(node: object) -> str:
+    """``torch.serialization._get_layout("torch.sparse_coo")``."""
+    text = node.args[0] if type(node) is Call and type(node.args) is tuple and node.args else ""
+    return text.removeprefix("torch.") if type(text) is str else "sparse_coo"

@@ -1,0 +1,161 @@
+"""Storages: the runs of bytes that tensors look at, as a pickle names them and a container keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from transload.checkpoint import Storage
+from transload.dtypes import ITEMSIZE, STORAGES
+from transload.read.nodes import Global, Persistent
+from transload.read.noted import Noted
+from transload.read.values import scalar
+
+__all__ = ["MAX_SIZE", "Budget", "Place", "Slot", "StorageTable", "TooMuch"]
+
+MAX_SIZE = 1 << 63
+"""torch counts bytes in 64 signed bits; Python would go on multiplying for ever."""
+
+
+class Place(NamedTuple):
+    """Where a container keeps a storage. ``offset`` is ``None`` when the bytes cannot be read in place."""
+
+    offset: int | None
+    stored: int
+    record: str = ""
+    crc32: int | None = None
+    compressed: bool = False
+
+
+class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside
+    """A file asks for more work than its size can justify; the text says what."""
+
+
+class Budget:
+    """What reading a graph may cost beyond its own size.
+
+    A graph can share an object under any number of names for two bytes each. Visiting a thing for the first time is
+    paid for by the bytes that made it; everything seen again is counted, and so is the text of all names, since a long
+    key high up stands in every name below it.
+    """
+
+    MAX_REPEATS = 200_000
+    MAX_NAMES = 128 << 20
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._repeats = 0
+        self._names = 0
+
+    def seen(self, ident: int) -> bool:
+        """Whether an object was met before; it is from now on."""
+        if ident in self._seen:
+            self._repeat()
+            return True
+        self._seen.add(ident)
+        return False
+
+    def spend(self, size: int, *, again: bool) -> None:
+        """Pay for a name of that size; ``again`` if it is that of something met before."""
+        self._names += size
+        if self._names > self.MAX_NAMES:
+            raise TooMuch(f"its names add up to more than {self.MAX_NAMES >> 20} MiB")
+        if again:
+            self._repeat()
+
+    def _repeat(self) -> None:
+        self._repeats += 1
+        if self._repeats > self.MAX_REPEATS:
+            raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
+
+
+class Slot:
+    """A storage being read: the claims of the index, the place in the container, the names of tensors met so far."""
+
+    __slots__ = ("device", "dtype", "key", "names", "nbytes", "place")
+
+    def __init__(self, key: str, device: str, dtype: str, nbytes: int, place: Place) -> None:
+        self.key = key
+        self.device = device
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self.place = place
+        self.names: list[str] = []
+
+
+class StorageTable:
+    """The storages met so far, by key. ``locate`` asks the container where one lies.
+
+    Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
+    """
+
+    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False, file: str = "") -> None:
+        self._locate = locate
+        self._big_endian = big_endian
+        self._file = file
+        self.slots: dict[str, Slot] = {}
+        self.noted = Noted()
+        self.budget = Budget()
+        self._seen: dict[int, tuple[Slot, int, str] | None] = {}
+
+    def resolve(self, node: object) -> tuple[Slot, int, str] | None:
+        """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
+        if type(node) is not Persistent:
+            return None
+        key = id(node)
+        if key not in self._seen:
+            self._seen[key] = self._parse(node.id)
+        return self._seen[key]
+
+    def _parse(self, pid: object) -> tuple[Slot, int, str] | None:
+        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+            return None
+        _, kind, key, device, numel = pid[:5]
+        dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
+        if type(key) is int:
+            key = str(key)
+        if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
+            self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
+            return None
+        nbytes = numel * ITEMSIZE[dtype]
+        slot = self.slots.get(key)
+        if slot is None:
+            slot = self._add(key, device, dtype, nbytes)
+        elif slot.nbytes != nbytes or slot.device != device:
+            detail = f"named again with {scalar(nbytes)} bytes on {device}, first with {slot.nbytes} on {slot.device}"
+            self.noted.add("storage-conflict", f"storage {key}", detail)
+        view = pid[5] if len(pid) == 6 else None
+        first = view[1] if type(view) is tuple and len(view) == 3 and type(view[1]) is int else 0
+        return slot, first, dtype
+
+    def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
+        if 0 <= nbytes < MAX_SIZE:
+            place = self._locate(key, nbytes)
+        else:
+            self.noted.add("storage-size-absurd", f"storage {key}", f"{scalar(nbytes)} bytes are claimed")
+            place, nbytes = Place(None, 0), 0
+        slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
+        return slot
+
+    def finish(self) -> tuple[Storage, ...]:
+        """All storages, each with the names of its tensors."""
+        return tuple(self._storage(slot) for slot in self.slots.values())
+
+    def _storage(self, slot: Slot) -> Storage:
+        place = slot.place
+        stored = place.stored if place.compressed else min(place.stored, slot.nbytes)
+        return Storage(
+            slot.key,
+            slot.key,
+            slot.device,
+            slot.dtype,
+            slot.nbytes,
+            stored,
+            place.offset,
+            place.record,
+            self._file,
+            place.crc32,
+            place.compressed,
+            self._big_endian,
+            tuple(slot.names),
+        )

@@ -1,0 +1,428 @@
+"""Files that are no checkpoints: each is called what it is, with what to do about it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import struct
+import tarfile
+import time
+import zipfile
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transload.read.foreign import Foreign, identify, identify_zip, mangled
+from transload.read.foreign.kinds import HEAD, LEGACY_MAGIC, SCAN
+from transload.read.source import BytesSource, Source
+
+RECORD = struct.Struct("<4sHHHHHIIIHH")
+
+
+def torch_zip(size: int = 4096) -> bytes:
+    """A zip shaped like ``torch.save``'s, with text lines and bytes above 127 in it."""
+    pickled = b"\x80\x02ccollections\nOrderedDict\nq\0)Rq\1(X\1\0\0\0actorch._utils\n_rebuild_tensor_v2\ntu."
+    return zip_of(
+        {"model/data.pkl": pickled, "model/data/0": bytes(n * 37 % 256 for n in range(size)), "model/version": b"3\n"}
+    )
+
+
+def legacy() -> bytes:
+    more = pickle.dumps(1001, 2) + b"\x80\x02ccollections\nOrderedDict\nq\0)R." + b"ctorch\nFloatStorage\n"
+    return LEGACY_MAGIC + more + bytes(n * 37 % 256 for n in range(2000))
+
+
+def zip_of(records: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def tar_of(records: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in records.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def protobuf(*fields: tuple[int, int | bytes]) -> bytes:
+    out = b""
+    for number, value in fields:
+        tag = number << 3 | (2 if isinstance(value, bytes) else 0)
+        out += varint(tag) + (varint(len(value)) + value if isinstance(value, bytes) else varint(value))
+    return out
+
+
+def varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + varint(value >> 7)
+
+
+def what(data: bytes, name: str = "model.pt") -> Foreign:
+    return identify(BytesSource(data, name))
+
+
+S3 = (
+    b'<?xml version="1.0" encoding="UTF-8"?>\n'
+    b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
+)
+AZURE = (
+    b'\xef\xbb\xbf<?xml version="1.0"?>'
+    b"<Error><Code>AuthenticationFailed</Code><Message>Server failed to authenticate</Message></Error>"
+)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 267844284\n"
+
+# What, its format, a word of its title, a word of its fix.
+CASES: dict[str, tuple[bytes, str, str, str]] = {
+    "empty": (b"", "empty", "never wrote", "again"),
+    "zeros": (bytes(200_000), "zeros", "200,000 bytes of zeros", "again"),
+    "many zeros": (bytes(3 << 20), "zeros", "zeros", "again"),
+    "first page lost": (bytes(4096) + torch_zip(9000)[4096:], "zeros-first", "first 4,096 bytes are zero", "again"),
+    "first megabytes lost": (bytes(2 << 20) + b"data", "zeros-first", "1,048,576 bytes or more", "again"),
+    "web page": (
+        b"<!DOCTYPE html>\n<html><head><title>404 Not\n Found</title>",
+        "html",
+        "(title: 404 Not Found)",
+        "address",
+    ),
+    "drive page": (b"<html><head><title>Google Drive - Virus scan warning</title>", "html", "Virus scan", "gdown"),
+    "login page": (b"\n\n<html><head><title>Sign in to GitLab</title>", "html", "Sign in", "login"),
+    "S3": (S3, "xml-error", "NoSuchKey: The specified key", "address"),
+    "Azure": (AZURE, "xml-error", "AuthenticationFailed", "login"),
+    "XML": (b"<?xml version='1.0'?><svg></svg>", "xml", "root element svg", ""),
+    "JSON error": (b'{"error": "Repository not found"}', "json-error", "(Repository not found)", "address"),
+    "nested JSON error": (b'{"errors": [{"message": "rate limit exceeded"}]}', "json-error", "rate limit", "wait"),
+    "config": (b'{"architectures": ["Llama"], "model_type": "llama"}', "json", "configuration", "safetensors"),
+    "index": (b'{"metadata": {}, "weight_map": {"a": "b"}}', "index-json", "index of a sharded", ""),
+    "entry": (
+        b"Entry not found",
+        "text-answer",
+        '15 bytes of text, probably a server\'s answer: "Entry not found"',
+        "address",
+    ),
+    "password": (b"Invalid username or password.", "text-answer", "Invalid username", "login"),
+    "denied": (b"Access Denied", "text-answer", "Access Denied", "permission"),
+    "not found": (b"404: Not Found", "text-answer", "404", "address"),
+    "LFS": (LFS, "git-lfs", "for a file of 267,844,284 bytes", "git lfs pull --include=model.pt"),
+    "DVC": (b"outs:\n- md5: 0123\n  path: model.pt\n", "dvc", "DVC pointer", "dvc pull"),
+    "gzip": (gzip.compress(torch_zip()), "gzip", "gzip around a PyTorch checkpoint (zip)", "gunzip -c model.pt >"),
+    "gzip, legacy": (gzip.compress(legacy()), "gzip", "around a PyTorch checkpoint (legacy)", "gunzip"),
+    "bzip2": (bz2.compress(torch_zip()), "bzip2", "around a PyTorch checkpoint (zip)", "bunzip2 -c"),
+    "xz": (lzma.compress(torch_zip()), "xz", "around a PyTorch checkpoint (zip)", "xz -dc"),
+    "zlib": (
+        zlib.compress(pickle.dumps(list(range(99)), 4)),
+        "zlib",
+        "around a bare pickle (protocol 4)",
+        "zlib.decompress",
+    ),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(20), "zstd", "zstd", "zstd -dc"),
+    "lz4": (b"\x04\x22\x4d\x18" + bytes(20), "lz4", "lz4", "lz4 -dc"),
+    "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(20), "7z", "7z", "7z x"),
+    "rar": (b"Rar!\x1a\x07\x00" + bytes(20), "rar", "rar", "unrar"),
+    "broken gzip": (b"\x1f\x8b\x08" + b"\xff" * 40, "gzip", "compressed with gzip", "gunzip"),
+    "tar": (
+        tar_of({"readme": b"hi", "w/model.pt": torch_zip()}),
+        "tar",
+        "a checkpoint inside: w/model.pt",
+        "tar xf model.pt w/model.pt",
+    ),
+    "tar.gz": (gzip.compress(tar_of({"a.txt": b"hi"})), "gzip", "gzip around a tar archive", "gunzip"),
+    "GGUF": (b"GGUF" + struct.pack("<IQQ", 3, 291, 5) + bytes(64), "gguf", "version 3, 291 tensors", "llama.cpp"),
+    "GGUF, big-endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 291, 5) + bytes(64),
+        "gguf",
+        "version 3, 291 tensors",
+        "llama.cpp",
+    ),
+    "GGML": (b"lmgg" + bytes(64), "ggml", "GGML", "llama.cpp"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(200), "hdf5", "HDF5", "h5py"),
+    "Keras": (b"\x89HDF\r\n\x1a\n" + bytes(200) + b"keras_version", "hdf5", "Keras", "load_model"),
+    "HDF5 behind a block": (bytes(512) + b"\x89HDF\r\n\x1a\n" + bytes(200), "hdf5", "HDF5", "h5py"),
+    "ONNX": (
+        protobuf((1, 8), (2, b"pytorch"), (3, b"2.13"), (7, b"\x0a" + bytes(99_999)), (8, b"\x10\x11")),
+        "onnx",
+        "ONNX",
+        "onnxruntime",
+    ),
+    "Core ML": (protobuf((1, 7), (2, b"\x0a\x02in"), (502, bytes(5000))), "coreml", "Core ML", "coremltools"),
+    "SavedModel": (protobuf((1, 1), (2, b"\x0a\x04meta" + bytes(5000))), "tensorflow", "SavedModel", "saved_model"),
+    "frozen graph": (
+        protobuf((1, b"\x0a\x05input\x12\x0bPlaceholder"), (1, b"\x0a\x01w\x12\x05Const")),
+        "tensorflow",
+        "frozen",
+        "GraphDef",
+    ),
+    "TensorFlow index": (
+        bytes(10) + b"\x08\x01" + bytes(90) + bytes.fromhex("57fb808b247547db"),
+        "tensorflow",
+        "index",
+        "load_checkpoint",
+    ),
+    "TFLite": (b"\x1c\0\0\0TFL3" + bytes(99), "tflite", "Lite", "interpreter"),
+    "ExecuTorch": (b"\x1c\0\0\0ET12eh00" + bytes(99), "executorch", "ExecuTorch", "runtime"),
+    "mobile": (b"\x1c\0\0\0PTMF" + bytes(99), "torch-mobile", "mobile", "torch.jit.load"),
+    "msgpack": (b"\x82\xa6params\x81\xa3foo" + bytes(99), "msgpack", "Flax", "flax"),
+    "pickle 0": (pickle.dumps({"a": 1}, 0), "pickle", "protocol 0 or 1", "names it imports"),
+    "pickle 1": (pickle.dumps({"a": [1]}, 1), "pickle", "protocol 0 or 1", "names"),
+    "pickle 2": (pickle.dumps({"a": 1}, 2), "pickle", "bare pickle (protocol 2)", "names"),
+    "pickle 5": (pickle.dumps({"a": 1}, 5), "pickle", "bare pickle (protocol 5)", "names"),
+    "joblib": (
+        b"\x80\x03cjoblib.numpy_pickle\nNumpyArrayWrapper\nq\0.",
+        "pickle",
+        "a joblib pickle (protocol 3)",
+        "names",
+    ),
+    "CRLF zip": (torch_zip().replace(b"\n", b"\r\n"), "crlf", "every line feed", "binary mode"),
+    "CRLF legacy": (legacy().replace(b"\n", b"\r\n"), "crlf", "every line feed", "binary mode"),
+    "text zip": (torch_zip().decode("utf-8", "replace").encode(), "utf8-lossy", "are lost", "binary mode"),
+    "text legacy": (legacy().decode("utf-8", "replace").encode(), "utf8-lossy", "are lost", "binary mode"),
+    "re-encoded zip": (torch_zip().decode("latin-1").encode(), "utf8", "Latin-1", "latin-1"),
+    "re-encoded legacy": (legacy().decode("latin-1").encode(), "utf8", "Latin-1", "latin-1"),
+    "prefixed zip": (
+        b"JUNK" * 10 + torch_zip(),
+        "prefixed",
+        "starts at byte 40",
+        "tail -c +41 model.pt > model.pt.cut",
+    ),
+    "prefixed legacy": (b"\xde\xad" * 500 + legacy(), "prefixed", "starts at byte 1,000", "tail -c +1001"),
+    "HTTP": (
+        b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n" + torch_zip(),
+        "http",
+        "(200 OK) with its header in front of a PyTorch",
+        "tail -c +31",
+    ),
+    "HTTP error": (b"HTTP/2 403 Forbidden\r\n\r\nAccess Denied", "http", "403 Forbidden", "permission"),
+    "ELF": (b"\x7fELF" + bytes(99), "elf", "Linux program", "path"),
+    "PE": (b"MZ" + bytes(58) + b"\x80\0\0\0" + bytes(64) + b"PE\0\0" + bytes(9), "pe", "Windows program", "path"),
+    "Mach-O": (b"\xcf\xfa\xed\xfe" + bytes(99), "mach-o", "macOS", "path"),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "pdf", "PDF", "path"),
+    "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(99), "image", "PNG", "path"),
+    "SQLite": (b"SQLite format 3\0" + bytes(99), "sqlite", "SQLite", "sqlite3 model.pt"),
+    "Parquet": (b"PAR1" + bytes(99), "parquet", "Parquet", "read_parquet('model.pt')"),
+    "Arrow": (b"ARROW1\0\0" + bytes(99), "arrow", "Arrow", "pyarrow"),
+    "AppleDouble": (b"\0\x05\x16\x07\0\x02\0\0" + bytes(99), "apple-double", "macOS side file", "._"),
+    "Python": (
+        b"import torch\nfrom torch import nn\n\nclass Net(nn.Module):\n    pass\n",
+        "python",
+        "Python source",
+        "path",
+    ),
+    "script": (b"#!/usr/bin/env bash\necho hi\n", "script", "/usr/bin/env bash", "path"),
+    "YAML": (b"lr: 0.1\nmodel:\n  depth: 3\n  heads: 4\n", "yaml", "YAML", "weights"),
+    "text": (b"It was a dark and stormy night.\n" * 40, "text", "text file", ""),
+    "UTF-16": ("Entry not found".encode("utf-16"), "text-answer", "Entry not found", "address"),
+    "random after FF FE": (b"\xff\xfe" + b"\x4e\x91" * 400, "unknown", "no known format", "again"),
+    "random": (bytes(range(200, 256)) * 20, "unknown", "no known format", "again"),
+    "safetensors": (struct.pack("<Q", 900) + b'{"a":{"dtype"', "safetensors", "safetensors", ""),
+    "zip in zip": (
+        zip_of({"ok.pt": torch_zip(), "readme.txt": b"x"}),
+        "zip",
+        "a checkpoint inside: ok.pt",
+        "unzip model.pt ok.pt",
+    ),
+    "zip cut": (b"PK\x03\x04", "zip", "nothing more", "again"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_is_called_what_it_is(name: str) -> None:
+    data, format_, title, fix = CASES[name]
+    foreign = what(data)
+    assert foreign.format == format_
+    assert title in foreign.title
+    assert fix in " ".join(foreign.fix)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_names_do_not_decide(name: str) -> None:
+    data = CASES[name][0]
+    assert what(data, "a.html").format == what(data, "a.gguf").format == what(data, "<bytes>").format
+
+
+def test_what_real_writers_write() -> None:
+    torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    out = io.BytesIO()
+    torch.save({"a": torch.ones(300, 300)}, out)
+    assert what(out.getvalue()).format == "torch-zip"
+    assert what(out.getvalue().replace(b"\n", b"\r\n")).format == "crlf"
+    assert what(b"x" * 100_000 + out.getvalue()).title.endswith("starts at byte 100,000")
+    out = io.BytesIO()
+    torch.save({"a": torch.ones(3)}, out, _use_new_zipfile_serialization=False)
+    assert what(out.getvalue()).format == "torch-legacy"
+    for writer, format_ in ((numpy.save, "npy"), (numpy.savez, "npz")):
+        out = io.BytesIO()
+        writer(out, numpy.ones((2, 3)))
+        assert what(out.getvalue()).format == format_
+
+
+def test_a_checkpoint_behind_too_much_is_not_searched_for() -> None:
+    assert what(b"\xa7\xb1" * SCAN + torch_zip()).format == "unknown"
+
+
+def test_text_mode_copies_can_be_asked_for_alone() -> None:
+    spoilt = mangled(BytesSource(torch_zip().replace(b"\n", b"\r\n")))
+    assert spoilt is not None
+    assert spoilt.format == "crlf"
+    for whole in (torch_zip(), legacy(), b"", b"Entry not found"):
+        assert mangled(BytesSource(whole)) is None
+
+
+def test_the_front_is_cut_where_the_checkpoint_starts() -> None:
+    data = b"JUNK" * 7 + torch_zip()
+    start = int(what(data).fix[0].split("tail -c +")[1].split()[0]) - 1
+    assert data[start:] == torch_zip()
+
+
+@pytest.mark.parametrize(
+    ("names", "format_"),
+    [
+        (["arr_0.npy"], "npz"),
+        (["META-INF/MANIFEST.MF", "a.class"], "jar"),
+        (["[Content_Types].xml", "word/document.xml"], "docx"),
+        (["[Content_Types].xml", "xl/workbook.xml"], "xlsx"),
+        (["pkg-1.0.dist-info/WHEEL", "pkg/__init__.py"], "wheel"),
+        (["config.json", "metadata.json", "model.weights.h5"], "keras"),
+        (["MAR-INF/MANIFEST.json", "model.pt"], "torchserve"),
+        (["data", "policy.pth", "pytorch_variables.pth"], "stable-baselines3"),
+        (["data.pkl", "version"], "torch-zip-flat"),
+        (["x/data.pkl", "x/version"], "torch-zip"),
+        (["__MACOSX/._ok.pt", "readme"], "zip"),
+        ([], "zip"),
+    ],
+)
+def test_zip_archives_by_their_names(names: list[str], format_: str) -> None:
+    assert identify_zip(names).format == format_
+
+
+def test_the_checkpoint_inside_a_zip_is_named() -> None:
+    foreign = identify_zip(["readme.txt", "my weights/ok.pt"], "my model.zip")
+    assert foreign.title == "a zip archive with a checkpoint inside: my weights/ok.pt"
+    assert foreign.fix == ("unzip 'my model.zip' 'my weights/ok.pt'",)
+
+
+def test_a_member_name_cannot_become_an_option_of_a_pasted_command() -> None:
+    for name in ("--checkpoint-action=exec=sh evil.pt", "-o/tmp/x.pt", "../../x.pt", "a.pt;rm -rf ~;.pt", "`id`.pt"):
+        assert what(tar_of({name: b"x"})).fix == ("tar xf model.pt",)
+        assert identify_zip([name]).fix == ("unzip FILE",)
+
+
+def test_a_strangers_text_cannot_move_the_cursor() -> None:
+    for data in (
+        b"<html><title>\x1b[2J\x07hi\x9b\xc2\x9b</title>",
+        b'{"error": "\\u001b[31m\\u202e red"}',
+        b"Entry \x1b[1m not found",
+    ):
+        foreign = what(data)
+        assert all(c.isprintable() for text in (foreign.title, *foreign.details, *foreign.fix) for c in text)
+        assert "\u202e" not in foreign.title
+
+
+class Counting:
+    """Ones without end, with something at the beginning, and how much of it was read."""
+
+    name = "huge.pt"
+
+    def __init__(self, head: bytes, size: int = 1 << 40, filler: bytes = b"\xa7") -> None:
+        self.head = head
+        self.size = size
+        self.filler = filler
+        self.total = 0
+
+    def read(self, offset: int, count: int) -> bytes:
+        count = max(0, min(count, self.size - offset))
+        self.total += count
+        return (
+            self.head[offset : offset + count].ljust(count, self.filler)
+            if offset < len(self.head)
+            else self.filler * count
+        )
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("head", [case[0][:HEAD] for case in CASES.values()], ids=list(CASES))
+@pytest.mark.parametrize("filler", [b"\xa7", b"\0"])
+def test_a_terabyte_costs_what_a_megabyte_does(head: bytes, filler: bytes) -> None:
+    source: Source = Counting(head, filler=filler)
+    identify(source)
+    assert isinstance(source, Counting)
+    assert source.total < 2 * SCAN
+
+
+def test_unpacking_is_bounded() -> None:
+    bomb = gzip.compress(bytes(64 << 20))
+    for data in (bomb, gzip.compress(bomb), lzma.compress(bytes(64 << 20)), bz2.compress(bytes(64 << 20))):
+        start = time.process_time()
+        what(data)
+        assert time.process_time() - start < 2
+
+
+def test_packing_again_and_again_ends() -> None:
+    data = torch_zip()
+    for _ in range(6):
+        data = gzip.compress(data)
+    assert "again and again" in what(data).title
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04" * 50_000,
+        (b"PK\x03\x04" + bytes(22) + b"\xff\x0f\0\0") * 2000,
+        b"x" + b"data.pkl" * 130_000,
+        b"<html>" + b"<title>" * 9000,
+        b"<?xml?>" + b"<Code>" * 9000,
+        b"#!" + b"a" * 65_000 + b"!",
+        b" " * 65_000 + b"x",
+        b"{" * 65_000,
+        b"[" * 65_000,
+        b"- " * 30_000,
+        b"a:" + b" " * 60_000,
+        b"HTTP/1.1 200 OK\r\n\r\n" * 3000,
+        b"\x08\x01" * 30_000,
+    ],
+)
+def test_no_input_is_slow(data: bytes) -> None:
+    start = time.process_time()
+    what(data)
+    assert time.process_time() - start < 3
+
+
+def test_a_zip_of_a_million_records_is_quick() -> None:
+    start = time.process_time()
+    assert identify_zip([f"dir/{n}.txt" for n in range(1_000_000)]).format == "zip"
+    assert time.process_time() - start < 5
+
+
+_HEADS = st.sampled_from(sorted({case[0][:600] for case in CASES.values()}))
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=600),
+        st.builds(lambda a, b, n: a[:n] + b, _HEADS, st.binary(max_size=80), st.integers(0, 600)),
+    )
+)
+def test_nothing_raises_and_nothing_is_silent(data: bytes) -> None:
+    foreign = what(data)
+    assert foreign.format
+    assert foreign.title
+    assert all(c.isprintable() for text in (foreign.title, *foreign.details) for c in text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(max_size=30), max_size=8))
+def test_any_names_at_all(names: list[str]) -> None:
+    foreign = identify_zip(names)
+    assert all(c.isprintable() for text in (foreign.title, *foreign.details, *foreign.fix) for c in text)
