@@ -1,0 +1,93 @@
+"""Write docs/findings.md: one heading for each code a finding can have, from the tables that make them.
+
+    python scripts/findings_page.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+from transload.judge.problems import RULES, Rule
+
+PAGE = Path(__file__).parent.parent / "docs" / "findings.md"
+HEAD = """\
+# Findings
+
+Every finding of `transload inspect` has a code, stable between releases. In the JSON it is `findings[].code`, and
+`doc` leads here. This page is written by `scripts/findings_page.py` from the same tables the program uses.
+
+What the two verdicts mean is in [safety.md](safety.md). A finding without an effect is a remark.
+"""
+
+# Findings that come from judging names and values, not from a problem a reader met.
+JUDGED: dict[str, Rule] = {
+    "dangerous-globals": Rule("loading it would run dangerous functions", "error", "dangerous"),
+    "dangerous-use": Rule("it uses the loader in a way no checkpoint does", "error", "dangerous"),
+    "odd-use": Rule("it holds calls no loader would accept", "warning", "unknown"),
+    "trusted-use": Rule("it uses allowed names in unusual ways", "warning", "needs-trust"),
+    "needs-trust": Rule("torch.load refuses names in it unless you allow them", "warning", "needs-trust"),
+    "device-objects": Rule("it holds torch.device values, which map_location does not move", "note"),
+}
+
+# What a title cannot hold.
+WHY: dict[str, str] = {
+    "dangerous-globals": "The file asks the loader to call functions that run commands or source text, open files, talk to the "
+    "network, load another pickle, or reach any attribute by name. No checkpoint needs them.",
+    "dangerous-use": "For example: it changes a class for the whole process, asks for a name by number, calls something it has "
+    "computed, or gives a size where data belongs, which allocates that much.",
+    "needs-trust": "The evidence lists all names with what they are for, and the fix is the lines that allow them, all at once "
+    "(torch names only the first). Allowing a class means that its code runs: do it for files whose author you trust. The "
+    "tensors themselves can be listed without any of it, as you see.",
+    "device-objects": "A `torch.device` in the arguments or the configuration stays what it was: only storages are moved.",
+    "crc-mismatch": "torch never compares checksums (it is built without), so such a file loads with wrong numbers, or with a "
+    "renamed tensor, and no word.",
+    "legacy-unlisted": "The list of storages at the end of the file omits one that the object uses. torch 2.13 returns the tensor "
+    "all the same, filled with whatever was in memory.",
+    "zip-shifted": "torch reads the directory where the end record says it is; `zipfile`, and every scanner built on it, "
+    "computes the place from the end of the file. Where the two differ, they see two different archives.",
+    "zip-duplicate-name": "torch compares names without regard to case over an unstable sort: which of two equal names it reads "
+    "depends on how many records the archive has.",
+    "zip-compressed": "torch never compresses a storage. Read through `mmap=True`, the compressed bytes would be taken for numbers.",
+    "zip-no-directory": "The directory lies at the end of a zip file, so a cut-off file has none. torch gives up there; the "
+    "records can still be found one after the other, and the other findings say what is whole.",
+    "pickle-ambiguous": "Loaders treat the borders of pickle frames differently: the same bytes can be a text to one and a call to "
+    "another (python/cpython#154848). Writers never produce that.",
+    "storage-size": "torch before 2.10, and every torch under `mmap=True`, reads foreign memory for such a tensor.",
+    "tree-too-large": "Objects can be shared under any number of names for two bytes each. What was found is shown; the rest is not.",
+    "zeros-at-end": "Space was reserved and never written: the disk ran full, or a copy was interrupted.",
+    "shard-outside": "An index must name files beside it. One that names others could make a loader read anything.",
+}
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` say whether it is up to date."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        return 0 if PAGE.read_text(encoding="utf-8") == text else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    entries = {**JUDGED, **RULES}
+    return "\n".join([HEAD, *(section(code, entries[code]) for code in sorted(entries))])
+
+
+def section(code: str, rule: Rule) -> str:
+    """One code: what it says, what it does to the verdicts, what to do."""
+    effects = [f"safety at best `{rule.safety}`"] if rule.safety != "data-only" else []
+    effects += [f"integrity at best `{rule.integrity}`"] if rule.integrity != "whole" else []
+    lines = [f"## {code}", "", f"*{rule.severity}*: {rule.title}.", ""]
+    if code in WHY:
+        lines += [textwrap.fill(WHY[code], 118, break_on_hyphens=False), ""]
+    if effects:
+        lines += [f"Effect: {'; '.join(effects)}.", ""]
+    lines += [f"- {step}" for step in rule.fix]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

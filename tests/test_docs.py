@@ -1,0 +1,96 @@
+"""The manual says what the program does: codes, commands and files it names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import jsonschema
+import pytest
+
+from transload.judge.problems import RULES
+from transload.read import FORMATS, inspect
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "transload").rglob("*.py"))
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def literals(function: str) -> Iterator[str]:
+    """First arguments, given as text, of all calls of a function or method of that name."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0]
+            if name == function and isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def test_every_problem_has_a_rule() -> None:
+    codes = {*literals("Problem"), *(code for code in literals("add") if "-" in code)}
+    assert codes - RULES.keys() == set()
+
+
+def test_every_rule_is_a_problem_somebody_meets() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name != "problems.py")
+    assert [code for code in RULES if f'"{code}"' not in text] == []
+
+
+def test_the_page_of_findings_is_up_to_date() -> None:
+    script = load_script("findings_page")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/findings_page.py"
+
+
+def test_every_judged_finding_is_on_the_page() -> None:
+    script = load_script("findings_page")
+    assert set(literals("Finding")) - script.JUDGED.keys() - RULES.keys() == set()
+
+
+def test_links_in_the_manual_lead_somewhere() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_begins_with_two_commands_that_exist() -> None:
+    targets = re.findall(r"^ {4}make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert targets[:2] == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+@pytest.mark.parametrize(
+    "name", ["h200/train_cuda0.ckpt", "h200/aoti_cuda0.pt2", "h200/torchscript_cuda0.pt", "README.md"]
+)
+def test_json_is_what_the_schema_promises(data: Path, name: str) -> None:
+    schema = json.loads((ROOT / "docs" / "inspect.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(inspect(data / name).to_dict(), schema)
+
+
+def test_the_schema_allows_nothing_more() -> None:
+    schema = json.loads((ROOT / "docs" / "inspect.schema.json").read_text(encoding="utf-8"))
+    made = inspect(b"").to_dict()
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**made, "surprise": 1}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**made, "safety": "fine"}, schema)
+
+
+def test_every_format_is_in_the_manual() -> None:
+    text = (ROOT / "docs" / "inspect.md").read_text(encoding="utf-8")
+    assert [name for name in FORMATS if f"`{name}`" not in text] == []
