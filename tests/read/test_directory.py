@@ -22,18 +22,15 @@ from transload.findings import Problem
 from transload.read import read
 from transload.read.directory import read_directory, read_sharded
 from transload.read.parts import MAX_ENTRIES, inner_name, list_directory
+from transload.read.unzipped import read_unzipped
 
 torch = pytest.importorskip("torch")
 
 needs_users = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 
 
-def unzipped(path: str) -> Checkpoint:
-    return Checkpoint(path, "stub", 0, facts=(("read", Path(path).name),))
-
-
 def look(path: Path, *, verify: bool = False) -> Checkpoint:
-    return read_directory(str(path), verify=verify, read_file=read, read_unzipped=unzipped)
+    return read_directory(str(path), verify=verify, read_file=read, read_unzipped=read_unzipped)
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:
@@ -266,9 +263,10 @@ class TestUnpacked:
     def test_in_place_and_one_folder_down(self, tmp_path: Path) -> None:
         torch.save({"a": torch.ones(2)}, tmp_path / "x.zip")
         shutil.unpack_archive(tmp_path / "x.zip", tmp_path / "out", "zip")
-        assert look(tmp_path / "out" / "x").format == "torch-directory"
-        assert dict(look(tmp_path / "out").facts)["read"] == "x"
-        assert look(tmp_path / "out").path == str(tmp_path / "out")
+        assert read(tmp_path / "out" / "x").format == "torch-directory"
+        outer = read(tmp_path / "out")
+        assert (outer.format, outer.path) == ("torch-directory", str(tmp_path / "out"))
+        assert [storage.file for storage in outer.storages] == ["x/data/0"]
 
 
 def save_dcp(path: Path, state: dict[str, Any]) -> None:

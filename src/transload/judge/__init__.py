@@ -30,9 +30,14 @@ def judge(checkpoint: Checkpoint) -> Checkpoint:
         globals=names.globals,
         written_by=origin(checkpoint),
         flavour=checkpoint.flavour or _flavour(checkpoint),
-        findings=(*names.findings, *findings, *_device_objects(checkpoint)),
+        findings=(*_of_names(checkpoint, names.findings), *findings, *_device_objects(checkpoint)),
     )
     return replace(judged, prediction=predict(judged))
+
+
+def _of_names(checkpoint: Checkpoint, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The findings on names; in a program, which torch.load does not read, nobody has to allow any."""
+    return tuple(f for f in findings if f.code != "needs-trust" or checkpoint.format not in _PROGRAMS)
 
 
 def _flavour(checkpoint: Checkpoint) -> str:

@@ -142,6 +142,7 @@ _HARMLESS: dict[str, str] = {
     "pathlib._local.PosixPath": "a file path",
     "pathlib._local.WindowsPath": "a file path",
     "torch._C.Generator": "a random number generator",
+    "torch._dynamo.decorators._DimRange": "the bounds of a size, in a nested (jagged) tensor",
     "torch.torch_version.TorchVersion": "the torch release that saved the file",
     "types.SimpleNamespace": "an object with named values",
     "uuid.UUID": "an identifier",
@@ -311,7 +312,7 @@ def classify(module: str, name: str) -> tuple[str, str]:
     full = f"{module}.{name}"
     if full in TORCH_DEFAULT and "." not in name:
         return "data", purpose_of(full)
-    danger = is_dangerous(module, name)
+    danger = is_dangerous(module, name) if full not in _HARMLESS else ""
     if danger:
         return "dangerous", danger
     if full in _HARMLESS:

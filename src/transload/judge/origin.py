@@ -91,12 +91,25 @@ def _script(checkpoint: Checkpoint) -> Iterable[_Clue]:
         yield _Clue("1.6", "2.0", "a TorchScript archive without `byteorder`")
 
 
+def _export(checkpoint: Checkpoint) -> Iterable[_Clue]:
+    names = {record.name for record in checkpoint.records}
+    if "serialized_state_dict.json" in names:
+        yield _Clue("2.1", "2.2", "the record `serialized_state_dict.json`")
+    elif "serialized_state_dict.pt" in names:
+        yield _Clue("2.3", "2.7", "the record `serialized_state_dict.pt`")
+    elif any(name.startswith("data/weights/") and name.endswith(".pt") for name in names):
+        yield _Clue("2.8", "2.8", "weights saved by torch.save")
+    elif any(name.endswith("_weights_config.json") for name in names):
+        yield _Clue("2.9", "", "weights with a table of their own")
+
+
 _CONTAINERS: dict[str, Callable[[Checkpoint], Iterable[_Clue]]] = {
     "torch-zip": _zip,
     "torch-directory": _zip,
     "torch-legacy": _legacy,
     "torch-tar": _tar,
     "torchscript": _script,
+    "torch-export": _export,
 }
 
 _NAMES: dict[str, _Clue] = {

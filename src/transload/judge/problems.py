@@ -44,7 +44,6 @@ RULES: dict[str, Rule] = {
     # -- the container: damage
     "zip-no-directory": Rule("the archive's directory is missing", "error", "data-only", "repairable", _AGAIN),
     "zip-misplaced": Rule("the archive's directory is not where it should be", "error", "unknown", "damaged", _AGAIN),
-    "zip-mangled": Rule("it was copied as if it were text", "error", "unknown", "damaged", _AGAIN),
     "zip-head-lost": Rule("its beginning is gone", "error", "unknown", "damaged", _AGAIN),
     "zip-found-twice": Rule("a record was found twice", "error", "unknown", "damaged", _AGAIN),
     "zip-walked": Rule("records were found without the directory", "note"),
@@ -140,23 +139,64 @@ RULES: dict[str, Rule] = {
         "damaged",
         ("torch.load fills it with whatever lies in memory, without an error. Get the file again.",),
     ),
+    "legacy-untyped": Rule(
+        "it holds dtypes that torch cannot read in this format",
+        "error",
+        "data-only",
+        "repairable",
+        ("torch.save wrote it with _use_new_zipfile_serialization=False: save it again without.",),
+    ),
     "legacy-trailing-bytes": Rule("bytes follow the last storage", "warning", "data-only", "repairable", _RESAVE),
     "tar-cut": Rule("the archive is cut off", "error", "data-only", "damaged", _AGAIN),
     "tar-ambiguous": Rule("readers would find other members in it", "error", "dangerous", "damaged", _REFUSE),
     "tar-broken": Rule("a part of the archive is damaged", "error", "unknown", "damaged", _AGAIN),
     # -- safetensors
-    "safetensors-header-too-large": Rule("its header claims more than safetensors allows", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-header-too-large": Rule(
+        "its header claims more than safetensors allows", "error", "data-only", "damaged", _AGAIN
+    ),
     "safetensors-header-cut": Rule("the file ends inside its header", "error", "data-only", "damaged", _AGAIN),
     "safetensors-header-invalid": Rule("its header cannot be read", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-entry-invalid": Rule("a tensor's entry in the header makes no sense", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-entry-invalid": Rule(
+        "a tensor's entry in the header makes no sense", "error", "data-only", "damaged", _AGAIN
+    ),
     "safetensors-size-mismatch": Rule("a tensor's bytes do not fit its shape", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-dtype-unknown": Rule("a tensor has a dtype safetensors does not know", "error", "data-only", "damaged", ("A newer safetensors may know it: pip install -U safetensors",)),
-    "safetensors-dtype-not-in-torch": Rule("torch has no dtype for some tensors", "warning", "data-only", "whole", ("Read them with the library that wrote them.",)),
-    "safetensors-metadata-invalid": Rule("its __metadata__ is not text", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
-    "safetensors-duplicate-key": Rule("a name stands twice in its header: readers may differ", "error", "unknown", "damaged", _AGAIN),
-    "safetensors-overlap": Rule("tensors share bytes, which safetensors forbids", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-hole": Rule("some bytes belong to no tensor; safetensors refuses the file", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
-    "safetensors-trailing": Rule("there are bytes after the last tensor; safetensors refuses the file", "error", "data-only", "repairable", _RESAVE_SAFETENSORS),
+    "safetensors-dtype-unknown": Rule(
+        "a tensor has a dtype safetensors does not know",
+        "error",
+        "data-only",
+        "damaged",
+        ("A newer safetensors may know it: pip install -U safetensors",),
+    ),
+    "safetensors-dtype-not-in-torch": Rule(
+        "torch has no dtype for some tensors",
+        "warning",
+        "data-only",
+        "whole",
+        ("Read them with the library that wrote them.",),
+    ),
+    "safetensors-metadata-invalid": Rule(
+        "its __metadata__ is not text", "error", "data-only", "repairable", _RESAVE_SAFETENSORS
+    ),
+    "safetensors-duplicate-key": Rule(
+        "a name stands twice in its header: readers may differ", "error", "unknown", "damaged", _AGAIN
+    ),
+    "safetensors-overlap": Rule(
+        "tensors share bytes, which safetensors forbids", "error", "data-only", "damaged", _AGAIN
+    ),
+    "safetensors-hole": Rule(
+        "some bytes belong to no tensor; safetensors refuses the file",
+        "error",
+        "data-only",
+        "repairable",
+        _RESAVE_SAFETENSORS,
+    ),
+    "safetensors-trailing": Rule(
+        "there are bytes after the last tensor; safetensors refuses the file",
+        "error",
+        "data-only",
+        "repairable",
+        _RESAVE_SAFETENSORS,
+    ),
     "safetensors-truncated": Rule("the file is cut short", "error", "data-only", "damaged", _AGAIN),
     "safetensors-odd-header": Rule("its header is written as no known program does", "note"),
     # -- shards and directories
@@ -168,26 +208,101 @@ RULES: dict[str, Rule] = {
     "shard-tensor-missing": Rule("tensors are missing from their shard", "error", "data-only", "damaged", _SHARDS),
     "shard-tensor-unlisted": Rule("shards hold tensors that the index does not know", "warning"),
     "shard-tensor-twice": Rule("a tensor stands in two shards", "warning", "data-only", "damaged", _SHARDS),
-    "shard-stray": Rule("shards of another save lie beside it", "warning", "data-only", "whole", ("Remove the files of the older save.",)),
+    "shard-stray": Rule(
+        "shards of another save lie beside it",
+        "warning",
+        "data-only",
+        "whole",
+        ("Remove the files of the older save.",),
+    ),
     "part-unreadable": Rule("a file of the checkpoint cannot be read", "error", "unknown", "damaged", _SHARDS),
-    "dcp-metadata-missing": Rule(".metadata is missing: the save never finished", "error", "unknown", "damaged", ("Use an earlier checkpoint, or copy .metadata from where it was saved.",)),
-    "dcp-metadata-too-large": Rule(".metadata is too large to read", "error", "unknown", "whole", ("Check where the directory comes from.",)),
+    "dcp-metadata-missing": Rule(
+        ".metadata is missing: the save never finished",
+        "error",
+        "unknown",
+        "damaged",
+        ("Use an earlier checkpoint, or copy .metadata from where it was saved.",),
+    ),
+    "dcp-metadata-too-large": Rule(
+        ".metadata is too large to read", "error", "unknown", "whole", ("Check where the directory comes from.",)
+    ),
     "dcp-metadata-invalid": Rule(".metadata does not describe a checkpoint", "error", "unknown", "damaged", _RANKS),
     "dcp-path-outside": Rule(".metadata names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
     "dcp-file-missing": Rule("a rank's file is missing", "error", "unknown", "damaged", _RANKS),
     "dcp-file-cut": Rule("a rank's file is cut short", "error", "unknown", "damaged", _RANKS),
-    "dcp-items-overlap": Rule("entries of a rank's file share bytes; they were not read", "error", "unknown", "damaged", _REFUSE),
+    "dcp-items-overlap": Rule(
+        "entries of a rank's file share bytes; they were not read", "error", "unknown", "damaged", _REFUSE
+    ),
     "dcp-items-unread": Rule("there are too many entries to read them all", "warning", "unknown"),
     "dcp-transformed": Rule("entries are packed in a form that is not read here", "warning", "unknown"),
     "dcp-piece-missing": Rule("a tensor lacks some of its pieces", "error", "data-only", "damaged", _RANKS),
     "dcp-piece-mismatch": Rule("a piece is not what .metadata says", "error", "data-only", "damaged", _RANKS),
     "rank-missing": Rule("some ranks' files are missing", "error", "data-only", "damaged", _RANKS),
     "latest-missing": Rule("the step it calls the latest is not here", "error", "data-only", "damaged", _RANKS),
-    "directory-unknown": Rule("not a checkpoint directory of any known kind", "error", "unknown", "not-a-checkpoint", ("Name one of the files in it.",)),
-    "directory-others-unread": Rule("other files beside it look like checkpoints and were not read", "note", "data-only", "whole", ("Inspect the files themselves before anything loads them.",)),
+    "directory-unknown": Rule(
+        "not a checkpoint directory of any known kind",
+        "error",
+        "unknown",
+        "not-a-checkpoint",
+        ("Name one of the files in it.",),
+    ),
+    "directory-others-unread": Rule(
+        "other files beside it look like checkpoints and were not read",
+        "note",
+        "data-only",
+        "whole",
+        ("Inspect the files themselves before anything loads them.",),
+    ),
     "directory-too-long": Rule("the directory has too many entries to look at them all", "warning", "unknown"),
-    "directory-unreadable": Rule("a folder cannot be listed", "warning", "unknown", "whole", ("Ask its owner for read permission.",)),
+    "directory-unreadable": Rule(
+        "a folder cannot be listed", "warning", "unknown", "whole", ("Ask its owner for read permission.",)
+    ),
     "link-dangling": Rule("links in the directory lead nowhere", "warning", "data-only", "whole", _SHARDS),
+    # -- programs
+    "script-device": Rule(
+        "its code names devices, which map_location does not change",
+        "note",
+        fix=(
+            "Trace or script the model again on the device you want; torch.jit.load(map_location=…) moves only its tensors.",
+        ),
+    ),
+    "script-dangerous-op": Rule(
+        "its program reaches for files or other machines",
+        "error",
+        "dangerous",
+        "whole",
+        ("Do not load it: torch.jit.load can already run this. Ask its author for a state dict.",),
+    ),
+    "script-no-code": Rule(
+        "torch takes it for a TorchScript program, and it holds no code",
+        "error",
+        "unknown",
+        "repairable",
+        ("Remove the record constants.pkl with `zip -d` if it was a torch.save file.",),
+    ),
+    "export-device": Rule(
+        "its graph names devices, which .to() does not change",
+        "note",
+        fix=("Use torch.export.passes.move_to_device_pass(program, device).",),
+    ),
+    "export-dangerous-op": Rule("its graph calls what no exporter writes", "error", "dangerous", "whole", _REFUSE),
+    "export-no-bytes": Rule(
+        "some of its tensors have no bytes, and load as zeros",
+        "warning",
+        fix=("It was exported without its weights: load a state dict into it.",),
+    ),
+    "export-no-program": Rule("a program or its weights are missing", "error", "unknown", "damaged", _AGAIN),
+    "json-broken": Rule("a table in it cannot be read", "error", "unknown", "damaged", _AGAIN),
+    "aoti-architecture": Rule(
+        "it runs only on GPUs of one architecture", "note", fix=("Compile it again on the GPU it shall run on.",)
+    ),
+    "link-outside": Rule(
+        "a link in the directory leads elsewhere and was not followed",
+        "warning",
+        "unknown",
+        "damaged",
+        ("Copy the files themselves: cp -rL.",),
+    ),
     # -- no checkpoint at all
     "not-a-checkpoint": Rule("this is no checkpoint", "error", "unknown", "not-a-checkpoint"),
     "no-checksums": Rule("it carries no checksums", "note"),

@@ -12,7 +12,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Origin, Part, Record
 from transload.findings import Problem
 from transload.read.cubin import HEADER, Elf, capability, ptx_target, read_elf
-from transload.read.described import Described, entries, items, load_json, node, text, typed
+from transload.read.described import Described, complaints, entries, items, load_json, node, text, typed
 from transload.read.nested import Budget, head, open_record
 from transload.read.nodes import Call, Dict
 from transload.read.tensors import Place, StorageTable, find_tensors
@@ -170,8 +170,9 @@ def _read_weights(held: Gathered) -> None:
     tree = find_tensors(root, StorageTable(lambda key, _: _place(bases.get(key))))
     held.tensors += tree.tensors
     held.storages += typed(tree.storages, tree.tensors)
-    lost = [Problem("storage-missing", f"storage {s.key}", needed_by(s)) for s in tree.storages if not s.record]
-    held.problems += [*tree.problems, *lost]
+    lost = [storage for storage in tree.storages if not storage.record]
+    held.problems += complaints(tree, lost)
+    held.problems += [Problem("storage-missing", f"storage {s.key}", needed_by(s)) for s in lost]
 
 
 def _view(held: Gathered, view: list[Any], bases: dict[str, Checkpoint | None]) -> Call:

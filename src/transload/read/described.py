@@ -14,9 +14,10 @@ from transload.dtypes import itemsize
 from transload.findings import Problem
 from transload.read.nested import Budget
 from transload.read.nodes import Call, Global, Persistent
+from transload.read.tensors import Tree
 from transload.read.torch_zip import Archive
 
-__all__ = ["Described", "device", "entries", "items", "load_json", "node", "number", "text", "typed"]
+__all__ = ["Described", "complaints", "device", "entries", "items", "load_json", "node", "number", "text", "typed"]
 
 MAX_JSON = 128 << 20
 """The graph of a program of ten thousand layers is some tens of megabytes; as objects it takes twenty times as much."""
@@ -126,6 +127,12 @@ def _reach(dtype: str, offset: Any, sizes: list[Any], strides: list[Any]) -> int
         return 0
     last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=False))
     return itemsize(dtype, offset + last + 1)
+
+
+def complaints(tree: Tree, hollow: Iterable[Storage]) -> list[Problem]:
+    """The problems of a tree, less disputes over how long a storage is that is not there: each tensor has to guess."""
+    unknown = {f"storage {storage.key}" for storage in hollow}
+    return [p for p in tree.problems if p.code != "storage-conflict" or p.where not in unknown]
 
 
 def typed(storages: Iterable[Storage], tensors: Iterable[Tensor]) -> tuple[Storage, ...]:

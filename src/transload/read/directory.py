@@ -66,7 +66,8 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing) -> Checkpoint:
     if listing.dangling:
         noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {some(listing.dangling)}")
     known = {part.name for part in checkpoint.parts}
-    others = [name for name in _likely(listing) if name not in known and checkpoint.format != "torch-directory"]
+    unpacked = "unpacked" in dict(checkpoint.facts)
+    others = [] if unpacked else [name for name in _likely(listing) if name not in known]
     if others:
         noted.add("directory-others-unread", "", f"{len(others):,} files: {some(others)}")
     parts = tuple(Part(name, "not read", listing.files[name]) for name in others)
@@ -101,11 +102,13 @@ def _unpacked(listing: Listing) -> str:
 
 
 def _is_archive(listing: Listing) -> bool:
+    if ".data" in listing.folders and Path(listing.path, ".data", "extern_modules").is_file():
+        return True  # an unpacked torch.package
     return "data.pkl" in listing.files and ("data" in listing.folders or "version" in listing.files)
 
 
 def _unzipped(listing: Listing, readers: Readers) -> Checkpoint:
-    return replace(readers.unzipped(_unpacked(listing)), path=listing.path, format="torch-directory")
+    return readers.unzipped(listing.path)
 
 
 def _indexes(listing: Listing) -> list[str]:

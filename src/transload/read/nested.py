@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
@@ -13,7 +12,7 @@ from transload.read.source import BytesSource, Source
 from transload.read.torch_zip import Archive, pickle_problems, read_pickle, read_torch_zip
 from transload.read.zip_index import read_index, starts_like_zip
 
-__all__ = ["Budget", "RecordSource", "head", "looks_like_pickle", "open_record", "read_nested", "read_pickles"]
+__all__ = ["Budget", "RecordSource", "head", "looks_like_pickle", "open_record", "read_nested", "read_stream"]
 
 ALLOWANCE = 256 << 20
 """Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
@@ -28,14 +27,15 @@ MAX_PACKED = 64 << 20
 class Budget:
     """How many bytes of records may still be read: as many as the file has, and some."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes + ALLOWANCE
+    def __init__(self, nbytes: int, allowance: int = ALLOWANCE) -> None:
+        self.left = nbytes + allowance
 
     def take(self, record: Record, problems: list[Problem]) -> bool:
-        """Whether to read a record; if not, that is noted."""
-        self.left -= record.size
-        if self.left < 0:
-            problems.append(Problem("record-unreadable", record.name, "the file unpacks to far more than it holds"))
+        """Whether to read a record. The first that is too much is noted, and no other is read after it."""
+        before, self.left = self.left, self.left - record.size
+        if before >= 0 > self.left:
+            detail = "the file unpacks to far more than it holds: this record and others were not looked at"
+            problems.append(Problem("record-unseen", record.name, detail))
         return self.left >= 0
 
 
@@ -79,10 +79,20 @@ def looks_like_pickle(start: bytes) -> bool:
     return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
 
 
-def read_pickles(archive: Archive, names: Iterable[str], problems: list[Problem], budget: Budget) -> list[Pickle]:
-    """Run the pickles in some records, to see what they name. What is wrong with them is noted."""
-    wanted = (name for name in names if budget.take(archive.records[name], problems))
-    return [read_pickle(archive, name, problems) for name in wanted]
+def read_stream(archive: Archive, name: str, problems: list[Problem], ids: dict[str, tuple[int, ...]]) -> Pickle:
+    """Run the pickle in a record, as ``read_pickle`` does; ``ids`` are the persistent ids to expect, by length."""
+    met: list[Problem] = []
+    pickle = read_pickle(archive, name, met)
+    problems += [problem for problem in met if problem.code != "pickle-odd-id"]
+    odd = next((held for held in pickle.persistent if not _expected(held.id, ids)), None)
+    if odd is not None:
+        where = f"{name} › byte {odd.position}"
+        problems.append(Problem("pickle-odd-id", where, "a persistent id that no such file has"))
+    return pickle
+
+
+def _expected(pid: object, ids: dict[str, tuple[int, ...]]) -> bool:
+    return type(pid) is tuple and bool(pid) and type(pid[0]) is str and len(pid) in ids.get(pid[0], ())
 
 
 def read_nested(archive: Archive, record: Record) -> Checkpoint:

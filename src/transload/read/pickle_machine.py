@@ -348,6 +348,7 @@ def _execute(vm: _Machine) -> None:  # noqa: C901, PLR0912, PLR0915 - one loop, 
             elif op == 0x2E:  # STOP
                 vm.out.root = stack.pop()
                 if stack or meta:
+                    vm.pos = pos
                     vm.odd("values are left on the stack at STOP")
                 break
             else:
@@ -517,11 +518,11 @@ def _update(vm: _Machine, target: object, items: list[Any]) -> None:
     else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
         _changed(vm, target, items, "keys are set on")
     for key in items[::2]:
-        if type(key) in _UNHASHABLE:
+        if type(key) in _UNHASHABLE or (type(key) is Set and not key.frozen):
             vm.odd("a key that cannot be hashed")
 
 
-_UNHASHABLE = frozenset({list, bytearray, Dict, Set})
+_UNHASHABLE = frozenset({list, bytearray, Dict})
 
 
 def _kind(target: object) -> str:
@@ -613,7 +614,7 @@ def _c_text(vm: _Machine) -> bytes:
 def _decimal(vm: _Machine) -> int:
     text = _c_text(vm)
     try:
-        return int(text if len(text) <= MAX_TEXT_DIGITS else b"")
+        return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
     except ValueError:
         raise _Broken("a memo index that is no number") from None
 

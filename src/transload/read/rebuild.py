@@ -16,7 +16,7 @@ from transload.read.nodes import Call, Global
 from transload.read.storages import MAX_SIZE, StorageTable
 from transload.read.values import called, device_text, dotted, short, text_of
 
-__all__ = ["MAX_NESTED", "READERS", "BadTensor", "Context", "rebuild"]
+__all__ = ["MAX_NESTED", "READERS", "BadTensor", "Context", "apply", "rebuild"]
 
 MAX_NESTED = 16
 """A parameter around a subclass around a quantized tensor around its scales is four."""
@@ -32,9 +32,10 @@ class Context:
     One serves a whole walk; ``path`` and ``name`` change from call to call.
     """
 
-    __slots__ = ("depth", "name", "path", "search", "table")
+    __slots__ = ("beside", "depth", "name", "path", "search", "table")
 
     def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, search: _Search, depth: int = 0) -> None:
+        self.beside: list[Tensor] = []  # tensors that others carry as attributes
         self.table = table
         self.path = path
         self.name = name
@@ -48,11 +49,13 @@ class Context:
     def inner(self, part: str) -> Context:
         """The place of a part of this tensor."""
         name = f"{self.name}/{part}" if self.name else part
-        return Context(self.table, (*self.path, part), name, self.search, self.depth)
+        inner = Context(self.table, (*self.path, part), name, self.search, self.depth)
+        inner.beside = self.beside
+        return inner
 
 
 _Search = Callable[[Context, object], tuple[Tensor, ...]]
-_Reader = Callable[[Context, tuple[Any, ...], Call], Tensor]
+_Reader = Callable[[Context, tuple[Any, ...]], Tensor]
 
 
 def _ints(value: object, what: str) -> tuple[int, ...]:
@@ -120,19 +123,19 @@ def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: st
     return 0 if empty else itemsize(dtype, last + 1)
 
 
-def _v1(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     return _strided(ctx, args)
 
 
-def _v2(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     return _strided(ctx, args, requires_grad=args[4])
 
 
-def _v3(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     return _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
 
 
-def _quantized(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
     scales = [part for part in args[4] if type(part) is Call] if type(args[4]) is tuple else []
     for index, part in enumerate(scales):
@@ -140,22 +143,23 @@ def _quantized(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
     return tensor
 
 
-def _parameter(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
+    ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
     return replace(inner, requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
 
-def _old_parameter(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _old_parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
     return replace(inner, requires_grad=args[1:2] != (False,), cls="Parameter")
 
 
-def _meta(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
     return Tensor(ctx.path, ctx.name, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
 
 
-def _sparse(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     layout = _layout(args[0])
     names = {"sparse_coo": ("indices", "values")}.get(layout, ("compressed_indices", "plain_indices", "values"))
     data = args[1]
@@ -165,31 +169,31 @@ def _sparse(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
     return _composite(ctx, layout, parts, parts[-1].dtype, _ints(data[len(names)], "size"))
 
 
-def _sparse_csr(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _sparse_csr(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     names = ("compressed_indices", "plain_indices", "values")
     parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
     return _composite(ctx, "sparse_csr", parts, parts[-1].dtype, _ints(args[3], "size"))
 
 
-def _nested(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _nested(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     names = ("buffer", "sizes", "strides", "offsets")
     parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
     return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
 
 
-def _from_type(ctx: Context, args: tuple[Any, ...], call: Call) -> Tensor:
+def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     function, kind, inner_args, state = args
-    if READERS.get(dotted(function)) is None:
-        raise BadTensor(f"it is rebuilt by {dotted(function) or 'something that is no function'}")
-    inner = rebuild(ctx, Call(function, inner_args, "reduce", call.position))
+    inner = apply(ctx, dotted(function), inner_args)
     name = dotted(kind).rpartition(".")[2]
     inner = replace(inner, cls="" if name == "Tensor" else name)
+    held = () if inner.parts else ctx.search(ctx, state)  # a jagged one repeats its parts there
     if inner.kind == "subclass":
-        inner = replace(inner, parts=ctx.search(ctx, state))
+        return replace(inner, parts=held)
+    ctx.beside += held
     return inner
 
 
-def _wrapper(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _wrapper(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     kind, dtype, shape, stride, _offset, _layout_arg, device, requires_grad = args[:8]
     name = dotted(kind).rpartition(".")[2]
     sizes, steps = _ints(shape, "size"), _ints(stride, "stride")
@@ -199,21 +203,21 @@ def _wrapper(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
     )
 
 
-def _jagged(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     parts = ctx.search(ctx, args[0])
     if not parts:
         raise BadTensor("it holds no tensors")
     return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
 
 
-def _from_cpu(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
     inner = rebuild(ctx.inner("data"), args[0])
     moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
     return replace(moved, device=text_of(args[2]), requires_grad=args[3] is True)
 
 
-def _from_numpy(ctx: Context, args: tuple[Any, ...], _: Call) -> Tensor:
+def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     array = args[0]
     shape: tuple[int, ...] = ()
     if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
@@ -258,18 +262,23 @@ def rebuild(ctx: Context, node: object) -> Tensor:
     """The tensor a call would make; ``BadTensor`` if it would make none."""
     if type(node) is not Call:
         raise BadTensor("it should hold a tensor where there is none")
-    entry = READERS.get(called(node))
+    ctx.table.budget.seen(id(node))
+    return apply(ctx, called(node), node.args)
+
+
+def apply(ctx: Context, function: str, args: object) -> Tensor:
+    """The tensor a rebuild function would make of some arguments."""
+    entry = READERS.get(function)
     if entry is None:
-        raise BadTensor(f"it is rebuilt by {called(node) or 'no function'}")
+        raise BadTensor(f"it is rebuilt by {function or 'no function'}")
     reader, least, most = entry
-    if type(node.args) is not tuple or not least <= len(node.args) <= most:
+    if type(args) is not tuple or not least <= len(args) <= most:
         raise BadTensor("its rebuild call has the wrong number of arguments")
     if ctx.depth >= MAX_NESTED:
         raise BadTensor("it is made of tensors made of tensors without end")
-    ctx.table.budget.seen(id(node))
     ctx.depth += 1
     try:
-        return reader(ctx, node.args, node)
+        return reader(ctx, args)
     finally:
         ctx.depth -= 1
 

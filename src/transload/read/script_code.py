@@ -13,7 +13,10 @@ from collections.abc import Iterable
 from transload.findings import Problem
 from transload.read.nodes import Call, Dict, Pickle, Set
 
-__all__ = ["OPERATORS", "bytecode_problems", "code_problems", "operators"]
+__all__ = ["MAX_CODE", "OPERATORS", "bytecode_problems", "code_problems", "operators"]
+
+MAX_CODE = 32 << 20
+"""Source searched in one archive. Ten thousand operators are a megabyte; searching goes at five megabytes a second."""
 
 OPERATORS: dict[str, str] = {
     # From the operator registry of torch 2.13: those that take a file name or start something elsewhere. With the first

@@ -121,12 +121,23 @@ class StorageTable:
         slot = self.slots.get(key)
         if slot is None:
             slot = self._add(key, device, dtype, nbytes)
-        elif slot.nbytes != nbytes or slot.device != device:
-            detail = f"named again with {scalar(nbytes)} bytes on {device}, first with {slot.nbytes} on {slot.device}"
+        elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
+            detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device}, "
+            detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device}"
             self.noted.add("storage-conflict", f"storage {key}", detail)
-        view = pid[5] if len(pid) == 6 else None
-        first = view[1] if type(view) is tuple and len(view) == 3 and type(view[1]) is int else 0
-        return slot, first, dtype
+        first = self._first(pid[5], numel) if len(pid) == 6 else 0
+        return None if first < 0 else (slot, first, dtype)
+
+    def _first(self, view: object, numel: int) -> int:
+        """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
+        if view is None:
+            return 0
+        if type(view) is tuple and len(view) == 3:
+            _, first, size = view
+            if type(first) is int and type(size) is int and 0 <= first <= first + size <= numel:
+                return first
+        self.noted.add("storage-malformed", "", "a view beyond its storage")
+        return -1
 
     def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
         if 0 <= nbytes < MAX_SIZE:

@@ -12,9 +12,9 @@ from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor
 from transload.findings import Problem
-from transload.read.nodes import Call, Dict, Global, Persistent, Set
+from transload.read.nodes import Call, Dict, Persistent, Set
 from transload.read.noted import Noted
-from transload.read.rebuild import READERS, BadTensor, Context, rebuild
+from transload.read.rebuild import READERS, BadTensor, Context, apply
 from transload.read.storages import Place, Slot, StorageTable, TooMuch
 from transload.read.values import called, leaf_kind, short, short_key
 
@@ -81,11 +81,14 @@ class _Walk:
         """Take a node; true if it is a container whose children come next."""
         self.table.budget.spend(len(name) + 8 * len(path), again=again)
         kind = type(node)
-        if kind is Persistent and self.outside and str(node.id) in self.outside:
-            node, kind = Call(_PLAIN, self.outside[str(node.id)], "reduce", 0), Call  # described elsewhere
-        if kind is Call and called(node) in READERS:
-            context.path, context.name = path, name
-            self._take(node, context)
+        if kind is Call:
+            function = called(node)
+            if function in READERS:
+                self.table.budget.seen(id(node))
+                self._take(function, node.args, path, name, context)
+                return False
+        elif kind is Persistent and self.outside and str(node.id) in self.outside:
+            self._take(_PLAIN, self.outside[str(node.id)], path, name, context)
             return False
         children = _children(node, path, name, self.separator)
         if children is None:
@@ -107,21 +110,25 @@ class _Walk:
         self.frames.append((children, path, name, ident, again))
         return True
 
-    def _take(self, node: Call, context: Context) -> None:
+    def _take(self, function: str, args: object, path: tuple[Key, ...], name: str, context: Context) -> None:
+        context.path, context.name = path, name
+        context.beside.clear()
         try:
-            self.tensors.append(rebuild(context, node))
+            self.tensors += (apply(context, function, args), *context.beside)
         except BadTensor as reason:
-            self.noted.add("tensor-broken", context.name or "the root", str(reason))
+            self.noted.add("tensor-broken", name or "the root", str(reason))
         except (IndexError, ValueError, TypeError):
-            detail = "its rebuild call has arguments of a wrong kind"
-            self.noted.add("tensor-broken", context.name or "the root", detail)
+            self.noted.add("tensor-broken", name or "the root", "its rebuild call has arguments of a wrong kind")
 
     def _leaf(self, path: tuple[Key, ...], name: str, node: object) -> None:
         if len(self.leaves) >= MAX_LEAVES:
             self.skipped += 1
             return
-        if type(node) is Persistent:
-            self.table.resolve(node)
+        found = self.table.resolve(node)
+        if found is not None:  # a storage saved by itself
+            slot = found[0]
+            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+            return
         self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
 
 
@@ -155,10 +162,12 @@ def _search(context: Context, node: object) -> tuple[Tensor, ...]:
     """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
     walk = _Walk(context.table, "/", {})
     walk.run(node, context.copy())
+    for problem in walk.noted.problems():
+        raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
     return tuple(walk.tensors)
 
 
-_PLAIN = Global("torch._utils", "_rebuild_tensor", 0)
+_PLAIN = "torch._utils._rebuild_tensor"
 _ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
 
 # A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a

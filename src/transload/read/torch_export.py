@@ -14,7 +14,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
 from transload.dtypes import SCALAR_TYPES
 from transload.findings import Problem
-from transload.read.described import Described, device, items, load_json, node, text, typed
+from transload.read.described import Described, complaints, device, items, load_json, node, text, typed
 from transload.read.export_graph import graph_facts, graph_problems
 from transload.read.nested import Budget, read_nested
 from transload.read.nodes import Call, Dict, Pickle
@@ -31,7 +31,7 @@ _OLD_IS_SO = frozenset({"zip-no-folder", "zip-two-folders"})
 _WEIGHTS, _CONSTANTS, _SAMPLES = "data/weights/", "data/constants/", "data/sample_inputs/"
 
 # Where a program keeps its tensors, and what their paths begin with: tables in JSON, and nested torch.save archives, of
-# which the oldest (2.1 to 2.3) are called JSON and are none.
+# which the oldest (2.1 and 2.2) are called JSON and are none.
 _TABLES: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
     (_WEIGHTS, "_weights_config.json", ()),
     (_CONSTANTS, "_constants_config.json", ("constants",)),
@@ -191,11 +191,14 @@ def _read_tables(out: Gathered) -> None:
             _inside(root, lead).items += _read_table(out, name, prefix, lead)
     table = storage_table(out.archive, forms=(("", ""),), big_endian=note(out.archive, "byteorder", []) == "big")
     tree = find_tensors(root, table)
-    empty = {s.id for s in tree.storages if s.nbytes and s.record and not out.archive.records[s.record].size}
+    lost = [s for s in tree.storages if not s.record]
+    empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
     if empty:
         detail = f"{len(empty)} records of tensors hold no bytes; torch.export.load makes zeros of them"
-        out.problems.append(Problem("export-no-bytes", min(empty), detail))
-    out.problems += [*tree.problems, *check_storages([s for s in tree.storages if s.id not in empty], out.archive)]
+        out.problems.append(Problem("export-no-bytes", empty[0].record, detail))
+    out.problems += complaints(tree, [*lost, *empty])
+    hollow = {storage.id for storage in empty}
+    out.problems += check_storages([s for s in tree.storages if s.id not in hollow], out.archive)
     out.tensors += tree.tensors
     out.storages += typed(tree.storages, tree.tensors)
 

@@ -13,7 +13,7 @@ from transload.checkpoint import Checkpoint, Storage
 from transload.dtypes import ITEMSIZE
 from transload.findings import Problem
 from transload.read import pickle_machine
-from transload.read.nodes import Dict, Pickle
+from transload.read.nodes import Dict, Global, Pickle
 from transload.read.source import Source
 from transload.read.tensors import Place, Slot, StorageTable
 from transload.read.torch_zip import needed_by, pickle_problems, read_tree
@@ -27,6 +27,7 @@ _STAGES = ("magic number", "protocol version", "machine facts", "object", "stora
 _FIRST_WINDOW = 1 << 20
 _MAX_MAGIC = 4096  # what torch writes is 15 bytes
 _SMALL_WINDOW = 1 << 12
+_IDS = {"storage": (6,), "module": (4,)}
 
 
 def looks_like_legacy(source: Source) -> bool:
@@ -48,6 +49,7 @@ def read_legacy(source: Source) -> Checkpoint:
     if ends_like_zip(source):
         detail = "zipfile reads the archive at its end, torch the stream before it"
         problems.append(Problem("zip-inside", detail=detail))
+    problems += _untyped(main)
     places, end = _places(source, position, keys, claimed(main), problems)
     table = StorageTable(lambda key, _: places.get(key, Place(None, 0)))
     tree = read_tree(main, table)
@@ -90,7 +92,7 @@ def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], 
         window = _FIRST_WINDOW if stage == 3 else _SMALL_WINDOW
         pickle, position = run_at(source, position, name, window)
         pickles.append(pickle)
-        problems += pickle_problems(pickle, pickle.end)
+        problems += pickle_problems(pickle, pickle.end, _IDS)
         if pickle.broken:
             lost = ", ".join(_STAGES[stage:])
             detail = f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"
@@ -112,6 +114,14 @@ def _key(key: object) -> str:
     if type(key) is bytes:
         return key.decode("latin-1")
     return str(key) if type(key) in (str, int) else ""
+
+
+def _untyped(pickle: Pickle) -> list[Problem]:
+    """Storages without a type, which newer dtypes have: torch writes them in this format, too, and cannot read them."""
+    pids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
+    untyped = [pid for pid in pids if type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage")]
+    detail = f"{len(untyped)} storages have no type, and torch asks for one"
+    return [Problem("legacy-untyped", pickle.name, detail)] if untyped else []
 
 
 def claimed(pickle: Pickle) -> dict[str, Slot]:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from transload.checkpoint import Checkpoint, Origin, Part, Record
 from transload.findings import Problem
 from transload.read import pickle_machine
-from transload.read.nested import Budget, head, looks_like_pickle
+from transload.read.nested import Budget, head, looks_like_pickle, read_stream
 from transload.read.nodes import Call, Dict, Persistent, Pickle
 from transload.read.noted import some
-from transload.read.script_code import code_problems
+from transload.read.script_code import MAX_CODE, code_problems
 from transload.read.tensors import find_tensors
-from transload.read.torch_zip import Archive, check_storages, note, read_pickle, storage_table
+from transload.read.torch_zip import Archive, check_storages, note, storage_table
 from transload.read.torchscript import plain_form
 
 __all__ = ["read_package"]
@@ -23,11 +23,9 @@ __all__ = ["read_package"]
 MAX_LIST = 1 << 20
 """``.data/extern_modules`` is a list of module names."""
 
-MAX_CODE = 16 << 20
-"""Source longer than this is listed but not searched."""
-
 _NOTES = (".data/version", ".data/python_version", "byteorder", ".data/serialization_id")
 _SCRIPT = ".data/ts_code/"
+_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (3, 4)}
 
 
 def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
@@ -52,7 +50,7 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
         storages=tree.storages,
         leaves=tree.leaves,
         records=tuple(archive.records.values()),
-        parts=tuple(_parts(archive, found, budget)),
+        parts=tuple(_parts(archive, found)),
         facts=tuple(facts),
         written_by=Origin(recorded=(("python", python),) if python else ()),
         problems=tuple(found),
@@ -82,10 +80,7 @@ def _read_pickles(archive: Archive, problems: list[Problem], budget: Budget) -> 
     for name, record in archive.records.items():
         if not _is_pickle(archive, name, record) or not budget.take(record, problems):
             continue
-        met: list[Problem] = []
-        pickle = read_pickle(archive, name, met)
-        odd = any(_is_odd(held) for held in pickle.persistent)
-        problems += [problem for problem in met if problem.code != "pickle-odd-id" or odd]
+        pickle = read_stream(archive, name, problems, _IDS)
         pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
         pickles.append(pickle)
     saved = [pickle for pickle in pickles if not pickle.name.startswith(".data/")]
@@ -114,6 +109,8 @@ def _plain(archive: Archive, pickle: Pickle) -> Pickle:
 
 def _entries(pickle: Pickle) -> list[object]:
     """Names and objects in turn: the root under the record's name, and what package calls make deeper in, beside it."""
+    if pickle.name.endswith(".debug_pkl"):
+        return []
     calls = [(held, call) for held in pickle.persistent if (call := _package_call(held))]
     top = next((call for held, call in calls if held is pickle.root), None)
     entries: list[object] = [pickle.name, _as_object(top) if top else pickle.root]
@@ -137,11 +134,6 @@ def _package_call(held: Persistent) -> Call | None:
     return Call(pid[-2], pid[-1], "reduce", held.position)
 
 
-def _is_odd(held: Persistent) -> bool:
-    pid = held.id
-    return type(pid) is not tuple or pid[:1] not in (("storage",), (b"storage",), ("reduce_package",))
-
-
 def _as_object(call: Call) -> Call:
     """The object such a call makes. A graph module's first argument is its ``__dict__``."""
     args = call.args if type(call.args) is tuple else ()
@@ -156,8 +148,9 @@ def _as_object(call: Call) -> Call:
 # -- everything else
 
 
-def _parts(archive: Archive, problems: list[Problem], budget: Budget) -> list[Part]:
+def _parts(archive: Archive, problems: list[Problem]) -> list[Part]:
     parts: list[Part] = []
+    budget = Budget(0, MAX_CODE)
     for name, record in archive.records.items():
         if name.endswith(".py"):
             parts.append(Part(name, "source", record.size))

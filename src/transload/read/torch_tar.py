@@ -195,11 +195,19 @@ class _Reader:
         self.took(pickle)
         return (None if pickle.broken else pickle.root), position
 
+    def _count(self, part: Slice) -> tuple[int, int]:
+        """How many things a member holds, which its first pickle says, and where they begin."""
+        count, position = self.next(part, 0, part.name)
+        if type(count) is int:
+            return count, position
+        self.problems.append(Problem("tar-broken", part.name, "it does not say how much it holds"))
+        return 0, position
+
     def read_storages(self) -> None:
         """``storages``: a count, then for each its id, element count and bytes, then the list of views."""
         part = self.part("storages")
-        count, position = self.next(part, 0, "storages")
-        for _ in range(count if type(count) is int else 0):
+        count, position = self._count(part)
+        for _ in range(count):
             position = self._read_storage(part, position)
             if position < 0:
                 return
@@ -235,8 +243,8 @@ class _Reader:
     def read_tensors(self) -> None:
         """``tensors``: a count, then for each its id and storage, its rank, sizes, strides and offset."""
         part = self.part("tensors")
-        count, position = self.next(part, 0, "tensors")
-        for _ in range(count if type(count) is int else 0):
+        count, position = self._count(part)
+        for _ in range(count):
             entry, position = self.next(part, position, "tensors")
             if type(entry) is not tuple or len(entry) != 3:
                 self.problems.append(Problem("tar-broken", "tensors", f"entry {len(self.tensor_args)} is no tensor"))

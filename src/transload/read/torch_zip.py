@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from transload.checkpoint import Checkpoint, Record, Storage
 from transload.findings import Problem
@@ -73,6 +74,7 @@ def read_torch_zip(archive: Archive, problems: Iterable[Problem], *, path: str, 
     pickle.main = True
     table = storage_table(archive, big_endian=big_endian)
     tree = read_tree(pickle, table)
+    found = _with_users(found, tree.storages)
     found += tree.problems
     found += check_storages(tree.storages, archive)
     strays, pickles = stray_records(archive, tree.storages)
@@ -88,6 +90,16 @@ def read_torch_zip(archive: Archive, problems: Iterable[Problem], *, path: str, 
         problems=(*found, *strays),
         pickles=(pickle, *pickles),
     )
+
+
+def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:
+    """The problems of records that are storages, with the tensors that need them."""
+    held = {storage.record: needed_by(storage) for storage in storages if storage.record} if problems else {}
+    out: list[Problem] = []
+    for problem in problems:
+        users = held.get(problem.where)
+        out.append(replace(problem, detail=f"{problem.detail}; {users}") if users else problem)
+    return out
 
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
@@ -157,12 +169,16 @@ def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
         detail = "the index of the file does not have the checksum it was saved with"
         problems.append(Problem("crc-mismatch", name, detail))
     pickle = pickle_machine.run(payload.data, name=name)
-    problems += pickle_problems(pickle, len(payload.data))
+    problems += pickle_problems(pickle, len(payload.data), _ZIP_IDS)
     return pickle
 
 
-def pickle_problems(pickle: Pickle, size: int) -> list[Problem]:
-    """What is wrong with a stream that ends with its first pickle."""
+_ZIP_IDS = {"storage": (5,)}
+_ANY_IDS = {"storage": (5, 6), "module": (4,)}
+
+
+def pickle_problems(pickle: Pickle, size: int, ids: dict[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
+    """What is wrong with a stream that ends with its first pickle. ``ids`` are the lengths of the ids it may hold."""
     out: list[Problem] = []
     if pickle.broken:
         out.append(Problem("pickle-broken", pickle.name, pickle.broken))
@@ -174,15 +190,18 @@ def pickle_problems(pickle: Pickle, size: int) -> list[Problem]:
     if pickle.irregular:
         at, text = pickle.irregular[0]
         out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
-    odd = [node for node in pickle.persistent if not _is_storage_id(node.id)]
+    odd = [node for node in pickle.persistent if not _is_id(node.id, ids)]
     if odd:
         where = f"{pickle.name} › byte {odd[0].position}"
         out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
     return out
 
 
-def _is_storage_id(pid: object) -> bool:
-    return type(pid) is tuple and bool(pid) and pid[0] in ("storage", b"storage", "module", b"module")
+def _is_id(pid: object, ids: dict[str, tuple[int, ...]]) -> bool:
+    if type(pid) is not tuple or not pid:
+        return False
+    kind = pid[0].decode("latin-1") if type(pid[0]) is bytes else pid[0]
+    return type(kind) is str and len(pid) in ids.get(kind, ())
 
 
 def storage_table(

@@ -14,17 +14,14 @@ from transload.checkpoint import Checkpoint, Part, Storage, Tensor
 from transload.dtypes import ITEMSIZE
 from transload.findings import Problem
 from transload.read import pickle_machine
-from transload.read.described import Described, entries, items, load_json, node, number, text, typed
-from transload.read.nested import Budget, read_pickles
+from transload.read.described import Described, complaints, entries, items, load_json, node, number, text, typed
+from transload.read.nested import Budget, read_stream
 from transload.read.nodes import Call, Dict, Global, Persistent, Pickle
-from transload.read.script_code import bytecode_problems, code_problems
+from transload.read.script_code import MAX_CODE, bytecode_problems, code_problems
 from transload.read.tensors import Tree
-from transload.read.torch_zip import Archive, check_storages, note, read_pickle, read_tree, storage_table, stray_records
+from transload.read.torch_zip import Archive, check_storages, note, read_tree, storage_table, stray_records
 
 __all__ = ["plain_form", "read_torchscript"]
-
-MAX_CODE = 16 << 20
-"""No source file of a program is longer; torch would need minutes to compile one that is."""
 
 MAX_OPERATOR_VERSION = 10
 """The newest set of operators that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
@@ -42,11 +39,12 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
     tree, pickles = (_read_old if old else _read_new)(archive, found, budget)
     others = _other_pickles(archive)
-    pickles += read_pickles(archive, others, found, budget)
-    parts = _read_code(archive, found, budget)
+    pickles += [_read(archive, name, found) for name in others if budget.take(archive.records[name], found)]
+    parts = _read_code(archive, found)
     facts += _about(pickles)
     found += [problem for pickle in pickles if pickle.name == "bytecode.pkl" for problem in bytecode_problems(pickle)]
-    found += [*tree.problems, *check_storages(tree.storages, archive)]
+    found += complaints(tree, [s for s in tree.storages if old and not s.record])
+    found += check_storages(tree.storages, archive)
     known = {*others, *_MAIN, "model.json", *(part.name for part in parts), *_sample_records(archive)}
     strays, more = stray_records(archive, tree.storages, known)
     return Checkpoint(
@@ -94,17 +92,24 @@ def _about(pickles: list[Pickle]) -> list[tuple[str, str]]:
     return facts
 
 
+_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with the view of another storage, always None
+
+
+def _read(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
+    return read_stream(archive, name, problems, _IDS)
+
+
 # -- 1.3 and later: data.pkl and constants.pkl
 
 
 def _read_new(archive: Archive, problems: list[Problem], _: Budget) -> tuple[Tree, list[Pickle]]:
     big_endian = note(archive, "byteorder", []) == "big"
-    main = read_pickle(archive, "data.pkl", problems)
+    main = _read(archive, "data.pkl", problems)
     main.main = True
     tree = read_tree(_plain(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
     if archive.find("constants.pkl") is None:
         return tree, [main]
-    constants = read_pickle(archive, "constants.pkl", problems)
+    constants = _read(archive, "constants.pkl", problems)
     held = _plain(archive, "constants.pkl")
     named = [part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)]
     held.root = Dict(named)
@@ -231,7 +236,7 @@ def _read_old(archive: Archive, problems: list[Problem], budget: Budget) -> tupl
     pickles: list[Pickle] = []
     values: list[Any] = []
     if archive.find("attributes.pkl") is not None:
-        pickles.append(read_pickle(archive, "attributes.pkl", problems))
+        pickles.append(_read(archive, "attributes.pkl", problems))
         pickles[0].main = True
         values = _old_attributes(archive, tensors)
     root = Pickle("model.json")
@@ -312,8 +317,9 @@ def _sample_records(archive: Archive) -> list[str]:
     return [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
 
 
-def _read_code(archive: Archive, problems: list[Problem], budget: Budget) -> list[Part]:
+def _read_code(archive: Archive, problems: list[Problem]) -> list[Part]:
     parts: list[Part] = []
+    budget = Budget(0, MAX_CODE)
     for name, record in archive.records.items():
         if name.startswith("extra/") and not name.endswith("/"):
             parts.append(Part(name, "extra file", record.size))
@@ -321,6 +327,9 @@ def _read_code(archive: Archive, problems: list[Problem], budget: Budget) -> lis
             parts.append(Part(name, "source", record.size))
             if budget.take(record, problems):
                 problems += _read_source(archive, name)
+    if archive.find("constants.pkl") and not any(part.kind == "source" for part in parts):
+        detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
+        problems.append(Problem("script-no-code", "code/", detail))
     return parts
 
 

@@ -22,17 +22,23 @@ def verify_records(source: Source, records: Iterable[Record], storages: Iterable
     Records are read in chunks by as many threads as there are cores: the checksum is computed outside the interpreter's
     lock.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     todo = _within([r for r in records if r.offset is not None and r.crc32 is not None], source.size)
     users = {storage.record: storage.tensors for storage in storages}
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        actual = list(pool.map(lambda record: _checksum(source, record), todo))
+    actual = _checksums(source, todo)
     return [
         Problem("crc-mismatch", record.name, _detail(record, value, users.get(record.name, ())))
         for record, value in zip(todo, actual, strict=True)
         if value != record.crc32
     ]
+
+
+def _checksums(source: Source, records: list[Record]) -> list[int | None]:
+    if sum(record.stored for record in records) < 2 * _CHUNK:  # not worth starting threads
+        return [_checksum(source, record) for record in records]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda record: _checksum(source, record), records))
 
 
 def _within(records: list[Record], budget: int) -> list[Record]:

@@ -329,8 +329,9 @@ def _read_locals(
             by_torch = date == 0 and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
         spans.append((header, end, name))
         if end > source.size:
-            detail = f"{max(0, source.size - offset)} of {entry_stored} bytes are in the file"
-            problems.append(Problem("zip-record-cut", name, detail))
+            present = max(0, source.size - offset)
+            problems.append(Problem("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file"))
+            offset, entry_stored = min(offset, source.size), present
         records[name] = Record(name, offset, entry_size, entry_stored, entry_crc, entry_method)
     _check_overlap(spans, data_end, problems)
     records.pop("", None)

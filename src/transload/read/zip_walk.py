@@ -12,7 +12,6 @@ import zlib
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.read.foreign import mangled
 from transload.read.source import Source
 from transload.read.tensors import Slot
 from transload.read.torch_legacy import claimed, run_at
@@ -42,9 +41,6 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
             break
     detail = f"{len(walk.records)} records were found without it, up to byte {walk.position} of {source.size}"
     walk.problems.append(Problem("zip-walked", detail=detail))
-    torn = mangled(source)
-    if torn is not None:
-        walk.problems.append(Problem("zip-mangled", detail="\n".join(torn.details), title=torn.title, fix=torn.fix))
     tail = _zeros_at_end(source)
     if tail:
         walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {tail} zero bytes"))
@@ -68,9 +64,13 @@ class _Walk:
             return False
         _, _, flags, method, _, _, crc, stored, size, n_name, n_extra = _LOCAL.unpack(raw)
         head = self.source.read(self.position + _LOCAL.size, n_name + n_extra)
-        if len(head) < n_name + n_extra:
+        if len(head) < n_name:
             return False
         name, extra = self._name(head[:n_name].decode("utf-8", "backslashreplace")), head[n_name:]
+        if len(extra) < n_extra:
+            if not self.records:  # all that is left, and it tells what the file was
+                self._add(Record(name, None, 0, 0, None, method))
+            return False
         offset = self.position + _LOCAL.size + n_name + n_extra
         if _ALL32 in (stored, size):
             size, stored = widen(extra, size, stored)

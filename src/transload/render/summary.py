@@ -20,6 +20,8 @@ __all__ = ["Entry", "elements", "summary"]
 _DEVICES = 6
 _DTYPES = 6
 _VALUES = 6
+_FACTS = 8
+_PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # steps from the root; what lies deeper is some module's own affair
 _NUMBERS = ("float", "bfloat", "complex", "q")
 _DOT = " · "
@@ -40,6 +42,7 @@ def summary(checkpoint: Checkpoint) -> list[Entry]:
     entries += _listed("devices", ((d.device, d.tensors, d.nbytes) for d in checkpoint.devices), _DEVICES)
     entries += _listed("dtypes", checkpoint.dtypes, _DTYPES)
     entries += _values(checkpoint.leaves)
+    entries += _facts(checkpoint)
     safety, integrity = checkpoint.safety, checkpoint.integrity
     entries.append(Entry("safety", _verdict(SAFETY[safety][0], safety, safety_reason(checkpoint))))
     entries.append(Entry("integrity", _verdict(INTEGRITY[integrity][0], integrity, integrity_reason(checkpoint))))
@@ -100,6 +103,15 @@ def _listed(label: str, uses: Iterable[tuple[str, int, int]], limit: int) -> Ite
         words.append((f"{_DOT}{len(rows) - limit:,} more", "dim"))
     if words:
         yield Entry(label, tuple(words))
+
+
+def _facts(checkpoint: Checkpoint) -> Iterator[Entry]:
+    """What only this kind of container has to tell; of a plain archive it is housekeeping, and left to the JSON."""
+    if checkpoint.format in _PLAIN or not checkpoint.facts:
+        return
+    words = (_glued(f"{printable(name)} {printable(value, 60)}") for name, value in checkpoint.facts[:_FACTS])
+    more = len(checkpoint.facts) - _FACTS
+    yield Entry("facts", ((_DOT.join(words), ""), (f"{_DOT}{more:,} more" if more > 0 else "", "dim")))
 
 
 def _values(leaves: Sequence[Leaf]) -> Iterator[Entry]:

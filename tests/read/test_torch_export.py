@@ -1,0 +1,341 @@
+"""Exported programs against torch: today's form as torch writes it, the older ones put together as they were."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from transload.checkpoint import Checkpoint, Tensor
+from transload.read import read
+from transload.read.export_graph import graph_problems
+
+# torch warns of views that do not cover their storage, and saves them all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found in the group:UserWarning")
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 2)
+        self.tied = torch.nn.Linear(3, 2)
+        self.tied.weight = self.fc.weight
+        self.register_buffer("view", torch.arange(4.0)[1:3])
+        self.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
+        self.register_buffer("passing", torch.full((2,), 3.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(2, device=torch.device("cpu")) + torch.tensor([1.0, 2.0])
+        return self.fc(x) + self.tied(x) + self.view + self.narrow + self.passing + made
+
+
+def saved(program: Any, **more: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, **more)
+    return buffer.getvalue()
+
+
+def codes(checkpoint: Checkpoint) -> list[str]:
+    return [problem.code for problem in checkpoint.problems]
+
+
+def content(blob: bytes, tensor: Tensor, checkpoint: Checkpoint) -> Any:
+    storage = next(s for s in checkpoint.storages if s.id == tensor.storage)
+    assert storage.offset is not None
+    kind = getattr(torch, tensor.dtype)
+    flat = torch.frombuffer(bytearray(blob[storage.offset : storage.offset + storage.nbytes]), dtype=kind)
+    assert tensor.file_offset == storage.offset + tensor.offset * flat.element_size()
+    return flat.as_strided(tensor.shape, tensor.stride, tensor.offset)
+
+
+def assert_holds(blob: bytes, checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    """Names, dtypes, shapes, strides and bytes are those of ``truth``, and there is nothing else."""
+    assert {tensor.name for tensor in checkpoint.tensors} == set(truth)
+    for tensor in checkpoint.tensors:
+        real = truth[tensor.name]
+        assert (tensor.dtype, tensor.shape) == (str(real.dtype).removeprefix("torch."), tuple(real.shape))
+        assert (tensor.stride, tensor.offset) == (real.stride(), real.storage_offset())
+        assert torch.equal(content(blob, tensor, checkpoint), real)
+
+
+def held(program: Any) -> dict[str, Any]:
+    return {**program.state_dict, **{f"constants/{name}": value for name, value in program.constants.items()}}
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return torch.export.export(Net(), (torch.ones(1, 3),))
+
+
+@pytest.fixture(scope="module")
+def blob(program: Any) -> bytes:
+    return saved(program, extra_files={"notes.txt": "hello"})
+
+
+# -- what torch writes
+
+
+def test_a_gpu_program(data: Path) -> None:
+    path = data / "h200" / "export_cuda0.pt2"
+    checkpoint = read(path)
+    assert checkpoint.format == "torch-export"
+    assert checkpoint.written_by.recorded == (("torch", "2.11.0+cu130"),)
+    facts = dict(checkpoint.facts)
+    assert (facts["schema version"], facts["opset version"], facts["nodes"]) == ("8.17", "aten 10", "5")
+    assert {tensor.device for tensor in checkpoint.tensors} == {"cuda:0"}
+    assert len(checkpoint.tensors) == 10
+    assert checkpoint.shared == (("fc.weight", "head.weight"),)
+    assert [part.facts for part in checkpoint.parts if part.kind == "sample inputs"] == [
+        (("tensors", "1"), ("devices", "cuda:0"))
+    ]
+    assert codes(checkpoint) == []
+
+
+def test_weights_are_those_of_the_state_dict_in_the_same_machine(data: Path) -> None:
+    export, state = read(data / "h200" / "export_cuda0.pt2"), read(data / "h200" / "state_dict_cuda0.pt")
+    assert {(t.name, t.dtype, t.shape, t.stride) for t in export.tensors} == {
+        (t.name, t.dtype, t.shape, t.stride) for t in state.tensors
+    }
+
+
+def test_today_s_form(program: Any, blob: bytes) -> None:
+    checkpoint = read(blob)
+    assert_holds(blob, checkpoint, held(program))
+    assert checkpoint.written_by.recorded == (("torch", torch.__version__),)
+    assert {t.name for t in checkpoint.tensors if t.cls == "Parameter"} == {
+        "fc.weight",
+        "fc.bias",
+        "tied.weight",
+        "tied.bias",
+    }
+    assert ("fc.weight", "tied.weight") in checkpoint.shared
+    assert ("extra/notes.txt", 5) in [(part.name, part.nbytes) for part in checkpoint.parts]
+    assert [pickle_.name for pickle_ in checkpoint.pickles] == ["data/sample_inputs/model.pt › data.pkl"]
+
+
+def test_devices_in_the_graph_are_told(blob: bytes) -> None:
+    checkpoint = read(blob)
+    assert codes(checkpoint) == ["export-device"]
+    assert "cpu in torch.ops.aten.zeros.default 1×" in checkpoint.problems[0].detail
+
+
+def test_several_programs_in_one_archive(program: Any) -> None:
+    from torch.export.pt2_archive import _package
+
+    buffer = io.BytesIO()
+    _package.package_pt2(buffer, exported_programs={"one": program, "two": program})
+    checkpoint = read(buffer.getvalue())
+    truth = {f"{model}/{name}": value for model in ("one", "two") for name, value in held(program).items()}
+    assert_holds(buffer.getvalue(), checkpoint, truth)
+
+
+def test_every_dtype_the_schema_has() -> None:
+    from transload.dtypes import SCALAR_TYPES
+
+    class Many(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in SCALAR_TYPES.values():
+                self.register_buffer(f"x_{name}", torch.ones(4).to(getattr(torch, name)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    checkpoint = read(saved(torch.export.export(Many(), (torch.ones(1),))))
+    assert {(tensor.name, tensor.dtype) for tensor in checkpoint.tensors} == {
+        (f"x_{n}", n) for n in SCALAR_TYPES.values()
+    }
+    assert {storage.dtype for storage in checkpoint.storages} == set(SCALAR_TYPES.values())
+    assert codes(checkpoint) == []
+
+
+# -- what torch wrote before
+
+
+def records(blob: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def packed(content: dict[str, bytes], root: str = "m/") -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, record in content.items():
+            archive.writestr(root + name, record)
+    return out.getvalue()
+
+
+def torch_saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("ending", ["pt", "json"])
+def test_the_form_up_to_2_7(program: Any, blob: bytes, ending: str) -> None:
+    old = packed(
+        {
+            "serialized_exported_program.json": records(blob)["models/model.json"],
+            f"serialized_state_dict.{ending}": torch_saved(dict(program.state_dict)),
+            f"serialized_constants.{ending}": torch_saved(dict(program.constants)),
+            "serialized_example_inputs.pt": torch_saved(((torch.ones(1, 3),), {})),
+            "version": b"8.7",
+            "extra_files/notes.txt": b"hello",
+        },
+        root="",
+    )
+    checkpoint = read(old)
+    assert checkpoint.format == "torch-export"
+    assert_holds(old, checkpoint, held(program))
+    assert set(codes(checkpoint)) == {"export-device"}
+    assert "sample inputs" in [part.kind for part in checkpoint.parts]
+
+
+def test_the_form_of_2_8(program: Any, blob: bytes) -> None:
+    now = records(blob)
+    kept = {name: now[name] for name in ("models/model.json", "data/sample_inputs/model.pt", "archive_format")}
+    weights, constants = torch_saved(dict(program.state_dict)), torch_saved(dict(program.constants))
+    old = packed({**kept, "data/weights/model.pt": weights, "data/constants/model.pt": constants})
+    checkpoint = read(old)
+    assert_holds(old, checkpoint, held(program))
+    assert set(codes(checkpoint)) == {"export-device"}
+
+
+# -- pickles in it
+
+
+def test_pickled_tensors_and_objects_are_judged(blob: bytes) -> None:
+    content = records(blob)
+    table = {
+        "config": {
+            "sub": {"path_name": "tensor_9", "use_pickle": True, "is_param": False, "tensor_meta": None},
+            "opaque": {"path_name": "opaque_obj_0", "use_pickle": True, "is_param": False, "tensor_meta": None},
+        }
+    }
+    content["data/constants/model_constants_config.json"] = json.dumps(table).encode()
+    content["data/constants/tensor_9"] = torch_saved(torch.arange(3))
+    content["data/constants/opaque_obj_0"] = pickle.dumps(os.getcwd, protocol=2)
+    new = packed(content)
+    checkpoint = read(new)
+    inner = checkpoint.tensor("constants/sub")
+    assert content_of(new, checkpoint, inner) == [0, 1, 2]
+    assert any(name == "getcwd" for pickle_ in checkpoint.pickles for _, name in pickle_.globals)
+
+
+def content_of(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
+    return content(blob, tensor, checkpoint).tolist()
+
+
+def test_a_pickle_nobody_mentions_is_judged(blob: bytes) -> None:
+    for name in ("data/weights/weight_99", "hidden.pkl"):
+        new = packed({**records(blob), name: pickle.dumps(os.getcwd, protocol=2)})
+        assert any(name == "getcwd" for pickle_ in read(new).pickles for _, name in pickle_.globals)
+
+
+# -- the graph
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["torch.os.system", "torch.ops.aten.save.default", "os.system", "_operator.methodcaller", "torch.hub.load"],
+)
+def test_targets_no_exporter_writes(target: str) -> None:
+    found = graph_problems("g", {"graph_module": {"graph": {"nodes": [{"target": target, "inputs": []}]}}})
+    assert [problem.code for problem in found] == ["export-dangerous-op"]
+    assert target in found[0].detail
+
+
+@pytest.mark.parametrize("key", ["expr_str", "guards_code"])
+def test_expressions_are_no_place_for_python(key: str) -> None:
+    evil = "__import__('os').getcwd()"
+    assert [p.code for p in graph_problems("g", {key: [evil]})] == ["export-dangerous-op"]
+    assert graph_problems("g", {key: ["Max(1, s0 + 2*s1)"]}) == []
+
+
+def test_a_dynamic_program_is_no_alarm() -> None:
+    class Dynamic(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda y: y + y.shape[0] * 2, lambda y: y - 1, (x,)).reshape(-1)
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Dynamic(), (torch.ones(3, 2),), dynamic_shapes={"x": {0: batch}})
+    assert codes(read(saved(program))) == []
+
+
+# -- damage
+
+
+def test_a_weight_cut_short_is_told(blob: bytes) -> None:
+    content = records(blob)
+    content["data/weights/weight_0"] = content["data/weights/weight_0"][:-4]
+    assert "tensor-broken" in codes(read(packed(content)))
+    del content["data/weights/weight_0"]
+    assert "storage-missing" in codes(read(packed(content)))
+
+
+def test_records_without_bytes_become_zeros(blob: bytes) -> None:
+    content = records(blob)
+    content["data/weights/weight_0"] = b""
+    checkpoint = read(packed(content))
+    assert "export-no-bytes" in codes(checkpoint)
+    assert "fc.weight" in [tensor.name for tensor in checkpoint.tensors]
+
+
+def test_a_program_without_weights_is_told(blob: bytes) -> None:
+    content = {name: record for name, record in records(blob).items() if not name.startswith("data/weights/")}
+    assert "export-no-program" in codes(read(packed(content)))
+    assert "export-no-program" in codes(read(packed({"archive_format": b"pt2"})))
+
+
+_KEYS = (
+    "config path_name use_pickle tensor_meta dtype sizes strides storage_offset device as_int type index "
+    "as_device target schema_version opset_version torch_version graph_module graph nodes expr_str"
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS.split()), inner, max_size=4),
+    max_leaves=25,
+)
+
+
+@given(table=values, graph=values)
+@example(table={"config": {"w": {"path_name": "w", "tensor_meta": {"sizes": [1 << 62] * 8}}}}, graph=[])
+@example(table={"config": {"w": {"path_name": "../../data", "use_pickle": True}}}, graph={"torch_version": ["x"]})
+def test_no_json_raises(table: object, graph: object) -> None:
+    content = {
+        "archive_format": b"pt2",
+        "models/model.json": json.dumps(graph).encode(),
+        "data/weights/model_weights_config.json": json.dumps(table).encode(),
+        "data/constants/model_constants_config.json": json.dumps(table).encode(),
+        "data/weights/w": bytes(64),
+    }
+    read(packed(content))
+
+
+@settings(max_examples=60)
+@given(at=st.integers(0, 30_000), byte=st.integers(0, 255))
+def test_no_damage_raises(data: Path, at: int, byte: int) -> None:
+    blob = bytearray((data / "h200" / "export_cuda0.pt2").read_bytes())
+    blob[at % len(blob)] = byte
+    read(bytes(blob))
+
+
+def test_json_nested_without_end_is_a_problem(blob: bytes) -> None:
+    content = {**records(blob), "models/model.json": b'{"a":' * 200_000}
+    assert "json-broken" in codes(read(packed(content)))
+
+
+def test_archives_within_archives_are_opened_once() -> None:
+    inner = packed({"data.pkl": b"\x80\x02N.", "version": b"3"})
+    for _ in range(50):
+        inner = packed({"archive_format": b"pt2", "data/weights/model.pt": inner})
+    assert read(inner).tensors == ()
