@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
     del sys.path[0]  # or the standard library's `inspect` would be this file
 
 import argparse
@@ -169,7 +169,7 @@ def take_turns(contenders: dict[str, Callable[[], object]], repeat: int) -> dict
 
 def run(command: list[str]) -> None:
     """Run a command to its end, its output thrown away."""
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)  # noqa: S603 - our own command line
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def peak_memory(command: list[str]) -> int:
@@ -178,7 +178,7 @@ def peak_memory(command: list[str]) -> int:
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    out = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True)  # noqa: S603
+    out = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True)
     return int(out.stdout) * (1 if sys.platform == "darwin" else 1024)
 
 

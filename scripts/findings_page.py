@@ -1,6 +1,6 @@
 """Write docs/findings.md: one heading for each code a finding can have, from the tables that make them.
 
-    python scripts/findings_page.py [--check]
+Usage: python scripts/findings_page.py [--check]
 """
 
 from __future__ import annotations
@@ -33,31 +33,55 @@ JUDGED: dict[str, Rule] = {
 
 # What a title cannot hold.
 WHY: dict[str, str] = {
-    "dangerous-globals": "The file asks the loader to call functions that run commands or source text, open files, talk to the "
-    "network, load another pickle, or reach any attribute by name. No checkpoint needs them.",
-    "dangerous-use": "For example: it changes a class for the whole process, asks for a name by number, calls something it has "
-    "computed, or gives a size where data belongs, which allocates that much.",
-    "needs-trust": "The evidence lists all names with what they are for, and the fix is the lines that allow them, all at once "
-    "(torch names only the first). Allowing a class means that its code runs: do it for files whose author you trust. The "
-    "tensors themselves can be listed without any of it, as you see.",
-    "device-objects": "A `torch.device` in the arguments or the configuration stays what it was: only storages are moved.",
-    "crc-mismatch": "torch never compares checksums (it is built without), so such a file loads with wrong numbers, or with a "
-    "renamed tensor, and no word.",
-    "legacy-unlisted": "The list of storages at the end of the file omits one that the object uses. torch 2.13 returns the tensor "
-    "all the same, filled with whatever was in memory.",
-    "zip-shifted": "torch reads the directory where the end record says it is; `zipfile`, and every scanner built on it, "
-    "computes the place from the end of the file. Where the two differ, they see two different archives.",
-    "zip-duplicate-name": "torch compares names without regard to case over an unstable sort: which of two equal names it reads "
-    "depends on how many records the archive has.",
-    "zip-compressed": "torch never compresses a storage. Read through `mmap=True`, the compressed bytes would be taken for numbers.",
-    "zip-no-directory": "The directory lies at the end of a zip file, so a cut-off file has none. torch gives up there; the "
-    "records can still be found one after the other, and the other findings say what is whole.",
-    "pickle-ambiguous": "Loaders treat the borders of pickle frames differently: the same bytes can be a text to one and a call to "
-    "another (python/cpython#154848). Writers never produce that.",
-    "storage-size": "torch before 2.10, and every torch under `mmap=True`, reads foreign memory for such a tensor.",
-    "tree-too-large": "Objects can be shared under any number of names for two bytes each. What was found is shown; the rest is not.",
-    "zeros-at-end": "Space was reserved and never written: the disk ran full, or a copy was interrupted.",
-    "shard-outside": "An index must name files beside it. One that names others could make a loader read anything.",
+    "dangerous-globals": (
+        "The file asks the loader to call functions that run commands or source text, open files, talk to the "
+        "network, load another pickle, or reach any attribute by name. No checkpoint needs them."
+    ),
+    "dangerous-use": (
+        "For example: it changes a class for the whole process, asks for a name by number, calls something it has"
+        " computed, or gives a size where data belongs, which allocates that much."
+    ),
+    "needs-trust": (
+        "The evidence lists all names with what they are for, and the fix is the lines that allow them, all at "
+        "once (torch names only the first). Allowing a class means that its code runs: do it for files whose "
+        "author you trust. The tensors themselves can be listed without any of it, as you see."
+    ),
+    "device-objects": (
+        "A `torch.device` in the arguments or the configuration stays what it was: only storages are moved."
+    ),
+    "crc-mismatch": (
+        "torch never compares checksums (it is built without), so such a file loads with wrong numbers, or with a"
+        " renamed tensor, and no word."
+    ),
+    "legacy-unlisted": (
+        "The list of storages at the end of the file omits one that the object uses. torch 2.13 returns the "
+        "tensor all the same, filled with whatever was in memory."
+    ),
+    "zip-shifted": (
+        "torch reads the directory where the end record says it is; `zipfile`, and every scanner built on it, "
+        "computes the place from the end of the file. Where the two differ, they see two different archives."
+    ),
+    "zip-duplicate-name": (
+        "torch compares names without regard to case over an unstable sort: which of two equal names it reads "
+        "depends on how many records the archive has."
+    ),
+    "zip-compressed": (
+        "torch never compresses a storage. Read through `mmap=True`, the compressed bytes would be taken for numbers."
+    ),
+    "zip-no-directory": (
+        "The directory lies at the end of a zip file, so a cut-off file has none. torch gives up there; the "
+        "records can still be found one after the other, and the other findings say what is whole."
+    ),
+    "pickle-ambiguous": (
+        "Loaders treat the borders of pickle frames differently: the same bytes can be a text to one and a call "
+        "to another (python/cpython#154848). Writers never produce that."
+    ),
+    "storage-size": ("torch before 2.10, and every torch under `mmap=True`, reads foreign memory for such a tensor."),
+    "tree-too-large": (
+        "Objects can be shared under any number of names for two bytes each. What was found is shown; the rest is not."
+    ),
+    "zeros-at-end": ("Space was reserved and never written: the disk ran full, or a copy was interrupted."),
+    "shard-outside": ("An index must name files beside it. One that names others could make a loader read anything."),
 }
 
 

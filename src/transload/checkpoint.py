@@ -82,12 +82,12 @@ class Storage:
 class Tensor:
     """One tensor, as ``torch.load`` would build it.
 
-    ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or for a pickled module the
-    key its ``state_dict()`` would use. ``offset`` counts elements into the storage, as
-    ``Tensor.storage_offset()`` does. ``kind`` says how it is made: ``strided`` for the ordinary one, else
-    ``quantized``, ``sparse_coo``, ``sparse_csr`` …, ``nested``, ``meta``, ``subclass``, ``device``
-    (bytes on the CPU, rebuilt on another device), ``sharded`` (in pieces, over several files); those made of other tensors carry them as ``parts``
-    and have no storage of their own. ``cls`` is the class where it is not plain ``torch.Tensor``.
+    ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or for a pickled module the key its
+    ``state_dict()`` would use. ``offset`` counts elements into the storage, as ``Tensor.storage_offset()`` does.
+    ``kind`` says how it is made: ``strided`` for the ordinary one, else ``quantized``, ``sparse_coo``, ``sparse_csr``
+    …, ``nested``, ``meta``, ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), ``sharded`` (in
+    pieces, over several files); those made of other tensors carry them as ``parts`` and have no storage of their own.
+    ``cls`` is the class where it is not plain ``torch.Tensor``.
     """
 
     path: tuple[Key, ...]

@@ -45,7 +45,8 @@ ITEMSIZE: dict[str, int] = {
 
 QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
-# Bits an element takes where that is no whole byte, while shape and numel count elements. F4 and F6 are safetensors' own.
+# Bits an element takes where that is no whole byte, while shape and numel count elements. F4 and F6 are names of
+# safetensors.
 _BITS = {"quint4x2": 4, "quint2x4": 2, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Storage, Tensor
+from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Storage, Tensor, contiguous
 from transload.dtypes import itemsize
 from transload.findings import Finding
-from transload.checkpoint import contiguous
 
 
 class Builder:

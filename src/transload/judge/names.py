@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "purpose_of"]
+__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "is_loader", "purpose_of"]
 
 _WIDTHS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _DTYPES = (
@@ -145,6 +145,8 @@ _HARMLESS: dict[str, str] = {
     "torch._dynamo.decorators._DimRange": "the bounds of a size, in a nested (jagged) tensor",
     "torch.torch_version.TorchVersion": "the torch release that saved the file",
     "types.SimpleNamespace": "an object with named values",
+    "urllib.parse.ParseResult": "the parts of an address",
+    "urllib.parse.SplitResult": "the parts of an address",
     "uuid.UUID": "an identifier",
 }
 
@@ -184,6 +186,7 @@ _DANGEROUS_PACKAGES: dict[str, str] = {
     **dict.fromkeys(("importlib", "imp", "runpy", "pkgutil", "zipimport", "_imp", "modulefinder"), "imports or runs modules"),
     **dict.fromkeys(("code", "codeop", "pdb", "bdb", "cmd", "doctest", "timeit", "trace"), "runs Python source"),
     **dict.fromkeys(("profile", "cProfile", "pstats", "idlelib", "lib2to3", "_pyrepl", "test"), "runs Python source"),
+    **dict.fromkeys(("threading", "_thread", "py_compile", "compileall"), "runs what it is given"),
     **dict.fromkeys(("_interpreters", "_xxsubinterpreters", "concurrent", "asyncio", "sched"), "runs what it is given"),
     **dict.fromkeys(("pip", "ensurepip", "venv", "setuptools", "distutils", "pkg_resources"), "installs packages"),
     **dict.fromkeys(("pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve"), "loads another pickle"),
@@ -208,6 +211,7 @@ _DANGEROUS_NAMES: dict[str, str] = {
     "joblib.load": "loads another pickle",
     "joblib.numpy_pickle.load": "loads another pickle",
     "logging.FileHandler": "opens files",
+    "multiprocessing.reduction.ForkingPickler.loads": "loads another pickle",
     "logging.config.dictConfig": "imports and calls what it is given",
     "logging.config.fileConfig": "runs Python source",
     "numpy.load": "loads another pickle",
@@ -262,10 +266,32 @@ _DANGEROUS_PREFIXES: tuple[tuple[str, str], ...] = (
     ("joblib.externals.", "loads another pickle"),
 )
 
+# Modules that are never the name of a class or function. Found as an attribute of another module, which imported them for
+# itself, they are reached all the same: `torch.serialization.os`.
+_NEVER_ATTRIBUTES = frozenset(
+    {
+        *("os", "posix", "nt", "sys", "subprocess", "builtins", "__builtins__", "importlib", "pty", "socket", "shutil"),
+        *("ctypes", "runpy", "pickle", "cPickle", "_pickle", "marshal", "multiprocessing", "imp", "pkgutil", "webbrowser"),
+        *("urllib", "requests", "tempfile", "codeop", "pdb"),
+    }
+)
+
+# Single files of the standard library: somebody's own package may have the same name, and then has modules inside.
+_SINGLE_FILES = frozenset(
+    {
+        *("bdb", "cmd", "code", "codeop", "commands", "doctest", "fileinput", "gc", "glob", "imp", "linecache", "pdb"),
+        *("platform", "profile", "pstats", "runpy", "sched", "select", "shelve", "shutil", "signal", "site", "socket"),
+        *("socketserver", "tempfile", "this", "timeit", "trace", "turtle"),
+    }
+)
+_STDLIB_TESTS = ("test.support", "test.libregrtest", "test.regrtest", "test.test_", "test._test", "test.autotest", "test.pythoninfo")
+
 _BUILTIN_TYPES = frozenset(name for name in _HARMLESS if name.startswith("builtins.")) | {
-    "builtins.bytearray",
-    "builtins.complex",
-    "builtins.set",
+    *("builtins.bytearray", "builtins.complex", "builtins.set", "builtins.type"),
+    # functions that only look at what they are given
+    *(f"builtins.{name}" for name in ("abs", "all", "any", "bin", "callable", "chr", "divmod", "enumerate", "hash", "hex")),
+    *(f"builtins.{name}" for name in ("isinstance", "issubclass", "len", "max", "min", "oct", "ord", "pow", "repr")),
+    *(f"builtins.{name}" for name in ("reversed", "round", "sorted", "sum", "zip")),
 }
 
 
@@ -287,16 +313,30 @@ def canonical(module: str, name: str) -> tuple[str, str]:
 def is_dangerous(module: str, name: str) -> str:
     """Why a name is on the list that nothing excuses, or an empty text."""
     full = f"{module}.{name}"
-    package = module.partition(".")[0]
-    if package in _DANGEROUS_PACKAGES:
-        return _DANGEROUS_PACKAGES[package]
-    if module == "builtins" and full not in _BUILTIN_TYPES and not _is_exception(name):
-        return "a built-in function" if full not in _DANGEROUS_NAMES else _DANGEROUS_NAMES[full]
-    if any(part.startswith("__") and part.endswith("__") for part in name.split(".")) and "." in name:
-        return "walks through the inside of an object"
+    parts = name.split(".")
     if full in _DANGEROUS_NAMES:
         return _DANGEROUS_NAMES[full]
+    if _is_dangerous_package(module):
+        return _DANGEROUS_PACKAGES[module.partition(".")[0]]
+    if module == "builtins" and full not in _BUILTIN_TYPES and not _is_exception(name):
+        return "a built-in function"
+    if any(part.startswith("__") and part.endswith("__") for part in parts) and len(parts) > 1:
+        return "walks through the inside of an object"
+    if not _NEVER_ATTRIBUTES.isdisjoint(parts):
+        return "reaches another module through this one"
     return next((why for prefix, why in _DANGEROUS_PREFIXES if full.startswith(prefix)), "")
+
+
+def _is_dangerous_package(module: str) -> bool:
+    package, dot, _ = module.partition(".")
+    if package == "test":
+        return not dot or module.startswith(_STDLIB_TESTS)
+    return package in _DANGEROUS_PACKAGES and not (dot and package in _SINGLE_FILES)
+
+
+def is_loader(module: str, name: str) -> bool:
+    """Whether a name loads another pickle or checkpoint, out of bytes that may stand in this one."""
+    return is_dangerous(module, name).startswith("loads another")
 
 
 def _is_exception(name: str) -> bool:

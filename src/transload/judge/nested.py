@@ -26,7 +26,7 @@ class Nested:
         self.left = 0
         self.skipped = False
         self._seen: set[int] = set()
-        self._depth: dict[int, int] = {}
+        self._found: dict[int, tuple[int, Pickle]] = {}
 
     def allow(self, pickle: Pickle) -> None:
         """Count a stream that stands in the file itself."""
@@ -34,7 +34,7 @@ class Nested:
 
     def run(self, call: Call, outside: Pickle) -> list[Pickle]:
         """The pickles in the bytes a loader is called with."""
-        depth = self._depth.get(id(outside), 0) + 1
+        depth = self._found[id(outside)][0] + 1 if id(outside) in self._found else 1
         found: list[Pickle] = []
         for node in _arguments(call):
             data = self._take(node)
@@ -42,7 +42,7 @@ class Nested:
                 self.skipped = True
             elif data:
                 found += _streams(data, f"{outside.name} › nested".removeprefix(" › "))
-        self._depth.update((id(pickle), depth) for pickle in found)
+        self._found.update((id(pickle), (depth, pickle)) for pickle in found)
         return found
 
     def _take(self, node: object) -> bytes:
@@ -80,6 +80,8 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
     archive = Archive.of_zip(source, read_index(source))
     left, found = 2 * len(data), []
     for record in archive.records.values():
+        if record.name.startswith(("data/", "tensors/")):
+            continue
         payload = archive.read(record, left).data
         left -= len(payload)
         streams = pickle_machine.run_all(payload, f"{name} › {record.name}")

@@ -167,9 +167,10 @@ def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
         yield from _top_level(pickle)
         for call in pickle.calls:
             callee = call.callee
-            if type(callee) is Global and callee.name == "TorchVersion" and type(call.args) is tuple and call.args:
-                if type(call.args[0]) is str:
-                    yield "torch", call.args[0][:_MAX_VERSION]
+            if type(callee) is not Global or callee.name != "TorchVersion" or type(call.args) is not tuple:
+                continue
+            if call.args and type(call.args[0]) is str:
+                yield "torch", call.args[0][:_MAX_VERSION]
 
 
 def _top_level(pickle: Pickle) -> Iterable[tuple[str, str]]:

@@ -37,27 +37,42 @@ def predict(checkpoint: Checkpoint) -> str:
     return "torch.load " + "; ".join(_steps(checkpoint))
 
 
-_HARMLESS_CODES = frozenset(
-    {"zip-trailing-bytes", "legacy-trailing-bytes", "crc-mismatch", "zip-crc-differs", "zip-compressed", "legacy-unlisted"}
-    | {"zip-name-case", "pickle-trailing-bytes", "pickle-irregular"}
+# Problems torch.load does not notice.
+_UNNOTICED = frozenset(
+    {
+        "crc-mismatch",
+        "legacy-trailing-bytes",
+        "legacy-unlisted",
+        "pickle-irregular",
+        "pickle-trailing-bytes",
+        "zip-compressed",
+        "zip-crc-differs",
+        "zip-name-case",
+        "zip-trailing-bytes",
+    }
 )
+
+
+_REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
 def _unreadable(checkpoint: Checkpoint) -> bool:
     from transload.judge.problems import rule_of
 
-    codes = {problem.code for problem in checkpoint.problems} - _HARMLESS_CODES
+    codes = {problem.code for problem in checkpoint.problems} - _UNNOTICED
     return any(rule_of(code).integrity in ("repairable", "damaged") for code in codes)
 
 
 def _steps(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.safety == "dangerous":
-        return ["refuses it (weights_only=True, the default from 2.6 on); with weights_only=False it would run its code"]
+        return [f"{_REFUSES}; with weights_only=False it would run its code"]
     rare = sorted({name for pickle in checkpoint.pickles[:5] for name in pickle.rare})
     if rare:
-        first = [f"refuses it: weights_only=True does not know the opcode {rare[0]} (pickle protocol 4 or a foreign writer)"]
+        first = [
+            f"refuses it: weights_only=True does not know the opcode {rare[0]}, which torch.save writes only when asked"
+        ]
     elif checkpoint.safety == "needs-trust":
-        first = ["refuses it (weights_only=True, the default from 2.6 on) until you allow the names below"]
+        first = [f"{_REFUSES} until you allow the names below"]
     else:
         first = []
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]

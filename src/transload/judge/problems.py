@@ -262,9 +262,7 @@ RULES: dict[str, Rule] = {
     "script-device": Rule(
         "its code names devices, which map_location does not change",
         "note",
-        fix=(
-            "Trace or script the model again on the device you want; torch.jit.load(map_location=…) moves only its tensors.",
-        ),
+        fix=("Trace or script the model again on the device you want; map_location moves only its tensors.",),
     ),
     "script-dangerous-op": Rule(
         "its program reaches for files or other machines",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
-from transload.judge.names import canonical, classify
+from transload.judge.names import canonical, classify, is_loader
+from transload.judge.nested import Nested
 from transload.judge.shapes import check_call, full_name
 from transload.read.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
@@ -42,6 +44,9 @@ class _Judge:
         self.streams: dict[tuple[str, str], str] = {}
         self.verdicts: dict[tuple[str, str], tuple[str, str]] = {}
         self.complaints: dict[str, tuple[Safety, str]] = {}
+        self.reached: set[tuple[str, str]] = set()
+        self.unloadable = ""
+        self.nested = Nested()
 
     def complain(self, safety: Safety, text: str, pickle: Pickle, position: int) -> None:
         """Note a use that is not data, once for each wording."""
@@ -49,56 +54,111 @@ class _Judge:
         self.complaints.setdefault(text, (safety, where))
 
     def stream(self, pickle: Pickle) -> None:
-        """Take in one pickle."""
-        keys: dict[int, tuple[str, str]] = {}
-        for node in pickle.globals.values():
-            key = keys[id(node)] = canonical(node.module, node.name)
-            if key != (node.module, node.name):
-                self.spelling[key] = f"{node.module}.{node.name}"
-            self.uses.setdefault(key, {"imported": 0, "called": 0, "built": 0})["imported"] += node.count
-            self.streams.setdefault(key, pickle.name)
-            if key not in self.verdicts:
-                self.verdicts[key] = classify(*key)
+        """Take in one pickle, and those inside it."""
+        self.nested.allow(pickle)
+        waiting = [pickle]
+        while waiting:
+            waiting += self._one(waiting.pop())
+
+    def _one(self, pickle: Pickle) -> list[Pickle]:
+        keys = {id(node): self._name(node, pickle) for node in pickle.globals.values()}
+        inside: list[Pickle] = []
         for call in pickle.calls:
             callee = call.callee
             if type(callee) is Persistent:
-                callee = module_class(callee)
+                callee = _class_of(callee)
             if type(callee) is Global:
-                self._known_call(keys[id(callee)], call, pickle)
+                key = keys.get(id(callee)) or canonical(callee.module, callee.name)
+                inside += self._known_call(key, call, pickle)
             else:
-                self._odd_call(call, pickle)
+                self._odd_call(callee, call, pickle)
         for target, _ in pickle.built:
-            if type(target) is Global:
-                # Attributes set on a class or function outlive the load, and a dotted name reads them back.
-                self.complain("dangerous", f"it changes {full_name(target)} itself, for the whole process", pickle, pickle.start)
-                self.uses[keys[id(target)]]["built"] += 1
-            elif type(target) is Extension:
-                self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
+            self._built(target, pickle)
+        if any(type(node.id) is tuple and node.id[:1] in (("module",), (b"module",)) for node in pickle.persistent):
+            self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
         for extension in pickle.extensions:
             text = f"it asks for extension {extension.code}: a name that is not in the file"
             self.complain("dangerous", text, pickle, pickle.start)
+        return inside
 
-    def _known_call(self, key: tuple[str, str], call: Call, pickle: Pickle) -> None:
+    def _name(self, node: Global, pickle: Pickle) -> tuple[str, str]:
+        """Take in a name; under the older protocols also as Python 3 spells it, else as it stands beside that."""
+        key = canonical(node.module, node.name)
+        self._count(key, node, pickle)
+        if key != (node.module, node.name):
+            self.spelling[key] = f"{node.module}.{node.name}"
+            if pickle.protocol > 2 or node.module == "torch.tensor":
+                # From protocol 3 on Python translates nothing: it would import the old name, whatever has that name
+                # today. And torch.load translates torch.tensor only with weights_only=False.
+                self._count((node.module, node.name), node, pickle)
+        return key
+
+    def _count(self, key: tuple[str, str], node: Global, pickle: Pickle) -> None:
+        self.uses.setdefault(key, {"imported": 0, "called": 0, "built": 0})["imported"] += node.count
+        self.streams.setdefault(key, pickle.name)
+        if key not in self.verdicts:
+            self.verdicts[key] = classify(*key)
+
+    def _built(self, target: object, pickle: Pickle) -> None:
+        """BUILD, or items, on something that the stream did not make: N11 of the known tricks."""
+        node = _class_of(target) if type(target) is Persistent else target
+        if type(node) is Global:
+            # Attributes set on a class or function outlive the load, and a dotted name reads them back.
+            text = f"it changes {full_name(node)} itself, for the whole process"
+            self.complain("dangerous", text, pickle, pickle.start)
+            self.uses[canonical(node.module, node.name)]["built"] += 1
+        elif type(node) is Extension:
+            self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
+        elif type(node) is Call:
+            self.complain("dangerous", "it changes something it has computed", pickle, pickle.start)
+        else:
+            text = f"it sets attributes on a {type(target).__name__.lower()}, which has none"
+            self.complain("unknown", text, pickle, pickle.start)
+
+    def _known_call(self, key: tuple[str, str], call: Call, pickle: Pickle) -> list[Pickle]:
         uses = self.uses[key]
         uses["called"] += 1
         if call.states:
             uses["built"] += 1
         verdict = self.verdicts[key][0]
-        if key == ("builtins", "getattr") and not _plain_getattr(call):
-            self.complain("dangerous", "it reaches into objects by name", pickle, call.position)
         if verdict == "data":
-            if not call.args and not call.states and key == _ORDERED_DICT:
-                return  # the empty hooks of every tensor: nearly half of all calls
+            if not call.args and not call.states and key == _ORDERED_DICT and not call.appended:
+                return []  # the empty hooks of every tensor: nearly half of all calls
             complaint = check_call(".".join(key), call)
             if complaint:
                 self.complain(*complaint, pickle, call.position)
+            return []
+        if call.items or call.appended:
+            self.unloadable = self.unloadable or "puts items into something that is no plain dictionary or list"
+        if key == _GETATTR and not _plain_getattr(call):
+            self.complain("dangerous", "it reaches into objects by name", pickle, call.position)
+        elif key == _TYPE and not (type(call.args) is tuple and len(call.args) == 1):
+            self.complain("dangerous", "it makes a class", pickle, call.position)
         elif call.states and any(_slot_dunder(state) for state in call.states):
             self.complain("dangerous", "it sets a double-underscore attribute on an object", pickle, call.position)
+        return self._inside(call, pickle) if is_loader(*key) else []
 
-    def _odd_call(self, call: Call, pickle: Pickle) -> None:
-        if _is_newobj_ex(call.callee):
-            return
-        if type(call.callee) in (Call, Extension):
+    def _inside(self, call: Call, pickle: Pickle) -> list[Pickle]:
+        """The pickles a re-entrant loader is given; that it is one is an alarm already, this tells what for."""
+        found = self.nested.run(call, pickle)
+        for inner in found:
+            if inner.ambiguous:
+                at, text = inner.ambiguous[0]
+                self.complain("dangerous", text, inner, at)
+        if self.nested.skipped:
+            self.complain("unknown", "it holds more pickles inside pickles than are read", pickle, call.position)
+        return found
+
+    def _odd_call(self, callee: object, call: Call, pickle: Pickle) -> None:
+        """A call of something that is not a name in the file."""
+        if _is_newobj_ex(callee):
+            self.unloadable = self.unloadable or "makes objects with keyword arguments"
+        elif _is_nested_class(callee) and call.kind in ("newobj", "newobj_ex"):
+            owner, name = callee.args  # type: ignore[attr-defined]
+            self.reached.add((owner.module, f"{owner.name}.{name}"))
+        elif call.kind == "stack_global":
+            self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
+        elif type(callee) in (Call, Extension):
             self.complain("dangerous", "it calls something it has computed", pickle, call.position)
         else:
             self.complain("unknown", "it calls something that is no function", pickle, call.position)
@@ -116,10 +176,9 @@ class _Judge:
 
         It stays a matter of trust, but it is no alarm while nobody calls what it returns.
         """
-        key = ("builtins", "getattr")
         alarmed = any(safety == "dangerous" for safety, _ in self.complaints.values())
-        if key in self.verdicts and not alarmed:
-            self.verdicts[key] = ("unknown", "an enumeration member or a method, found by name on something named beside it")
+        if _GETATTR in self.verdicts and not alarmed:
+            self.verdicts[_GETATTR] = ("unknown", "an enumeration member or a method, found by name on something named beside it")
 
     def _use(self, key: tuple[str, str]) -> GlobalUse:
         verdict, purpose = self.verdicts[key]
@@ -144,11 +203,21 @@ class _Judge:
         if trust:
             evidence = [f"{use.full_name}: {use.purpose}" for use in trust]
             title = f"torch.load refuses {_some(len(trust), 'name')} in it unless you allow them"
-            fixes = () if dangerous else safe_globals_lines(trust)
+            fixes = () if dangerous else self._fixes(trust)
             yield Finding("needs-trust", "warning", title, _cut(evidence), fixes)
 
 
+    def _fixes(self, trust: list[GlobalUse]) -> tuple[str, ...]:
+        """The lines that allow the names; or why that is not enough."""
+        if self.unloadable:
+            text = f"Allowing the names is not enough: it {self.unloadable}, which weights_only=True never loads."
+            return (text, "If you trust its author, load it with weights_only=False and save it again as a state dict.")
+        return safe_globals_lines(trust, sorted(self.reached))
+
+
 _ORDERED_DICT = ("collections", "OrderedDict")
+_GETATTR = ("builtins", "getattr")
+_TYPE = ("builtins", "type")
 _MEANING: dict[str, Safety] = {
     "data": "data-only",
     "harmless": "needs-trust",
@@ -181,14 +250,38 @@ def _plain_getattr(call: Call) -> bool:
     return not name.startswith("__") or (name == "__new__" and type(owner) is Global)
 
 
+def _class_of(node: Persistent) -> object:
+    """The class in a persistent id of the older formats: a name, or one found inside a named class."""
+    found = module_class(node)
+    if found is None and type(node.id) is tuple:
+        return next((part for part in node.id[:2] if _is_nested_class(part)), None)
+    return found
+
+
+def _is_nested_class(node: object) -> bool:
+    """``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another."""
+    return _is_attribute(node) and node.args[1] != "__new__"  # type: ignore[attr-defined]
+
+
+def _is_attribute(node: Any) -> bool:
+    """``getattr(cls, "name")`` of something the file names."""
+    if type(node) is not Call or full_name(node.callee) != "builtins.getattr" or not _plain_getattr(node):
+        return False
+    return type(node.args[0]) is Global  # type: ignore[index]
+
+
 def _is_newobj_ex(callee: object) -> bool:
     """``partial(cls.__new__, cls, …)()``: how protocol 2 writes an object with keyword arguments."""
-    if type(callee) is not Call or full_name(callee.callee) != "functools.partial" or type(callee.args) is not tuple:
+    if type(callee) is not Call or full_name(callee.callee) != "functools.partial":
         return False
-    first = callee.args[0] if callee.args else None
-    if type(first) is not Call or full_name(first.callee) != "builtins.getattr" or type(first.args) is not tuple:
+    states = callee.states or []
+    if type(callee.args) is not tuple or len(callee.args) != 1 or len(states) != 1 or type(states[0]) is not tuple:
         return False
-    return len(first.args) == 2 and type(first.args[0]) is Global and first.args[1] == "__new__"
+    # partial(f) with the state (f, args, keywords, attributes): f must be the same in both, since the state wins.
+    new, state = callee.args[0], states[0]
+    if len(state) != 4 or state[0] is not new or type(state[1]) is not tuple:
+        return False
+    return _is_attribute(new) and new.args[1] == "__new__" and state[1][:1] == (new.args[0],)
 
 
 def _used(use: GlobalUse) -> str:
@@ -206,35 +299,65 @@ def _cut(lines: list[str]) -> tuple[str, ...]:
     return (*lines[:_MAX_EVIDENCE], f"… and {len(lines) - _MAX_EVIDENCE} more")
 
 
-def safe_globals_lines(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
+def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = ()) -> tuple[str, ...]:
     """The lines that make ``torch.load`` accept these names, all at once; for people who trust the file.
+
+    ``inside`` are classes within classes, which a file reaches through the outer one. No lines are given for names that
+    are no identifiers: somebody may paste them.
 
     >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[1:]
     ('from argparse import Namespace', 'torch.serialization.add_safe_globals([Namespace])')
     """
-    imports: list[str] = []
-    entries: list[str] = []
-    taken: dict[str, str] = {}
-    wanted = [(use.module, use.name) for use in uses]
-    for module, name in wanted:
-        head, dot, tail = name.partition(".")
-        if module == "builtins":
-            entries.append(name)
-            continue
-        alias = head
-        while taken.get(alias, f"{module}.{head}") != f"{module}.{head}":
-            alias += "_"
-        if alias not in taken:
-            taken[alias] = f"{module}.{head}"
-            imports.append(f"from {_module_now(module)} import {head}" + (f" as {alias}" if alias != head else ""))
-        entry = f"{alias}{dot}{tail}"
-        # numpy 2 moved numpy.core; the file still says the old name, so it has to be given beside the function.
-        entries.append(f'({entry}, "{module}.{name}")' if module.startswith("numpy.core.") else entry)
+    lines = _Lines()
+    wanted = [(use.module, use.name) for use in uses if use.module != "torch.tensor"]
+    if not all(_is_path(module) and _is_path(name) for module, name in (*wanted, *inside)):
+        return ()
+    spelled = {(use.module, use.name): use.spelling for use in uses if use.spelling.startswith("torch.tensor.")}
+    for module, name in (*wanted, *inside):
+        lines.add(module, name, spelled.get((module, name), ""))
     if ("numpy", "dtype") in wanted:
-        imports.append("import numpy")
-        entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
-    return ("import torch", *imports, f"torch.serialization.add_safe_globals([{', '.join(entries)}])")
+        lines.imports.append("import numpy")
+        lines.entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
+    return ("import torch", *lines.imports, f"torch.serialization.add_safe_globals([{', '.join(lines.entries)}])")
+
+
+def _is_path(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+class _Lines:
+    """Imports, each under a name of its own, and the entries of the list that is made of them."""
+
+    def __init__(self) -> None:
+        self.imports: list[str] = []
+        self.entries: list[str] = []
+        self._taken: dict[str, str] = {}
+
+    def add(self, module: str, name: str, spelling: str) -> None:
+        """Allow one name."""
+        head, dot, tail = name.partition(".")
+        alias = head if module == "builtins" else self._imported(module, head)
+        entry = f"{alias}{dot}{tail}"
+        # torch goes by what an object says of itself. Where that is nothing, or where the file knows the object by an
+        # older name, the name has to stand beside it.
+        if _module_now(module) != module or (module, name) in _NAMELESS or spelling:
+            entry = f'({entry}, "{spelling or f"{module}.{name}"}")'
+        self.entries.append(entry)
+
+    def _imported(self, module: str, head: str) -> str:
+        alias = head
+        while self._taken.get(alias, f"{module}.{head}") != f"{module}.{head}" or alias in _KEPT:
+            alias += "_"
+        if alias not in self._taken:
+            self._taken[alias] = f"{module}.{head}"
+            self.imports.append(f"from {_module_now(module)} import {head}" + (f" as {alias}" if alias != head else ""))
+        return alias
+
+
+_KEPT = frozenset({"torch", "numpy", "type"})  # what the lines themselves need
+_NAMELESS = frozenset({("builtins", "Ellipsis"), ("builtins", "NotImplemented")})
 
 
 def _module_now(module: str) -> str:
+    """Where a module is today: numpy 2 moved ``numpy.core``."""
     return module.replace("numpy.core.", "numpy._core.", 1) if module.startswith("numpy.core.") else module

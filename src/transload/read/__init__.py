@@ -1,12 +1,11 @@
-"""Bytes to a ``Checkpoint``: which format a file has, and the reader for it. Runs nothing, imports nothing a file
-names.
-"""
+"""Bytes to a ``Checkpoint``: which format a file has, and its reader. Nothing a file names is imported or run."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from transload.findings import Problem
@@ -69,7 +68,7 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     """The facts of a checkpoint, not yet judged."""
     if isinstance(f, str | os.PathLike):
         path = os.fspath(f)
-        if os.path.isdir(path):
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
             return _read_directory(path, verify=verify)
         if path.endswith(".index.json"):
             return _read_sharded(path, verify=verify)
@@ -83,9 +82,7 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 def read_source(source: Source, *, verify: bool = False) -> Checkpoint:
-    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know), and read
-    it.
-    """
+    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know); read it."""
     from transload.read.zip_index import starts_like_zip
 
     if starts_like_zip(source):
@@ -164,33 +161,36 @@ def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
-    """The reader for an archive, by its records."""
-    if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
-        from transload.read.torchscript import read_torchscript
-
-        return read_torchscript
-    if archive.find("data.pkl"):
-        from transload.read.torch_zip import read_torch_zip
-
-        return read_torch_zip
-    if any(name.startswith("data/aotinductor/") for name in archive.records):
-        from transload.read.aotinductor import read_aotinductor
-
-        return read_aotinductor
-    if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
-        from transload.read.torch_export import read_export
-
-        return read_export
-    if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
-        from transload.read.torch_package import read_package
-
-        return read_package
-    torch_marks = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
-    if any(archive.find(name) for name in torch_marks):
-        from transload.read.torch_zip import read_torch_zip
-
-        return read_torch_zip
+    """The reader for an archive, by its records; the first that fits, and only its module is imported."""
+    for fits, module, function in _ZIP_KINDS:
+        if fits(archive):
+            reader: Callable[..., Checkpoint] = getattr(import_module(f"transload.read.{module}"), function)
+            return reader
     return None
+
+
+def _holds(*names: str) -> Callable[[Archive], bool]:
+    """Whether an archive has a record of one of these names, or below one of them that ends in a slash."""
+    folders = tuple(name for name in names if name.endswith(("/", "_")))
+
+    def holds(archive: Archive) -> bool:
+        return any(archive.find(name) for name in names) or any(n.startswith(folders) for n in archive.records)
+
+    return holds
+
+
+_has_pickle = _holds("data.pkl")
+_has_model = _holds("model.json")
+_ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
+    (_holds("constants.pkl"), "torchscript", "read_torchscript"),
+    (lambda archive: _has_model(archive) and not _has_pickle(archive), "torchscript", "read_torchscript"),  # 1.0 to 1.2
+    (_has_pickle, "torch_zip", "read_torch_zip"),
+    (_holds("data/aotinductor/"), "aotinductor", "read_aotinductor"),
+    (_holds("archive_format", "serialized_"), "torch_export", "read_export"),
+    (_holds(".data/extern_modules", ".data/python_version"), "torch_package", "read_package"),
+    # What is left of a torch.save archive whose index is lost.
+    (_holds("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0"), "torch_zip", "read_torch_zip"),
+)
 
 
 def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:

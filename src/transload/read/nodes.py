@@ -127,11 +127,12 @@ class OutOfBand:
 class Pickle:
     """One pickle read to its end, or to where it breaks.
 
-    ``start`` and ``end`` bound it in the data that was read. ``broken`` says why reading stopped early, empty if it did
-    not; what was seen before the break is all here. ``cut`` is whether it broke only because the data ended. ``irregular`` are things that some loaders refuse; ``ambiguous`` ones
-    that make loaders see different streams in the same bytes.
-    ``calls`` are all calls in the order a loader would make them, also those whose result was thrown away; ``built`` are
-    the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only`` does not know.
+    ``start`` and ``end`` bound it in the data that was read. ``broken`` says why reading stopped early, empty if it
+    did not; what was seen before the break is all here. ``cut`` is whether it broke only because the data ended.
+    ``irregular`` are things that some loaders refuse; ``ambiguous`` ones that make loaders see different streams in
+    the same bytes. ``calls`` are all calls in the order a loader would make them, also those whose result was thrown
+    away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
+    does not know.
     """
 
     __slots__ = (

@@ -32,8 +32,15 @@ MAX_NOTE = 4096
 _NOTES = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
 _NEWEST_VERSION = 10
 
-_MAX_STRAY = 64 << 20
-"""Bytes of records that torch.load does not read which are looked at; an archive may hold a whole data set."""
+_STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)
+"""A record that torch.load does not read is run as a pickle while it is one, no further than the last of these."""
+
+_MAX_STRAY = 256 << 20
+"""So much of all such records is looked at: an archive may hold a whole data set."""
+
+_MAX_PACKED = 16 << 20
+"""An index that is compressed is read if it unpacks to this, or to 16 times its size. Half a megabyte can unpack to half
+a gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,000 tensors takes 16 MiB."""
 
 
 class Archive:
@@ -162,7 +169,8 @@ def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
         return Pickle(name)
     if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
         problems.append(Problem("zip-name-case", record.name, f"torch takes it for {name}"))
-    payload = archive.read(record, pickle_machine.MAX_STREAM)
+    limit = max(_MAX_PACKED, 16 * record.stored) if record.method else pickle_machine.MAX_STREAM
+    payload = archive.read(record, min(limit, pickle_machine.MAX_STREAM))
     if payload.problem:
         problems.append(Problem("pickle-unreadable", name, payload.problem))
     elif not payload.intact:
@@ -281,17 +289,25 @@ def stray_records(
 def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle], list[Problem]]:
     """The pickles among such records: other loaders may read them even if torch.load does not."""
     pickles: list[Pickle] = []
+    unseen: list[str] = []
     left = _MAX_STRAY
-    for record in sorted(strays, key=lambda r: r.size):
-        left -= record.size
-        if left < 0:
-            detail = f"there are more than {_MAX_STRAY} bytes of records that torch.load does not read"
-            return pickles, [Problem("record-unseen", record.name, detail)]
-        pickles += _try_pickle(archive, record)
-    return pickles, []
+    for record in strays:
+        found, looked_at, whole = _try_pickle(archive, record) if left > 0 else ([], 0, False)
+        left -= looked_at
+        pickles += found
+        unseen += [] if whole else [record.name]
+    if not unseen:
+        return pickles, []
+    return pickles, [Problem("record-unseen", unseen[0][:80], f"{len(unseen)} records are too much to look at")]
 
 
-def _try_pickle(archive: Archive, record: Record) -> list[Pickle]:
-    payload = archive.read(record, _MAX_STRAY)
-    pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
-    return [pickle for pickle in pickles if pickle.globals or pickle.extensions]
+def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:
+    """The pickles a record begins with, how much of it was read, and whether that was enough to know."""
+    for window in _STRAY_WINDOWS:
+        part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
+        payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
+        pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
+        whole = len(payload.data) >= record.size or (bool(pickles) and not pickles[-1].cut)
+        if whole or payload.problem:
+            break
+    return [pickle for pickle in pickles if pickle.globals or pickle.extensions], len(payload.data), whole

@@ -31,6 +31,9 @@ __all__ = [
 MAX_PAYLOAD = 512 << 20
 """No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
 
+_MAX_ENTRIES = 1_000_000
+"""An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
+
 _TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
 _ALL32 = 0xFFFFFFFF
 _NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
@@ -210,6 +213,9 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     while position + _CENTRAL.size <= len(raw) and raw[position : position + 4] == b"PK\x01\x02":
         entry, position = _read_entry(raw, position, problems)
         entries.append(entry)
+        if len(entries) >= _MAX_ENTRIES:
+            problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
+            return entries
     if position != len(raw):
         detail = f"entry {len(entries)} of {count} in the directory is no entry"
         if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then

@@ -21,6 +21,9 @@ _DEVICES = 6
 _DTYPES = 6
 _VALUES = 6
 _FACTS = 8
+_HOUSEKEEPING = frozenset(
+    {"folder", "version", "byteorder", "format_version", "storage_alignment", "serialization_id", "archive_version"}
+)
 _PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # steps from the root; what lies deeper is some module's own affair
 _NUMBERS = ("float", "bfloat", "complex", "q")
@@ -107,11 +110,12 @@ def _listed(label: str, uses: Iterable[tuple[str, int, int]], limit: int) -> Ite
 
 def _facts(checkpoint: Checkpoint) -> Iterator[Entry]:
     """What only this kind of container has to tell; of a plain archive it is housekeeping, and left to the JSON."""
-    if checkpoint.format in _PLAIN or not checkpoint.facts:
+    facts = [fact for fact in checkpoint.facts if fact[0] not in _HOUSEKEEPING]
+    if checkpoint.format in _PLAIN or not facts:
         return
-    words = (_glued(f"{printable(name)} {printable(value, 60)}") for name, value in checkpoint.facts[:_FACTS])
-    more = len(checkpoint.facts) - _FACTS
-    yield Entry("facts", ((_DOT.join(words), ""), (f"{_DOT}{more:,} more" if more > 0 else "", "dim")))
+    words = [_glued(f"{printable(name)} {printable(value, 60)}") for name, value in facts[:_FACTS]]
+    more = [f"{len(facts) - _FACTS:,} more"] if len(facts) > _FACTS else []
+    yield Entry("facts", ((_DOT.join([*words, *more]), ""),))
 
 
 def _values(leaves: Sequence[Leaf]) -> Iterator[Entry]:

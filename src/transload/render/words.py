@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INTEGRITY", "SAFETY", "SEVERITY", "format_words", "integrity_reason", "safety_reason", "steps"]
 
-# Verdict → (role, reason). The verdict itself is shown as it stands in the JSON and in the manual, so that it can be searched.
+# Verdict → (role, reason). The verdict itself is shown as it stands in the JSON and in the manual, to be searched for.
 SAFETY: dict[str, tuple[str, str]] = {
     "data-only": ("good", "loading it runs no code"),
     "needs-trust": ("trust", "it asks for what torch does not load by default"),
@@ -84,6 +84,6 @@ def integrity_reason(checkpoint: Checkpoint) -> str:
     reason = INTEGRITY[checkpoint.integrity][1]
     if checkpoint.integrity != "unchecked":
         return reason
-    if any(storage.crc32 for storage in checkpoint.storages):
+    if any(record.crc32 for record in checkpoint.records):
         return f"{reason}; --verify compares their checksums"
     return f"{reason}; there are no checksums to compare"
