@@ -2,6 +2,9 @@
 
 A reader fills these, ``judge`` adds the two verdicts and the findings, and everything else (``render``
 today; placing, loading and writing tomorrow) only looks at them. Nothing here touches a file.
+
+Those a file has by the ten thousand (``Tensor``, ``Storage``, ``Record``) are named tuples: made four times as fast
+as frozen dataclasses, which was a tenth of the time it takes to read such a file.
 """
 
 from __future__ import annotations
@@ -34,8 +37,7 @@ Key = str | int
 """One step of a path: a dictionary key or attribute name, or an index. Other keys appear as their text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """A run of bytes that one or more tensors look at, tagged with the device it was saved from.
 
     ``id`` is unique in the checkpoint; ``key`` is the file's own name for it. ``nbytes`` is what the
@@ -78,8 +80,7 @@ class Storage:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor, as ``torch.load`` would build it.
 
     ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or for a pickled module the key its

@@ -68,7 +68,7 @@ def test_there_is_a_plain_copy_for_viewers_without_style(transformer: Checkpoint
 
 def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None:
     tensor = transformer.tensors[0]
-    many = tuple(replace(tensor, name=f"{word}.{n}x", shape=(n,)) for word in ("a", "b") for n in range(3000))
+    many = tuple(tensor._replace(name=f"{word}.{n}x", shape=(n,)) for word in ("a", "b") for n in range(3000))
     parts = tuple(Part(f"part {n}", "shard", n) for n in range(100))
     text = fragment(replace(transformer, tensors=many, parts=parts))
     assert text.count('class="tl-line"') <= MAX_TWIGS + len(parts)

@@ -146,8 +146,8 @@ def test_tensors_are_listed_whole_in_a_pipe(training: Checkpoint) -> None:
 
 def test_flags_tell_what_is_special_about_a_tensor(training: Checkpoint) -> None:
     first, second = training.tensors[:2]
-    store = replace(training.storages[0], tensors=(first.name, second.name), stored=1)
-    special = replace(first, requires_grad=True, kind="sparse_coo", cls="Parameter")
+    store = training.storages[0]._replace(tensors=(first.name, second.name), stored=1)
+    special = first._replace(requires_grad=True, kind="sparse_coo", cls="Parameter")
     stream = io.StringIO()
     emit(tensors_listed(replace(training, tensors=(special,), storages=(store,))), stream)
     assert stream.getvalue().rstrip().endswith("sparse_coo, Parameter, requires_grad, shared, incomplete")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "is_loader", "purpose_of"]
+__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "is_loader", "purpose_of", "torch_spelling"]
 
 _WIDTHS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _DTYPES = (
@@ -308,6 +308,29 @@ def canonical(module: str, name: str) -> tuple[str, str]:
     if module == "torch.tensor":
         module = "torch._tensor"
     return module, name
+
+
+def torch_spelling(module: str, name: str) -> str:
+    """The name ``weights_only`` looks up: it translates fewer of Python 2's names than Python does.
+
+    >>> torch_spelling("__builtin__", "set"), torch_spelling("exceptions", "ValueError")
+    ('builtins.set', 'exceptions.ValueError')
+    """
+    if (module, name) in NAME_MAPPING and (module in _TORCH_RENAMES or name == "StandardError"):
+        module, name = NAME_MAPPING[module, name]
+    elif module in _TORCH_MOVES:
+        module = IMPORT_MAPPING[module]
+    return f"{module}.{name}"
+
+
+# torch/_utils.py, IMPORT_MAPPING and NAME_MAPPING, 2.13.0
+_TORCH_RENAMES = frozenset({"__builtin__", "itertools", "UserDict", "UserList", "UserString"})
+_TORCH_MOVES = frozenset(
+    {
+        *("__builtin__", "copy_reg", "Queue", "repr", "_abcoll", "UserDict", "UserList", "UserString", "whichdb"),
+        *("StringIO", "cStringIO"),
+    }
+)
 
 
 def is_dangerous(module: str, name: str) -> str:

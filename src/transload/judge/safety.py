@@ -8,7 +8,7 @@ from typing import Any
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
-from transload.judge.names import canonical, classify, is_loader
+from transload.judge.names import canonical, classify, is_loader, torch_spelling
 from transload.judge.nested import Nested
 from transload.judge.shapes import check_call, full_name
 from transload.read.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
@@ -312,13 +312,24 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     wanted = [(use.module, use.name) for use in uses if use.module != "torch.tensor"]
     if not all(_is_path(module) and _is_path(name) for module, name in (*wanted, *inside)):
         return ()
-    spelled = {(use.module, use.name): use.spelling for use in uses if use.spelling.startswith("torch.tensor.")}
+    spelled = {(use.module, use.name): _torch_says(use) for use in uses}
     for module, name in (*wanted, *inside):
-        lines.add(module, name, spelled.get((module, name), ""))
+        lines.add(module, name, spelled.get((module, name), f"{module}.{name}"))
     if ("numpy", "dtype") in wanted:
         lines.imports.append("import numpy")
         lines.entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
     return ("import torch", *lines.imports, f"torch.serialization.add_safe_globals([{', '.join(lines.entries)}])")
+
+
+def _torch_says(use: GlobalUse) -> str:
+    """The name torch will look up for a use, which is not always the one it has today."""
+    if not use.spelling:
+        return use.full_name
+    tail = f".{use.name}"
+    if use.spelling.endswith(tail):
+        return torch_spelling(use.spelling.removesuffix(tail), use.name)
+    module, _, name = use.spelling.rpartition(".")
+    return torch_spelling(module, name)
 
 
 def _is_path(text: str) -> bool:
@@ -340,8 +351,8 @@ class _Lines:
         entry = f"{alias}{dot}{tail}"
         # torch goes by what an object says of itself. Where that is nothing, or where the file knows the object by an
         # older name, the name has to stand beside it.
-        if _module_now(module) != module or (module, name) in _NAMELESS or spelling:
-            entry = f'({entry}, "{spelling or f"{module}.{name}"}")'
+        if spelling != f"{_module_now(module)}.{name}" or (module, name) in _NAMELESS:
+            entry = f'({entry}, "{spelling}")'
         self.entries.append(entry)
 
     def _imported(self, module: str, head: str) -> str:

@@ -6,7 +6,6 @@ So there is one reading of a tensor: the bounds, the sharing and the names are c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Storage, Tensor
@@ -140,4 +139,4 @@ def typed(storages: Iterable[Storage], tensors: Iterable[Tensor]) -> tuple[Stora
     first: dict[str | None, str] = {}
     for tensor in tensors:
         first.setdefault(tensor.storage, tensor.dtype)
-    return tuple(replace(storage, dtype=first.get(storage.id, storage.dtype)) for storage in storages)
+    return tuple(storage._replace(dtype=first.get(storage.id, storage.dtype)) for storage in storages)

@@ -156,7 +156,7 @@ def _single(listing: Listing, readers: Readers) -> Checkpoint:
 
 
 def _in_file(storage: Storage, name: str) -> Storage:
-    return replace(storage, file=name)
+    return storage._replace(file=name)
 
 
 def _unknown(listing: Listing, _readers: Readers) -> Checkpoint:

@@ -7,7 +7,6 @@ and the other objects without any check, so all of them are read here.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -265,6 +264,6 @@ def _joined(name: str, entry: _Entry, found: dict[tuple[int, ...], tuple[Tensor,
     if len(parts) < len(entry.chunks) or sum(prod(sizes) for _, sizes in entry.chunks) < prod(entry.shape):
         noted.add("dcp-piece-missing", name, f"{len(parts):,} of {len(entry.chunks):,} pieces were found")
     if len(parts) == 1 and parts[0].shape == entry.shape:
-        return replace(parts[0], path=(name,), name=name)
+        return parts[0]._replace(path=(name,), name=name)
     stride = contiguous(entry.shape)
     return Tensor((name,), name, entry.dtype, entry.shape, stride, "cpu", None, kind="sharded", parts=tuple(parts))

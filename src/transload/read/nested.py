@@ -132,11 +132,11 @@ def _moved(inner: Checkpoint, record: Record) -> Checkpoint:
 
 def _moved_storage(storage: Storage, record: str, base: int | None) -> Storage:
     offset = None if storage.offset is None or base is None else storage.offset + base
-    return replace(storage, id=f"{record}/{storage.id}", offset=offset, record=record)
+    return storage._replace(id=f"{record}/{storage.id}", offset=offset, record=record)
 
 
 def _moved_tensor(tensor: Tensor, record: str, base: int | None) -> Tensor:
     at = None if tensor.file_offset is None or base is None else tensor.file_offset + base
     storage = None if tensor.storage is None else f"{record}/{tensor.storage}"
     parts = tuple(_moved_tensor(part, record, base) for part in tensor.parts)
-    return replace(tensor, storage=storage, file_offset=at, parts=parts)
+    return tensor._replace(storage=storage, file_offset=at, parts=parts)

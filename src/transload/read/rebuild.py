@@ -7,7 +7,6 @@ object like any other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from transload.checkpoint import Key, Tensor, contiguous
@@ -146,12 +145,12 @@ def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
     ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
-    return replace(inner, requires_grad=args[1] is True, cls=inner.cls or "Parameter")
+    return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
 
 def _old_parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
-    return replace(inner, requires_grad=args[1:2] != (False,), cls="Parameter")
+    return inner._replace(requires_grad=args[1:2] != (False,), cls="Parameter")
 
 
 def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -185,10 +184,10 @@ def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     function, kind, inner_args, state = args
     inner = apply(ctx, dotted(function), inner_args)
     name = dotted(kind).rpartition(".")[2]
-    inner = replace(inner, cls="" if name == "Tensor" else name)
+    inner = inner._replace(cls="" if name == "Tensor" else name)
     held = () if inner.parts else ctx.search(ctx, state)  # a jagged one repeats its parts there
     if inner.kind == "subclass":
-        return replace(inner, parts=held)
+        return inner._replace(parts=held)
     ctx.beside += held
     return inner
 
@@ -214,7 +213,7 @@ def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
     inner = rebuild(ctx.inner("data"), args[0])
     moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
-    return replace(moved, device=text_of(args[2]), requires_grad=args[3] is True)
+    return moved._replace(device=text_of(args[2]), requires_grad=args[3] is True)
 
 
 def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:

@@ -8,7 +8,6 @@ archives too, and may hold programs beside compiled code.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
@@ -87,8 +86,8 @@ class Gathered:
         def full(inside: str) -> str:
             return "/".join(filter(None, (*map(str, lead), inside)))
 
-        self.tensors += [replace(t, name=full(t.name), path=(*lead, *t.path)) for t in inner.tensors]
-        self.storages += [replace(s, tensors=tuple(map(full, s.tensors))) for s in inner.storages]
+        self.tensors += [t._replace(name=full(t.name), path=(*lead, *t.path)) for t in inner.tensors]
+        self.storages += [s._replace(tensors=tuple(map(full, s.tensors))) for s in inner.storages]
 
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:

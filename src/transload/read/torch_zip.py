@@ -39,8 +39,8 @@ _MAX_STRAY = 256 << 20
 """So much of all such records is looked at: an archive may hold a whole data set."""
 
 _MAX_PACKED = 16 << 20
-"""An index that is compressed is read if it unpacks to this, or to 16 times its size. Half a megabyte can unpack to half
-a gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,000 tensors takes 16 MiB."""
+"""A compressed index is read if it unpacks to this, or to 16 times its size. Half a megabyte can unpack to half a
+gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,000 tensors takes 16 MiB."""
 
 
 class Archive:

@@ -7,7 +7,6 @@ tensor attributes in the same way, and the constants of its code as the code cal
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Part, Storage, Tensor
@@ -133,11 +132,11 @@ def _joined(tree: Tree, constants: Tree) -> Tree:
 
 def _constant_tensor(tensor: Tensor) -> Tensor:
     storage = None if tensor.storage is None else f"constants/{tensor.storage}"
-    return replace(tensor, storage=storage, parts=tuple(_constant_tensor(part) for part in tensor.parts))
+    return tensor._replace(storage=storage, parts=tuple(_constant_tensor(part) for part in tensor.parts))
 
 
 def _constant_storage(storage: Storage) -> Storage:
-    return replace(storage, id=f"constants/{storage.id}", key=f"constants/{storage.key}")
+    return storage._replace(id=f"constants/{storage.id}", key=f"constants/{storage.key}")
 
 
 def _plain(archive: Archive, name: str) -> Pickle:

@@ -36,7 +36,7 @@ def read_unzipped(path: str) -> Checkpoint:
     nbytes = sum(record.size for record in archive.records.values())
     found = _reader(archive)(archive, problems, path=path, nbytes=nbytes)
     lead = "" if home == path else f"{Path(home).name}/"
-    storages = tuple(replace(s, file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
+    storages = tuple(s._replace(file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
 
