@@ -1,9 +1,10 @@
 """What is known of the names a checkpoint can ask a loader to import.
 
-Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` lets through in torch 2.13; only these can be part
-of a file that is nothing but data, and only in the shapes ``judge.shapes`` allows. ``HARMLESS`` are widely met names outside that
-list. The dangerous ones run code, read files, or reach further names. Everything else is unknown, and unknown is never safe: a
-name that begins with ``torch.`` or ``numpy.`` earns no trust, since both packages contain functions that evaluate text.
+Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` lets through in torch 2.13; only these
+can be part of a file that is nothing but data, and only in the shapes ``judge.shapes`` allows. ``HARMLESS`` are widely
+met names outside that list. The dangerous ones run code, read files, or reach further names. Everything else is
+unknown, and unknown is never safe: a name that begins with ``torch.`` or ``numpy.`` earns no trust, since both packages
+contain functions that evaluate text.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _TENSOR_CLASSES = frozenset(
     }
 )
 
-# torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` registers beside them.
+# torch/_weights_only_unpickler.py, _get_allowed_globals(), 2.13.0: 144 names, and four that `import torch` registers
+# beside them.
 TORCH_DEFAULT = frozenset(
     {
         "_codecs.encode",
@@ -152,8 +154,14 @@ _HARMLESS: dict[str, str] = {
 
 # First match wins. Where a name is unknown, this still says what kind of thing it is.
 _FAMILIES: tuple[tuple[str, str], ...] = (
-    ("__main__.", "something defined in the script that saved the file; it must exist under the same name to be loaded"),
-    ("__mp_main__.", "something defined in the script that saved the file; it must exist under the same name to be loaded"),
+    (
+        "__main__.",
+        "something defined in the script that saved the file; it must exist under the same name to be loaded",
+    ),
+    (
+        "__mp_main__.",
+        "something defined in the script that saved the file; it must exist under the same name to be loaded",
+    ),
     ("__torch__.", "a type of the TorchScript program in this file"),
     ("torch.jit", "part of a TorchScript module"),
     ("torch.nn.", "a class of torch.nn: the file holds a whole module, not only its weights"),
@@ -177,25 +185,37 @@ _FAMILIES: tuple[tuple[str, str], ...] = (
     ("enum.", "an enumeration"),
 )
 
-# The lists below only choose the word "dangerous" over "unknown"; neither is ever safe. A whole package is listed by its first
-# component, a single function in full.
+# The lists below only choose the word "dangerous" over "unknown"; neither is ever safe. A whole package is listed by
+# its first component, a single function in full.
 _DANGEROUS_PACKAGES: dict[str, str] = {
     **dict.fromkeys(("os", "posix", "nt", "posixpath", "ntpath", "commands", "popen2"), "reaches the operating system"),
     **dict.fromkeys(("subprocess", "_posixsubprocess", "_winapi", "pty", "multiprocessing"), "starts processes"),
     **dict.fromkeys(("sys", "gc", "signal", "atexit", "site"), "changes or searches the running interpreter"),
-    **dict.fromkeys(("importlib", "imp", "runpy", "pkgutil", "zipimport", "_imp", "modulefinder"), "imports or runs modules"),
+    **dict.fromkeys(
+        ("importlib", "imp", "runpy", "pkgutil", "zipimport", "_imp", "modulefinder"), "imports or runs modules"
+    ),
     **dict.fromkeys(("code", "codeop", "pdb", "bdb", "cmd", "doctest", "timeit", "trace"), "runs Python source"),
     **dict.fromkeys(("profile", "cProfile", "pstats", "idlelib", "lib2to3", "_pyrepl", "test"), "runs Python source"),
     **dict.fromkeys(("threading", "_thread", "py_compile", "compileall"), "runs what it is given"),
     **dict.fromkeys(("_interpreters", "_xxsubinterpreters", "concurrent", "asyncio", "sched"), "runs what it is given"),
     **dict.fromkeys(("pip", "ensurepip", "venv", "setuptools", "distutils", "pkg_resources"), "installs packages"),
-    **dict.fromkeys(("pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve"), "loads another pickle"),
+    **dict.fromkeys(
+        ("pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve"), "loads another pickle"
+    ),
     **dict.fromkeys(("ctypes", "_ctypes", "cffi", "_cffi_backend"), "reaches raw memory and native code"),
-    **dict.fromkeys(("socket", "_socket", "ssl", "_ssl", "urllib", "urllib2", "http", "httplib"), "talks to the network"),
-    **dict.fromkeys(("ftplib", "smtplib", "poplib", "imaplib", "nntplib", "telnetlib", "xmlrpc"), "talks to the network"),
+    **dict.fromkeys(
+        ("socket", "_socket", "ssl", "_ssl", "urllib", "urllib2", "http", "httplib"), "talks to the network"
+    ),
+    **dict.fromkeys(
+        ("ftplib", "smtplib", "poplib", "imaplib", "nntplib", "telnetlib", "xmlrpc"), "talks to the network"
+    ),
     **dict.fromkeys(("requests", "aiohttp", "httpx", "webbrowser", "socketserver", "select"), "talks to the network"),
-    **dict.fromkeys(("shutil", "tempfile", "glob", "fileinput", "linecache", "sqlite3", "dbm"), "reads or writes files"),
-    **dict.fromkeys(("_osx_support", "_aix_support", "platform", "sysconfig", "ctypes.util"), "runs commands of the system"),
+    **dict.fromkeys(
+        ("shutil", "tempfile", "glob", "fileinput", "linecache", "sqlite3", "dbm"), "reads or writes files"
+    ),
+    **dict.fromkeys(
+        ("_osx_support", "_aix_support", "platform", "sysconfig", "ctypes.util"), "runs commands of the system"
+    ),
     **dict.fromkeys(("pydoc", "pyclbr", "antigravity", "turtle", "tkinter", "this"), "imports or runs modules"),
 }
 _DANGEROUS_NAMES: dict[str, str] = {
@@ -266,12 +286,23 @@ _DANGEROUS_PREFIXES: tuple[tuple[str, str], ...] = (
     ("joblib.externals.", "loads another pickle"),
 )
 
-# Modules that are never the name of a class or function. Found as an attribute of another module, which imported them for
-# itself, they are reached all the same: `torch.serialization.os`.
+# Modules that are never the name of a class or function. Found as an attribute of another module, which imported them
+# for itself, they are reached all the same: `torch.serialization.os`.
 _NEVER_ATTRIBUTES = frozenset(
     {
         *("os", "posix", "nt", "sys", "subprocess", "builtins", "__builtins__", "importlib", "pty", "socket", "shutil"),
-        *("ctypes", "runpy", "pickle", "cPickle", "_pickle", "marshal", "multiprocessing", "imp", "pkgutil", "webbrowser"),
+        *(
+            "ctypes",
+            "runpy",
+            "pickle",
+            "cPickle",
+            "_pickle",
+            "marshal",
+            "multiprocessing",
+            "imp",
+            "pkgutil",
+            "webbrowser",
+        ),
         *("urllib", "requests", "tempfile", "codeop", "pdb"),
     }
 )
@@ -284,12 +315,23 @@ _SINGLE_FILES = frozenset(
         *("socketserver", "tempfile", "this", "timeit", "trace", "turtle"),
     }
 )
-_STDLIB_TESTS = ("test.support", "test.libregrtest", "test.regrtest", "test.test_", "test._test", "test.autotest", "test.pythoninfo")
+_STDLIB_TESTS = (
+    "test.support",
+    "test.libregrtest",
+    "test.regrtest",
+    "test.test_",
+    "test._test",
+    "test.autotest",
+    "test.pythoninfo",
+)
 
 _BUILTIN_TYPES = frozenset(name for name in _HARMLESS if name.startswith("builtins.")) | {
     *("builtins.bytearray", "builtins.complex", "builtins.set", "builtins.type"),
     # functions that only look at what they are given
-    *(f"builtins.{name}" for name in ("abs", "all", "any", "bin", "callable", "chr", "divmod", "enumerate", "hash", "hex")),
+    *(
+        f"builtins.{name}"
+        for name in ("abs", "all", "any", "bin", "callable", "chr", "divmod", "enumerate", "hash", "hex")
+    ),
     *(f"builtins.{name}" for name in ("isinstance", "issubclass", "len", "max", "min", "oct", "ord", "pow", "repr")),
     *(f"builtins.{name}" for name in ("reversed", "round", "sorted", "sum", "zip")),
 }
@@ -363,7 +405,11 @@ def is_loader(module: str, name: str) -> bool:
 
 
 def _is_exception(name: str) -> bool:
-    return name.endswith(("Error", "Exception", "Warning")) or name in ("KeyboardInterrupt", "StopIteration", "SystemExit")
+    return name.endswith(("Error", "Exception", "Warning")) or name in (
+        "KeyboardInterrupt",
+        "StopIteration",
+        "SystemExit",
+    )
 
 
 def classify(module: str, name: str) -> tuple[str, str]:

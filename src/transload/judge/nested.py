@@ -17,7 +17,7 @@ _BUFFERS = frozenset({"_io.BytesIO", "io.BytesIO"})
 
 
 class Nested:
-    """Runs the bytes that loaders are given, each once, and altogether no more of them than the streams outside have.
+    """Runs the bytes that loaders are given, each once, and no more of them than the streams outside have a level.
 
     Without that bound a megabyte of text named a thousand times would be read a thousand times.
     """
@@ -30,7 +30,7 @@ class Nested:
 
     def allow(self, pickle: Pickle) -> None:
         """Count a stream that stands in the file itself."""
-        self.left += pickle.end - pickle.start
+        self.left += MAX_DEPTH * (pickle.end - pickle.start)
 
     def run(self, call: Call, outside: Pickle) -> list[Pickle]:
         """The pickles in the bytes a loader is called with."""

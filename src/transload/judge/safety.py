@@ -16,6 +16,7 @@ from transload.read.nodes import Call, Dict, Extension, Global, Persistent, Pick
 __all__ = ["Judgement", "judge_pickles", "safe_globals_lines"]
 
 _MAX_EVIDENCE = 20
+_MAX_WORDING = 300  # a name in it may be a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class _Judge:
     def complain(self, safety: Safety, text: str, pickle: Pickle, position: int) -> None:
         """Note a use that is not data, once for each wording."""
         where = f"{pickle.name} › byte {position}" if pickle.name else f"byte {position}"
-        self.complaints.setdefault(text, (safety, where))
+        self.complaints.setdefault(text[:_MAX_WORDING], (safety, where))
 
     def stream(self, pickle: Pickle) -> None:
         """Take in one pickle, and those inside it."""
@@ -74,7 +75,7 @@ class _Judge:
                 self._odd_call(callee, call, pickle)
         for target, _ in pickle.built:
             self._built(target, pickle)
-        if any(type(node.id) is tuple and node.id[:1] in (("module",), (b"module",)) for node in pickle.persistent):
+        if any(_is_module(node.id) for node in pickle.persistent):
             self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
         for extension in pickle.extensions:
             text = f"it asks for extension {extension.code}: a name that is not in the file"
@@ -122,7 +123,7 @@ class _Judge:
             uses["built"] += 1
         verdict = self.verdicts[key][0]
         if verdict == "data":
-            if not call.args and not call.states and key == _ORDERED_DICT and not call.appended:
+            if call.args == () and not call.states and key == _ORDERED_DICT and not call.appended:
                 return []  # the empty hooks of every tensor: nearly half of all calls
             complaint = check_call(".".join(key), call)
             if complaint:
@@ -178,7 +179,10 @@ class _Judge:
         """
         alarmed = any(safety == "dangerous" for safety, _ in self.complaints.values())
         if _GETATTR in self.verdicts and not alarmed:
-            self.verdicts[_GETATTR] = ("unknown", "an enumeration member or a method, found by name on something named beside it")
+            self.verdicts[_GETATTR] = (
+                "unknown",
+                "an enumeration member or a method, found by name on something named beside it",
+            )
 
     def _use(self, key: tuple[str, str]) -> GlobalUse:
         verdict, purpose = self.verdicts[key]
@@ -205,7 +209,6 @@ class _Judge:
             title = f"torch.load refuses {_some(len(trust), 'name')} in it unless you allow them"
             fixes = () if dangerous else self._fixes(trust)
             yield Finding("needs-trust", "warning", title, _cut(evidence), fixes)
-
 
     def _fixes(self, trust: list[GlobalUse]) -> tuple[str, ...]:
         """The lines that allow the names; or why that is not enough."""
@@ -239,7 +242,7 @@ def _slot_dunder(state: object) -> bool:
 
 
 def _plain_getattr(call: Call) -> bool:
-    """``getattr(Colour, "RED")`` or ``getattr(thing, "method")``, one step from something the file names, not further."""
+    """``getattr(Colour, "RED")`` or ``getattr(thing, "method")``: one step from something the file names."""
     if type(call.args) is not tuple or len(call.args) != 2 or call.states:
         return False
     owner, name = call.args
@@ -250,12 +253,15 @@ def _plain_getattr(call: Call) -> bool:
     return not name.startswith("__") or (name == "__new__" and type(owner) is Global)
 
 
+def _is_module(pid: object) -> bool:
+    return type(pid) is tuple and len(pid) > 1 and (pid[0] == "module" or pid[0] == b"module" or type(pid[0]) is Global)
+
+
 def _class_of(node: Persistent) -> object:
     """The class in a persistent id of the older formats: a name, or one found inside a named class."""
-    found = module_class(node)
-    if found is None and type(node.id) is tuple:
-        return next((part for part in node.id[:2] if _is_nested_class(part)), None)
-    return found
+    if type(node.id) is not tuple or node.id[:1] in (("storage",), (b"storage",)):
+        return None
+    return module_class(node) or next((part for part in node.id[:2] if _is_nested_class(part)), None)
 
 
 def _is_nested_class(node: object) -> bool:

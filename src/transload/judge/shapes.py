@@ -1,8 +1,8 @@
 """Argument shapes: an allowed name is data only when it is called the way checkpoints call it.
 
-``weights_only`` checks names, not arguments, and several names on its list are too wide: ``bytearray(2**40)`` allocates,
-``_codecs.encode`` imports any codec, ``_rebuild_from_type_v2`` calls what it is given. Each rule below looks at one call
-and says nothing, or how bad it is and why. Sizes and bounds of tensors are checked where tensors are read.
+``weights_only`` checks names, not arguments, and several names on its list are too wide: ``bytearray(2**40)``
+allocates, ``_codecs.encode`` imports any codec, ``_rebuild_from_type_v2`` calls what it is given. Each rule below looks
+at one call and says nothing, or how bad it is and why. Sizes and bounds of tensors are checked where tensors are read.
 """
 
 from __future__ import annotations
@@ -262,9 +262,32 @@ def _check_attributes(state: object) -> Complaint:
 # Attributes of a tensor that loading code asks for; those of the file would stand in their place.
 _SHADOWED = frozenset(
     {
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_", "cpu", "cuda"),
-        *("data", "detach", "device", "dim", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta", "item", "layout"),
-        *("names", "nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_", "retain_grad", "set_"),
+        *(
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "_base",
+            "_grad",
+            "_version",
+            "clone",
+            "copy_",
+            "cpu",
+            "cuda",
+        ),
+        *(
+            "data",
+            "detach",
+            "device",
+            "dim",
+            "dtype",
+            "grad",
+            "grad_fn",
+            "is_cuda",
+            "is_leaf",
+            "is_meta",
+            "item",
+            "layout",
+        ),
+        *("nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_", "retain_grad", "set_"),
         *("shape", "size", "storage", "storage_offset", "stride", "to", "tolist", "type", "untyped_storage", "view"),
     }
 )

@@ -1,12 +1,13 @@
 """A pickle machine that builds inert nodes: all 68 opcodes of protocols 0 to 5, nothing imported, called or compared.
 
-Three loaders read checkpoints: CPython's C unpickler, its Python twin, and torch's ``weights_only`` unpickler. They differ
-on malformed streams, and every scanner that followed only one of them was fooled through another. The rule here: read on
-wherever any of the three would, so that every global any of them asks for is seen; note the difference as *irregular*; stop
-only where all three stop. So what they import is always a subset of what ``run`` reports (tested against all three).
+Three loaders read checkpoints: CPython's C unpickler, its Python twin, and torch's ``weights_only`` unpickler. They
+differ on malformed streams, and every scanner that followed only one of them was fooled through another. The rule here:
+read on wherever any of the three would, so that every global any of them asks for is seen; note the difference as
+*irregular*; stop only where all three stop. So what they import is always a subset of what ``run`` reports (tested
+against all three).
 
-Time and memory are linear in the bytes given: no length in the stream is believed before it is compared with what is left,
-nothing is hashed but small integers and text, and values are shared, never copied.
+Time and memory are linear in the bytes given: no length in the stream is believed before it is compared with what is
+left, nothing is hashed but small integers and text, and values are shared, never copied.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ MAX_TEXT_DIGITS = 4300
 """The same for integers written as text; CPython refuses more digits than this as well."""
 
 MAX_GAP = 64
-"""Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a secret:
-integers hash to themselves, so a file could choose its indexes to make every lookup walk over all the others."""
+"""Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a
+secret: integers hash to themselves, so a file could choose them to make every lookup walk over all the others."""
 
 _U16 = Struct("<H").unpack_from
 _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
-_U64 = Struct("<Q").unpack_from
 _F64 = Struct(">d").unpack_from
 
-# What weights_only understands (torch/_weights_only_unpickler.py, 2.13): a stream with any other opcode is refused there.
+# What weights_only understands (torch/_weights_only_unpickler.py, 2.13): it refuses a stream with any other opcode.
 _WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
 
 
@@ -184,7 +184,9 @@ def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
         out.cut |= type(reason) is _Cut
     except IndexError:
         out.cut = vm.pos >= vm.size
-        out.broken = f"it ends without STOP at byte {vm.size}" if out.cut else f"it takes from an empty stack at byte {vm.pos}"
+        out.broken = (
+            f"it ends without STOP at byte {vm.size}" if out.cut else f"it takes from an empty stack at byte {vm.pos}"
+        )
     except KeyError as error:
         out.broken = f"it reads memo entry {error.args[0]!r}, which was never written, at byte {vm.pos}"
     except struct_error:
@@ -219,7 +221,7 @@ def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
         code = data[position]
         yield position, code
         position += 1
-        if code == 0x2E or _HANDLERS[code] is None and code not in _HOT:
+        if code == 0x2E or (_HANDLERS[code] is None and code not in _HOT):
             return
         if code in _LINES:
             for _ in range(_LINES[code]):
@@ -230,8 +232,8 @@ def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
             position += width + counted
 
 
-# Arguments in the stream, for walking over it without running it: so many lines, or so many bytes, which for the counted
-# opcodes are the length of what follows.
+# Arguments in the stream, for walking over it without running it: so many lines, or so many bytes, which for the
+# counted opcodes are the length of what follows.
 _LINES = {0x46: 1, 0x49: 1, 0x4C: 1, 0x50: 1, 0x53: 1, 0x56: 1, 0x63: 2, 0x67: 1, 0x69: 2, 0x70: 1}
 _COUNTED = frozenset(b"BCTUX\x8a\x8b\x8c\x8d\x8e\x96")
 _WIDTHS = {
@@ -278,7 +280,7 @@ def _absorb(into: Pickle, pickle: Pickle) -> None:
     into.ambiguous += pickle.ambiguous[: _MAX_IRREGULAR - len(into.ambiguous)]
 
 
-def _execute(vm: _Machine) -> None:  # noqa: C901, PLR0912, PLR0915 - one loop, the opcodes by frequency: 0.2 µs each
+def _execute(vm: _Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each
     data, size, memo, meta = vm.data, vm.size, vm.memo, vm.meta
     calls, persistent = vm.out.calls, vm.out.persistent
     stack = vm.stack
@@ -376,8 +378,8 @@ def _proto(vm: _Machine) -> None:
 
 
 def _frame(vm: _Machine) -> None:
-    # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a call in one
-    # and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns frames.
+    # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a call
+    # in one and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns frames.
     length = int.from_bytes(vm.take(8), "little")
     if vm.pos - 9 < vm.frame_end:
         vm.ambiguous("a frame begins inside a frame")
@@ -604,7 +606,7 @@ def _get(vm: _Machine) -> None:
 
 
 def _c_text(vm: _Machine) -> bytes:
-    """A line that holds a number. C reads it up to a NUL, where INT takes no digits at all for 0; blanks may stand around it."""
+    """A line that holds a number. C reads it up to a NUL, and takes no digits before it for 0; blanks do not count."""
     text, nul, _ = vm.line().partition(b"\0")
     if nul:
         vm.odd("a number with a NUL in it")
@@ -687,7 +689,9 @@ def _string(vm: _Machine) -> None:
 
 # As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
-_ESCAPES = dict(zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True))
+_ESCAPES = dict(
+    zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
+)
 
 
 def _unescape(match: re.Match[bytes]) -> bytes:

@@ -240,12 +240,10 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
     out: list[Problem] = []
     packed = 0
     for storage in storages:
-        if storage.device == "meta":
-            continue
         where = f"storage {storage.key}"
         users = needed_by(storage)
         if not storage.record:
-            out.append(Problem("storage-missing", where, users))
+            out.append(Problem("storage-missing" if storage.nbytes else "storage-empty-missing", where, users))
             continue
         record = archive.records[storage.record]
         packed += storage.compressed
@@ -255,6 +253,8 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
         elif not storage.compressed and storage.stored < storage.nbytes:
             detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}"
             out.append(Problem("storage-cut", where, detail))
+        elif storage.crc32 == 0 and storage.nbytes:  # no real checksum is zero, bar one in four billion
+            out.append(Problem("storage-skipped", where, f"its checksum is zero; {users}"))
     if packed:
         out.append(Problem("zip-compressed", detail=f"{packed} storages are compressed; torch never does that"))
     return out

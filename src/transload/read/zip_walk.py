@@ -39,7 +39,8 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     for _ in range(_MAX_STEPS):
         if not walk.step():
             break
-    detail = f"{len(walk.records)} records were found without it, up to byte {walk.position} of {source.size}"
+    reached = min(walk.position, source.size)
+    detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
     walk.problems.append(Problem("zip-walked", detail=detail))
     tail = _zeros_at_end(source)
     if tail:

@@ -1,0 +1,306 @@
+"""Names: N1 to N16 are the known ways to hide a callable from a scanner, each with the advisory that told of it.
+
+Where a row names a real function, the file calls it; nothing here ever runs one.
+"""
+
+from __future__ import annotations
+
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from typing import Protocol
+
+import pytest
+import torch
+import torch._weights_only_unpickler as weights_only
+
+import transload
+from transload.checkpoint import Checkpoint, GlobalUse
+from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_dangerous, is_loader, torch_spelling
+
+
+class InspectZip(Protocol):
+    def __call__(self, body: bytes, storages: dict[str, bytes] | None = None, *, protocol: int = 2) -> Checkpoint: ...
+
+
+def call(module: str, name: str) -> bytes:
+    """GLOBAL, no arguments, REDUCE."""
+    return f"c{module}\n{name}\n".encode() + b")R"
+
+
+def use_of(checkpoint: Checkpoint, full_name: str) -> GlobalUse:
+    return next(use for use in checkpoint.globals if use.full_name == full_name)
+
+
+def test_torch_lets_through_what_we_think() -> None:
+    """Names allowed by default, and those that ``import torch`` registers beside them; a subprocess knows no more."""
+    import subprocess
+    import sys
+
+    script = """
+import torch, torch._weights_only_unpickler as unpickler
+print(torch.__version__, *unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    version, *names = done.stdout.split()
+    assert version.startswith("2.13.")
+    assert set(names) == TORCH_DEFAULT
+
+
+def test_torch_translates_what_we_think() -> None:
+    pairs = {*NAME_MAPPING, *((module, "anything") for module in IMPORT_MAPPING), ("torch.tensor", "x"), ("a.b", "c")}
+    for module, name in pairs:
+        renamed = weights_only.NAME_MAPPING.get((module, name))
+        expected = renamed or (weights_only.IMPORT_MAPPING.get(module, module), name)
+        assert torch_spelling(module, name) == ".".join(expected)
+
+
+def test_only_names_of_torchs_table_are_data() -> None:
+    for full in TORCH_DEFAULT:
+        module, _, name = full.rpartition(".")
+        assert classify(module, name)[0] == "data", full
+        assert classify(module, f"{name}.x")[0] != "data"
+        assert classify(f"{module}.x", name)[0] != "data"
+        assert classify(module, f"{name} ")[0] != "data"
+
+
+N1_TO_N10 = {
+    "N1 CVE-2025-1716": ("pip", "main"),
+    "N1 GHSA-655q-fx9r-782v": ("pip._internal.cli.main", "main"),
+    "N2 CVE-2025-10157": ("asyncio.unix_events", "_UnixSubprocessTransport._start"),
+    "N3 GHSA-vvpj-8cmc-gx39": ("pkgutil", "resolve_name"),
+    "N3 picklescan#66": ("importlib", "import_module"),
+    "N3 picklescan#74": ("operator", "attrgetter"),
+    "N3 methodcaller": ("_operator", "methodcaller"),
+    "N4 GHSA-g38g-8gr9-h9xp": ("_osx_support", "_read_output"),
+    "N4 CVE-2026-56315": ("_aix_support", "_read_cmd_output"),
+    "N4 GHSA-5hwf-rc88-82xm uuid": ("uuid", "_get_command_stdout"),
+    "N4 imaplib": ("imaplib", "IMAP4_stream"),
+    "N4 _pyrepl": ("_pyrepl.pager", "pipe_pager"),
+    "N4 test": ("test.support.script_helper", "assert_python_ok"),
+    "N5 GHSA-6ggj-6f2q-f7mx": ("_interpreters", "run_string"),
+    "N5 older": ("_xxsubinterpreters", "run_string"),
+    "N6 numpy.f2py": ("numpy.f2py.crackfortran", "getlincoef"),
+    "N6 numpy.testing": ("numpy.testing._private.utils", "runstring"),
+    "N6 torch._dynamo": ("torch._dynamo.guards", "GuardBuilder.get"),
+    "N6 torch.fx": ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
+    "N6 torch.utils.bottleneck": ("torch.utils.bottleneck.__main__", "run_cprofile"),
+    "N6 torch.utils.collect_env": ("torch.utils.collect_env", "run"),
+    "N6 torch.jit": ("torch.jit.unsupported_tensor_ops", "execWrapper"),
+    "N6 torch._inductor": ("torch._inductor.codecache", "compile_file"),
+    "N6 idlelib": ("idlelib.run", "Executive.runcode"),
+    "N6 lib2to3": ("lib2to3.pgen2.grammar", "Grammar.loads"),
+    "N6 doctest": ("doctest", "debug_script"),
+    "N6 trace": ("trace", "Trace.run"),
+    "N6 profile": ("profile", "Profile.run"),
+    "N6 cProfile": ("cProfile", "runctx"),
+    "N6 timeit": ("timeit", "timeit"),
+    "N6 bdb": ("bdb", "Bdb.run"),
+    "N6 pdb": ("pdb", "run"),
+    "N6 code": ("code", "InteractiveInterpreter.runcode"),
+    "N6 venv": ("venv", "create"),
+    "N6 ensurepip": ("ensurepip", "_run_pip"),
+    "N7 CVE-2026-22612": ("builtins", "print"),
+    "N7 GHSA-h4rm-mm56-xf63": ("builtins", "eval"),
+    "N8 GHSA-84r2-jw7c-4r5q": ("pickle", "loads"),
+    "N8 _pickle": ("_pickle", "loads"),
+    "N8 _load_from_bytes": ("torch.storage", "_load_from_bytes"),
+    "N8 dill": ("dill._dill", "loads"),
+    "N8 joblib": ("joblib", "load"),
+    "N8 pandas": ("pandas", "read_pickle"),
+    "N8 numpy": ("numpy", "load"),
+    "N8 torch": ("torch", "load"),
+    "N8 config": ("torch.utils._config_module", "ConfigModule.load_config"),
+    "N8 datapipes": ("torch.utils.data.datapipes.utils.decoder", "basichandlers"),
+    "N9 ssl": ("ssl", "get_server_certificate"),
+    "N9 urllib": ("urllib.request", "urlopen"),
+    "N9 io.FileIO": ("io", "FileIO"),
+    "N9 logging": ("logging", "FileHandler"),
+    "N10 cloudpickle": ("cloudpickle.cloudpickle", "_builtin_type"),
+    "N10 CodeType": ("types", "CodeType"),
+    "N10 marshal": ("marshal", "loads"),
+    "stand-in os": ("os", "getcwd"),
+    "stand-in posix": ("posix", "getcwd"),
+    "stand-in sysconfig": ("sysconfig", "get_platform"),
+    "N15 pytorch/pytorch#189445 exec": ("builtins", "exec"),
+    "N15 subprocess": ("subprocess", "check_output"),
+}
+
+
+@pytest.mark.parametrize("row", N1_TO_N10)
+def test_a_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: InspectZip) -> None:
+    checkpoint = inspect_zip(call(*N1_TO_N10[row]))
+    assert checkpoint.safety == "dangerous"
+    use = use_of(checkpoint, ".".join(N1_TO_N10[row]))
+    assert (use.verdict, use.called) == ("dangerous", 1)
+
+
+@pytest.mark.parametrize("row", N1_TO_N10)
+def test_a_name_on_the_never_list_is_dangerous_even_if_nobody_calls_it(row: str, inspect_zip: InspectZip) -> None:
+    module, name = N1_TO_N10[row]
+    assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "dangerous"
+
+
+UNKNOWN = {
+    "N1 unlisted module": ("nobody_knows", "this"),
+    "N6 torch earns no trust": ("torch.some.thing", "evaluate"),
+    "N6 numpy earns no trust": ("numpy.some.thing", "evaluate"),
+    "N9 pandas.read_csv": ("pandas", "read_csv"),
+    "N12 dotted": ("collections", "OrderedDict.fromkeys"),
+    "N12 dotted torch": ("torch", "nn.parameter.Parameter"),
+    "N14 a foreign storage": ("nobody_knows", "FloatStorage"),
+    "N14 torch.tensor": ("torch.tensor", "_rebuild_from_type_v2"),
+    "a space": ("collections ", "OrderedDict"),
+    "another case": ("collections", "ordereddict"),
+    "no module": ("", "OrderedDict"),
+    "no name": ("collections", ""),
+}
+
+
+@pytest.mark.parametrize("row", UNKNOWN)
+def test_any_other_name_needs_trust(row: str, inspect_zip: InspectZip) -> None:
+    module, name = UNKNOWN[row]
+    assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "needs-trust"
+    # Where the name would make a tensor, one without arguments is broken besides.
+    assert inspect_zip(call(module, name)).safety in ("needs-trust", "unknown")
+
+
+@pytest.mark.parametrize("row", [*N1_TO_N10, *UNKNOWN])
+def test_a_bare_pickle_is_never_data(row: str) -> None:
+    module, name = {**N1_TO_N10, **UNKNOWN}[row]
+    for raw in (call(module, name) + b".", b"\x80\x02" + call(module, name) + b"."):
+        assert transload.inspect(raw).safety in ("unknown", "dangerous")
+
+
+N11 = {
+    "a class": b"ccollections\nOrderedDict\n}Vitems\ncnobody\nknows\nsb",
+    "slots": b"ccollections\nOrderedDict\nN}Vitems\nNs\x86b",
+    "a function": b"ctorch._utils\n_rebuild_tensor_v2\n}b",
+    "an item": b"cnobody\nTABLE\nK\x01K\x02s",
+    "appended": b"cnobody\nTABLE\nK\x01a",
+    "a class of the older format": b"(Vmodule\ncnobody\nNet\nVnet.py\nVsource\ntQ}b",
+    "by memo": b"ccollections\nOrderedDict\nq\x000h\x00}b",
+}
+
+
+@pytest.mark.parametrize("trick", N11)
+def test_n11_a_change_of_a_global_is_dangerous(trick: str, inspect_zip: InspectZip) -> None:
+    """modelscan#330, #85."""
+    checkpoint = inspect_zip(N11[trick])
+    assert checkpoint.safety == "dangerous"
+    assert any("itself, for the whole process" in line for f in checkpoint.findings for line in f.evidence)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["OrderedDict.__init__.__globals__", "OrderedDict.__reduce_ex__", "OrderedDict.__class__.__base__.__subclasses__"],
+)
+def test_n12_a_name_that_walks_through_an_object_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+    """GHSA-5j3x-jp52-966f: also without a call."""
+    body = b"\x8c\x0bcollections" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
+    assert inspect_zip(body, protocol=4).safety == "dangerous"
+
+
+@pytest.mark.parametrize("name", ["os", "os.getcwd", "sys.modules", "subprocess.check_output", "builtins"])
+def test_n12_a_module_found_in_another_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+    """``torch.serialization.os`` is ``os``."""
+    assert inspect_zip(f"ctorch.serialization\n{name}\n".encode(), protocol=4).safety == "dangerous"
+
+
+N13 = {
+    ("__builtin__", "eval"): "builtins.eval",
+    ("__builtin__", "apply"): "builtins.apply",
+    ("__builtin__", "reduce"): "functools.reduce",
+    ("commands", "getoutput"): "subprocess.getoutput",
+    ("cPickle", "loads"): "pickle.loads",
+    ("itertools", "imap"): "builtins.map",
+    ("urllib2", "urlopen"): "urllib.request.urlopen",
+}
+
+
+@pytest.mark.parametrize("spelling", N13, ids=".".join)
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_n13_names_of_python_2_are_what_they_become(
+    spelling: tuple[str, str], protocol: int, inspect_zip: InspectZip
+) -> None:
+    checkpoint = inspect_zip(call(*spelling), protocol=protocol)
+    assert checkpoint.safety == "dangerous"
+    assert use_of(checkpoint, N13[spelling]).spelling == ".".join(spelling)
+
+
+@pytest.mark.parametrize("spelling", [("__builtin__", "set"), ("UserDict", "OrderedDict"), ("UserString", "Counter")])
+def test_n13_from_protocol_3_on_python_translates_nothing(spelling: tuple[str, str], inspect_zip: InspectZip) -> None:
+    """A module ``UserDict`` of today is not Python 2's, and is nobody's to trust."""
+    assert inspect_zip(call(*spelling), protocol=2).safety == "data-only"
+    checkpoint = inspect_zip(call(*spelling), protocol=3)
+    assert checkpoint.safety != "data-only"
+    assert use_of(checkpoint, ".".join(spelling)).verdict in ("unknown", "dangerous")
+
+
+def test_n13_every_spelling_leads_where_pickle_leads() -> None:
+    for module, name in NAME_MAPPING:
+        assert canonical(module, name) == NAME_MAPPING[module, name]
+    for module, moved in IMPORT_MAPPING.items():
+        assert canonical(module, "anything") == (moved, "anything")
+
+
+def test_n14_a_storage_of_a_foreign_module_is_named_as_foreign(inspect_zip: InspectZip) -> None:
+    """torch takes any name with "Storage" in it for a storage type, and imports nothing."""
+    pid = b"(Vstorage\ncnobody_knows\nFloatStorage\nV0\nVcpu\nK\x01tQ"
+    body = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+    checkpoint = inspect_zip(body, {"0": bytes(4)})
+    assert checkpoint.safety == "needs-trust"
+    assert use_of(checkpoint, "nobody_knows.FloatStorage").verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eval",
+        "exec",
+        "compile",
+        "open",
+        "__import__",
+        "getattr",
+        "setattr",
+        "delattr",
+        "vars",
+        "globals",
+        "locals",
+        "input",
+        "map",
+        "filter",
+        "breakpoint",
+    ],
+)
+def test_n15_builtins_that_run_reach_or_call_are_on_the_never_list(name: str) -> None:
+    assert is_dangerous("builtins", name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("code.models", "Net"),
+        ("test.models", "Net"),
+        ("profile.config", "Config"),
+        ("trace.nets", "Net"),
+        ("commands.train", "Options"),
+        ("my.os", "Net"),
+        ("my.subprocess.pickle", "Net"),
+        ("ossature", "Net"),
+        ("torch.nn.modules.linear", "Linear"),
+        ("builtins", "len"),
+        ("builtins", "ValueError"),
+        ("urllib.parse", "ParseResult"),
+        ("types", "SimpleNamespace"),
+    ],
+)
+def test_names_that_only_look_like_it_are_no_alarm(module: str, name: str) -> None:
+    assert classify(module, name)[0] in ("unknown", "harmless")
+
+
+@pytest.mark.parametrize("row", [row for row in N1_TO_N10 if row.startswith("N8") and row != "N8 datapipes"])
+def test_n8_loaders_are_known_as_such(row: str) -> None:
+    assert is_loader(*N1_TO_N10[row])
+
+
+def test_the_torch_of_the_tests_is_the_torch_of_the_tables() -> None:
+    assert torch.__version__.startswith("2.13.")

@@ -1,0 +1,208 @@
+"""No false alarm, and no false comfort: ordinary checkpoints against what torch itself does with them.
+
+Every object of ``belongings`` is saved in each form there is, judged, and loaded by torch with ``weights_only=True`` in
+a fresh process, which has imported nothing but torch, as is and after the lines that we print for people who trust a
+file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import transload
+from transload.checkpoint import Checkpoint
+from transload.judge.safety import safe_globals_lines
+
+HERE = Path(__file__).parent
+
+
+def load_belongings() -> ModuleType:
+    sys.path.insert(0, str(HERE))
+    try:
+        return importlib.import_module("belongings")
+    finally:
+        sys.path.remove(str(HERE))
+
+
+belongings = load_belongings()
+
+FORMS: dict[str, dict[str, Any]] = {
+    "zip": {},
+    "legacy": {"_use_new_zipfile_serialization": False},
+    "protocol 4": {"pickle_protocol": 4},
+    "protocol 5": {"pickle_protocol": 5},
+}
+NEW = ("protocol 4", "protocol 5")
+
+# The newer protocols have opcodes for these, so there is no name to trust.
+PLAIN_IN_NEW = {"frozenset", "nothing in bytes"}
+
+# torch cannot read back what it wrote.
+TORCH_FAILS = {
+    ("dtypes", "legacy"): "it asks an untyped storage for its type",
+    ("storages", "legacy"): "the same",
+    ("generator", "legacy"): "it uses the state before it has read the storage that holds it",
+    ("nested", "legacy"): "the same with the sizes, so that what happens depends on what lies in memory",
+}
+UNDEFINED = ("nested", "legacy")
+
+# No list of names makes weights_only=True load these.
+NEVER = {
+    "defaultdict": "items",
+    "deque": "items",
+    "dictionary subclass": "items",
+    "keyword arguments": "keyword arguments",
+    "optimizer": "items",
+}
+NEVER_LEGACY = {
+    *(
+        "classes and functions",
+        "partial",
+        "sequential",
+        "own module",
+        "own module with a partial",
+        "transformer",
+        "lstm",
+    ),
+    *("embedding and attention", "module list", "weight norm", "quantized module", "everything"),
+}
+
+
+class Case(NamedTuple):
+    name: str
+    form: str
+
+    @property
+    def file(self) -> str:
+        return f"{self.name} {self.form}.pt".replace(" ", "_")
+
+
+def is_hopeless(case: Case) -> bool:
+    return case.name in NEVER or (case.form == "legacy" and case.name in NEVER_LEGACY)
+
+
+DATA = [Case(name, form) for name in belongings.DATA for form in FORMS]
+TRUST = [Case(name, form) for name in belongings.TRUST for form in FORMS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ordinary")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has something to say about most of these
+        for name, make in (belongings.DATA | belongings.TRUST).items():
+            made = make()
+            for form, how in FORMS.items():
+                torch.save(made, out / Case(name, form).file, **how)
+    return out
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> dict[str, Checkpoint]:
+    return {path.name: transload.inspect(path) for path in folder.glob("*.pt")}
+
+
+LOADER = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+folder, jobs = sys.argv[1], json.load(sys.stdin)
+ours = torch.serialization.get_safe_globals()
+out = {}
+for key, (file, lines) in jobs.items():
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(ours)
+    try:
+        exec("\\n".join(lines), {"__name__": "somewhere"})
+        torch.load(f"{folder}/{file}", weights_only=True)
+        out[key] = ""
+    except Exception as error:
+        out[key] = f"{type(error).__name__}: {error}"
+json.dump(out, sys.stdout)
+"""
+
+
+def lines_for(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return next((finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"), ())
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path, judged: dict[str, Checkpoint]) -> dict[str, str]:
+    """What torch says of each file, empty if it loads; and under ``name!`` once our lines have been run."""
+    jobs: dict[str, tuple[str, tuple[str, ...]]] = {
+        file: (file, ()) for file in judged if file != Case(*UNDEFINED).file
+    }
+    for case in TRUST:
+        checkpoint = judged[case.file]
+        lines = lines_for(checkpoint)
+        if is_hopeless(case):  # what they would be
+            lines = safe_globals_lines([use for use in checkpoint.globals if use.verdict in ("unknown", "harmless")])
+        jobs[f"{case.file}!"] = (case.file, lines)
+    # One process for each half: what a file makes torch import must not help the next.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    out: dict[str, str] = {}
+    for marked in (False, True):
+        part = {key: job for key, job in jobs.items() if key.endswith("!") is marked}
+        command = [sys.executable, "-c", LOADER, str(folder)]
+        done = subprocess.run(
+            command, input=json.dumps(part), capture_output=True, text=True, check=True, timeout=300, env=env
+        )
+        out |= json.loads(done.stdout)
+    return out
+
+
+def case_id(case: Case) -> str:
+    return f"{case.name}-{case.form}"
+
+
+@pytest.mark.parametrize("case", DATA, ids=case_id)
+def test_what_torch_loads_is_data(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
+    checkpoint = judged[case.file]
+    assert checkpoint.safety == "data-only"
+    assert checkpoint.ok or case in TORCH_FAILS
+    if case.form in NEW:
+        assert "Unsupported operand 149" in loaded[case.file]  # FRAME; prediction says so
+    elif case in TORCH_FAILS:
+        assert case == UNDEFINED or loaded[case.file] != ""
+    else:
+        assert loaded[case.file] == ""
+
+
+@pytest.mark.parametrize("case", TRUST, ids=case_id)
+def test_what_torch_refuses_needs_trust_and_no_more(
+    case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
+) -> None:
+    plain = case.form in NEW and case.name in PLAIN_IN_NEW
+    checkpoint = judged[case.file]
+    assert checkpoint.safety == ("data-only" if plain else "needs-trust"), [f.evidence for f in checkpoint.findings]
+    assert loaded[case.file] != ""
+
+
+@pytest.mark.parametrize("case", [case for case in TRUST if case.form in ("zip", "legacy")], ids=case_id)
+def test_the_printed_lines_make_torch_load_it(
+    case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
+) -> None:
+    lines = lines_for(judged[case.file])
+    if is_hopeless(case):
+        assert loaded[f"{case.file}!"] != ""
+        assert lines[0].startswith("Allowing the names is not enough")
+    else:
+        assert lines[0] == "import torch"
+        assert (loaded[f"{case.file}!"] == "") is (case not in TORCH_FAILS), lines
+
+
+@pytest.mark.parametrize("case", [case for case in (*DATA, *TRUST) if case != UNDEFINED], ids=case_id)
+def test_the_prediction_is_what_torch_does(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
+    said = judged[case.file].prediction
+    assert said.startswith("torch.load loads it") == (loaded[case.file] == ""), said

@@ -1,0 +1,349 @@
+"""The verdict on a file: how names are used, what streams hide, and what is printed for people who trust one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+import torch
+
+import transload
+from transload.checkpoint import Checkpoint, GlobalUse
+from transload.judge.nested import MAX_DEPTH
+from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.read.pickle_machine import run, run_all
+
+
+class InspectZip(Protocol):
+    def __call__(self, body: bytes, storages: dict[str, bytes] | None = None, *, protocol: int = 2) -> Checkpoint: ...
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + len(raw).to_bytes(4, "little") + raw
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def getattr_of(owner: bytes, attribute: str) -> bytes:
+    return name("builtins", "getattr") + owner + text(attribute) + b"\x86R"
+
+
+CLASS = name("nobody", "Knows")
+PAYLOAD = name("os", "getcwd") + b")R"
+
+
+def evidence(checkpoint: Checkpoint) -> str:
+    return "\n".join(line for finding in checkpoint.findings for line in finding.evidence)
+
+
+# -- names that are computed -------------------------------------------------------------------------------------------
+
+TRUSTED = {
+    "an enumeration of Python 3.11": getattr_of(CLASS, "RED"),
+    "a bound method": getattr_of(CLASS + b")R", "method"),
+    "a class in a class": getattr_of(CLASS, "Inner") + b")\x81",
+    "a class in a class, with a state": getattr_of(CLASS, "Inner") + b")\x81}b",
+    "a class in a class of the older format": b"(" + text("module") + getattr_of(CLASS, "Inner") + b"NNtQ)\x81",
+    "a partial": name("functools", "partial") + CLASS + b"\x85R(" + CLASS + b")NNtb",
+    "keyword arguments of protocol 2": name("functools", "partial")
+    + getattr_of(CLASS, "__new__")
+    + b"q\x01\x85R(h\x01"
+    + CLASS
+    + b"\x85}Ntb)R",
+    "the type of None": name("builtins", "type") + b"N\x85R",
+}
+DANGEROUS = {
+    "N3 a chain": getattr_of(getattr_of(CLASS, "a"), "b"),
+    "N3 a call of a method": getattr_of(CLASS, "method") + b")R",
+    "N3 a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
+    "N3 a double underscore": getattr_of(CLASS, "__globals__"),
+    "N3 a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),
+    "N3 a name that is computed": name("builtins", "getattr") + CLASS + CLASS + b")R\x86R",
+    "N3 a default": name("builtins", "getattr") + CLASS + text("a") + b"N\x87R",
+    "N3 of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
+    "N3 a state": getattr_of(CLASS, "a") + b"}b",
+    "N3 OBJ": b"(" + getattr_of(CLASS, "Inner") + b"o",
+    "N3 NEWOBJ of a chain": getattr_of(getattr_of(CLASS, "a"), "B") + b")\x81",
+    "N3 a call of a partial": name("functools", "partial") + CLASS + b"\x85R)R",
+    "N3 keyword arguments with another function in the state": name("functools", "partial")
+    + getattr_of(CLASS, "__new__")
+    + b"\x85R("
+    + name("nobody", "evil")
+    + CLASS
+    + b"\x85}Ntb)R",
+    "N3 keyword arguments with another class": name("functools", "partial")
+    + getattr_of(CLASS, "__new__")
+    + b"q\x01\x85R(h\x01"
+    + name("nobody", "Other")
+    + b"\x85}Ntb)R",
+    "P9 EXT1": b"\x82\x01)R",
+    "P9 EXT2": b"\x83\x01\x00)R",
+    "P9 EXT4": b"\x84\x01\x00\x00\x00)R",
+    "P9 EXT, not called": b"\x82\x01",
+    "P9 EXT, built": b"\x82\x01}b",
+    "P2 a computed name": CLASS + b")R" + text("x") + b"\x93",
+    "a class that is made": name("builtins", "type") + text("X") + b")}\x87R",
+    "a class that is replaced": CLASS + b")RN}" + text("__class__") + CLASS + b"s\x86b",
+}
+
+
+@pytest.mark.parametrize("case", TRUSTED)
+def test_what_ordinary_objects_look_like_needs_trust_and_no_more(case: str, inspect_zip: InspectZip) -> None:
+    assert judge_pickles([run(TRUSTED[case] + b".")]).safety == "needs-trust"
+    if "older format" not in case:
+        checkpoint = inspect_zip(TRUSTED[case])
+        assert checkpoint.safety == "needs-trust", evidence(checkpoint)
+
+
+@pytest.mark.parametrize("case", DANGEROUS)
+def test_names_that_are_computed_are_dangerous(case: str, inspect_zip: InspectZip) -> None:
+    assert inspect_zip(DANGEROUS[case]).safety == "dangerous"
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+STREAMS = {
+    "P3 GHSA-9gvj-pp9x-gcfr: broken after the call": PAYLOAD + b"\xff",
+    "P3 no STOP": PAYLOAD,
+    "P4 in the second pickle": b"N." + PAYLOAD + b".",
+    "P5 GHSA-mxhj-88fx-4pcv: popped": PAYLOAD + b"0N.",
+    "P6 cpython#154848: behind the end of a frame": b"\x95\x02" + bytes(7) + b"\x8c\x0f" + PAYLOAD + b"0N.",
+    "P10 INST": b"(ios\ngetcwd\n.",
+    "P10 OBJ": b"(" + name("os", "getcwd") + b"o.",
+    "P10 NEWOBJ": name("os", "getcwd") + b")\x81.",
+    "P10 NEWOBJ_EX": name("os", "getcwd") + b")}\x92.",
+    "P12 GHSA-q5qq-mvfm-j35x": name("os.path", "join") + b".",
+    "in a persistent id": b"(" + PAYLOAD + b"tQ.",
+    "as a key": b"}" + PAYLOAD + b"Ns.",
+    "in the memo only": PAYLOAD + b"q\x000N.",
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_nothing_in_a_stream_hides_a_call(case: str, archive_of: Callable[[bytes], bytes]) -> None:
+    assert judge_pickles(run_all(STREAMS[case])).safety == "dangerous" or "P6" in case
+    if "P4" not in case:  # torch.load reads one pickle there, and trailing bytes are told
+        assert transload.inspect(archive_of(b"\x80\x02" + STREAMS[case])).safety == "dangerous"
+    bare = transload.inspect(b"\x80\x02" + STREAMS[case])
+    assert bare.safety == "dangerous"
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_c20_a_call_in_any_of_the_five_pickles_of_the_older_format(position: int) -> None:
+    out = io.BytesIO()
+    torch.save({"a": 1}, out, _use_new_zipfile_serialization=False)
+    raw = out.getvalue()
+    starts = [found.start for found in run_all(raw)]
+    at = starts[position] + 2  # after PROTO
+    checkpoint = transload.inspect(raw[:at] + PAYLOAD + b"0" + raw[at:])
+    assert checkpoint.safety == "dangerous"
+    assert "os.getcwd" in [use.full_name for use in checkpoint.globals]
+
+
+def test_damage_after_a_call_never_makes_a_file_better() -> None:
+    raw = b"\x80\x02" + PAYLOAD + b"0}" + (text("key") + text("value") + b"s") * 3 + b"."
+    least = 2 + len(PAYLOAD)
+    for cut in range(least, len(raw)):
+        assert judge_pickles([run(raw[:cut])]).safety == "dangerous"
+
+
+def test_every_use_is_counted() -> None:
+    raw = CLASS + b"q\x00)R" + b"h\x00)R}b" + CLASS + b"0\x86."
+    use = judge_pickles([run(raw, name="data.pkl")]).globals[0]
+    assert (use.imported, use.called, use.built, use.stream) == (2, 2, 1, "data.pkl")
+
+
+def test_no_pickles_are_only_data() -> None:
+    assert judge_pickles([]).safety == "data-only"
+
+
+# -- pickles inside pickles --------------------------------------------------------------------------------------------
+
+INNER = b"\x80\x02" + name("nobody", "inside") + b")R."
+
+
+def as_bytes(raw: bytes) -> bytes:
+    """BINBYTES, as protocol 3 has it."""
+    return b"B" + len(raw).to_bytes(4, "little") + raw
+
+
+def as_text(raw: bytes) -> bytes:
+    """``_codecs.encode(text, "latin1")``, as protocol 2 has it."""
+    latin = raw.decode("latin-1").encode()
+    return name("_codecs", "encode") + b"X" + len(latin).to_bytes(4, "little") + latin + text("latin1") + b"\x86R"
+
+
+def loads(raw: bytes, module: str = "pickle", attribute: str = "loads") -> bytes:
+    return name(module, attribute) + raw + b"\x85R"
+
+
+def saved(**how: bool) -> bytes:
+    """A checkpoint of torch whose pickle asks for a name."""
+    out = io.BytesIO()
+    torch.save(ValueError, out, **how)
+    return out.getvalue()
+
+
+NESTED = {
+    "pickle.loads": (loads(as_bytes(INNER)), "nobody.inside"),
+    "latin1": (loads(as_text(INNER)), "nobody.inside"),
+    "_pickle": (loads(as_bytes(INNER), "_pickle"), "nobody.inside"),
+    "cPickle": (loads(as_bytes(INNER), "cPickle"), "nobody.inside"),
+    "dill": (loads(as_bytes(INNER), "dill"), "nobody.inside"),
+    "a buffer": (loads(name("_io", "BytesIO") + as_bytes(INNER) + b"\x85R", "pickle", "load"), "nobody.inside"),
+    "a buffer with a state": (
+        loads(name("_io", "BytesIO") + b")R(" + as_bytes(INNER) + b"K\x00Ntb", "torch", "load"),
+        "nobody.inside",
+    ),
+    "_load_from_bytes, zip": (loads(as_text(saved()), "torch.storage", "_load_from_bytes"), "builtins.ValueError"),
+    "_load_from_bytes, legacy": (
+        loads(as_text(saved(_use_new_zipfile_serialization=False)), "torch.storage", "_load_from_bytes"),
+        "builtins.ValueError",
+    ),
+    "the second pickle": (loads(as_bytes(b"N." + INNER)), "nobody.inside"),
+    "twice": (loads(as_bytes(b"\x80\x03" + loads(as_bytes(INNER)) + b".")), "nobody.inside"),
+    "broken": (loads(as_bytes(INNER[:-1] + b"\xff")), "nobody.inside"),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_n8_names_inside_the_bytes_of_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
+    """GHSA-84r2-jw7c-4r5q and kin."""
+    body, inside = NESTED[case]
+    checkpoint = inspect_zip(body, protocol=3)
+    assert checkpoint.safety == "dangerous"
+    use = next(use for use in checkpoint.globals if use.full_name == inside)
+    assert use.stream.startswith("data.pkl › nested")
+
+
+def test_n8_a_saved_storage_is_told_for_what_it_is(inspect_zip: InspectZip) -> None:
+    """``pickle.dumps(storage)`` writes this; torch.load of it runs with every check off."""
+    raw = pickle.dumps(torch.ones(2).untyped_storage(), 2)
+    checkpoint = inspect_zip(raw[2:-1])
+    assert checkpoint.safety == "dangerous"
+    assert {use.stream for use in checkpoint.globals} == {"data.pkl", "data.pkl › nested"}
+
+
+def test_n8_bytes_that_no_loader_is_given_are_bytes(inspect_zip: InspectZip) -> None:
+    checkpoint = inspect_zip(as_text(INNER))
+    assert checkpoint.safety == "data-only"
+    assert [use.full_name for use in checkpoint.globals] == ["_codecs.encode"]
+
+
+def nest(depth: int) -> bytes:
+    raw = INNER
+    for level in range(depth):
+        raw = b"\x80\x03" + loads(as_bytes(raw), attribute=f"loads{level}") + b"."
+    return raw
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 50])
+def test_n8_pickles_in_pickles_are_followed_so_far_and_no_further(depth: int) -> None:
+    judgement = judge_pickles([run(nest(depth), name="x")])
+    names = {use.full_name for use in judgement.globals}
+    assert ("nobody.inside" in names) == (depth <= MAX_DEPTH)
+    told = any("more pickles inside pickles than are read" in line for f in judgement.findings for line in f.evidence)
+    assert told == (depth > MAX_DEPTH)
+    assert judgement.safety == "dangerous"
+
+
+def test_n8_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte that is named a thousand times must not be read a thousand times."""
+    from transload.read import pickle_machine
+
+    filler = b"\x80\x02" + b"N0" * 5000 + INNER[2:]
+    latin = filler.decode("latin-1").encode()
+    raw = b"\x80\x02X" + len(latin).to_bytes(4, "little") + latin + b"q\x00"
+    each = name("pickle", "loads") + name("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R\x85R0"
+    found = run(raw + each * 300 + b".")
+    sizes: list[int] = []
+    real = pickle_machine.run_all
+
+    def counting(data: bytes, name: str = "") -> object:
+        sizes.append(len(data))
+        return real(data, name)
+
+    monkeypatch.setattr(pickle_machine, "run_all", counting)
+    judgement = judge_pickles([found])
+    assert "nobody.inside" in {use.full_name for use in judgement.globals}
+    assert sizes == [len(filler)]
+
+
+# -- the lines for people who trust a file -----------------------------------------------------------------------------
+
+
+def use(module: str, attribute: str, spelling: str = "") -> GlobalUse:
+    return GlobalUse(module, attribute, "unknown", "", spelling=spelling)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        ("os; import subprocess", "x"),
+        ("a", "b])\nimport os\nprint(["),
+        ("a b", "c"),
+        ("", "x"),
+        ("a", ""),
+        ("a..b", "c"),
+        ("a", "b'"),
+        ("a", "<lambda>"),
+    ],
+)
+def test_no_lines_are_printed_for_names_that_are_none(hostile: tuple[str, str]) -> None:
+    """Somebody pastes these lines into a shell."""
+    assert safe_globals_lines([use("argparse", "Namespace"), use(*hostile)]) == ()
+
+
+def test_names_that_are_alike_do_not_shadow_each_other() -> None:
+    lines = safe_globals_lines([use("a", "Config"), use("b", "Config"), use("c", "torch"), use("d", "Outer.Inner")])
+    assert lines == (
+        "import torch",
+        "from a import Config",
+        "from b import Config as Config_",
+        "from c import torch as torch_",
+        "from d import Outer",
+        "torch.serialization.add_safe_globals([Config, Config_, torch_, Outer.Inner])",
+    )
+
+
+def test_names_go_by_what_the_file_calls_them() -> None:
+    lines = safe_globals_lines(
+        [
+            use("numpy.core.multiarray", "scalar"),
+            use("builtins", "ValueError", "exceptions.ValueError"),
+            use("builtins", "frozenset", "__builtin__.frozenset"),
+            use("torch._tensor", "_rebuild_from_type", "torch.tensor._rebuild_from_type"),
+            use("torch.tensor", "_rebuild_from_type"),
+            use("builtins", "Ellipsis"),
+        ]
+    )
+    entries = (
+        '(scalar, "numpy.core.multiarray.scalar")',
+        '(ValueError, "exceptions.ValueError")',
+        "frozenset",
+        '(_rebuild_from_type, "torch.tensor._rebuild_from_type")',
+        '(Ellipsis, "builtins.Ellipsis")',
+    )
+    assert lines == (
+        "import torch",
+        "from numpy._core.multiarray import scalar",
+        "from torch._tensor import _rebuild_from_type",
+        f"torch.serialization.add_safe_globals([{', '.join(entries)}])",
+    )
+
+
+def test_a_dangerous_file_gets_no_lines(inspect_zip: InspectZip) -> None:
+    checkpoint = inspect_zip(PAYLOAD + b"0" + CLASS)
+    assert [finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"] == [()]
+    assert not any("add_safe_globals" in line for finding in checkpoint.findings for line in finding.fix)
+
+
+def test_p17_no_advice_leads_to_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
+    checkpoint = inspect_zip(PAYLOAD)
+    assert not any("weights_only=False" in line for finding in checkpoint.findings for line in finding.fix)

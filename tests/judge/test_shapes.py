@@ -1,0 +1,241 @@
+"""Argument shapes: what ``weights_only`` allows by name is data only in the shape that checkpoints have (N16 and kin).
+
+Each case is opcodes of a protocol 2 pickle in a torch archive. Payloads are harmless; sizes are small, and nothing is
+made.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+import torch
+
+from transload.checkpoint import Checkpoint
+from transload.judge.names import TORCH_DEFAULT
+from transload.judge.shapes import _SHADOWED, _SIGNATURES, check_call
+from transload.read.nodes import Call, Dict, Global
+from transload.read.pickle_machine import run
+
+
+class InspectZip(Protocol):
+    def __call__(self, body: bytes, storages: dict[str, bytes] | None = None, *, protocol: int = 2) -> Checkpoint: ...
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + len(raw).to_bytes(4, "little") + raw
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def call(full: str, *args: bytes) -> bytes:
+    module, _, attribute = full.rpartition(".")
+    return name(module, attribute) + b"(" + b"".join(args) + b"tR"
+
+
+def dictionary(**items: bytes) -> bytes:
+    return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
+
+
+NO, YES, NONE = b"\x89", b"\x88", b"N"
+HOOKS = name("collections", "OrderedDict") + b")R"
+SOME_HOOKS = name("collections", "OrderedDict") + b")RK\x01" + name("torch", "Size") + b"s"
+STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+PLACE = STORAGE + b"K\x00K\x02\x85K\x01\x85"
+UTILS = "torch._utils._rebuild_"
+TENSOR = call(UTILS + "tensor_v2", PLACE, NO, HOOKS)
+BYTES = call("_codecs.encode", text("x"), text("latin1"))
+FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+V2 = name("torch._utils", "_rebuild_tensor_v2")
+V2_ARGS = b"(" + PLACE + NO + HOOKS + b"t"
+PLAIN = name("torch", "Tensor")
+TEN = b"J\x0a\x00\x00\x00"
+
+SHAPES: dict[str, dict[str, bytes]] = {
+    "data-only": {
+        "encode latin1": BYTES,
+        "encode latin-1": call("_codecs.encode", text("x"), text("latin-1")),
+        "bytearray of nothing": call("builtins.bytearray"),
+        "bytearray of bytes": call("builtins.bytearray", BYTES),
+        "bytearray of Python 2": call("__builtin__.bytearray", text("x"), text("latin-1")),
+        "set of a list": call("builtins.set", b"](K\x01K\x02e"),
+        "complex": call("builtins.complex", b"G?\xf0\x00\x00\x00\x00\x00\x00", b"G?\xf0\x00\x00\x00\x00\x00\x00"),
+        "Counter of counts": call("collections.Counter", dictionary(a=b"K\x01")),
+        "OrderedDict": call("collections.OrderedDict"),
+        "OrderedDict of pairs": call("collections.OrderedDict", b"](](K\x01K\x02eK\x01K\x02\x86e"),
+        "OrderedDict with items": call("collections.OrderedDict") + b"(" + text("a") + b"K\x01u",
+        "OrderedDict with _metadata": call("collections.OrderedDict") + dictionary(_metadata=HOOKS) + b"b",
+        "Size": call("torch.Size", b"K\x01K\x02\x86"),
+        "device": call("torch.device", text("cuda"), b"K\x01"),
+        "device by text": call("torch.device", text("cpu")),
+        "layout": call("torch.serialization._get_layout", text("torch.strided")),
+        "dtype": name("torch", "float16"),
+        "tensor v1": call(UTILS + "tensor", PLACE),
+        "tensor v2": TENSOR,
+        "tensor v2 with empty pairs for hooks": call(
+            UTILS + "tensor_v2", PLACE, NO, call("collections.OrderedDict", b"]")
+        ),
+        "tensor v2 with no hooks": call(UTILS + "tensor_v2", PLACE, NO, NONE),
+        "tensor v2 with flags": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, dictionary(neg=YES)),
+        "parameter": call(UTILS + "parameter", TENSOR, YES, HOOKS),
+        "parameter with state": call(UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(mine=YES)),
+        "parameter of old": call("torch.nn.parameter.Parameter", TENSOR, YES),
+        "tensor with attributes": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(mine=YES)),
+        "parameter with attributes": call(
+            FROM_TYPE, V2, name("torch.nn.parameter", "Parameter"), V2_ARGS, dictionary(mine=YES)
+        ),
+        "tensor of torch 0.1": name("torch", "FloatTensor") + b")\x81(" + PLACE + b"tb",
+    },
+    "needs-trust": {
+        "set of text": call("builtins.set", text("abc")),
+        "set of two": call("builtins.set", b"]", b"]"),
+        "complex of text": call("builtins.complex", text("1j")),
+        "Counter of text": call("collections.Counter", text("aab")),
+        "OrderedDict of a tensor": call("collections.OrderedDict", TENSOR),
+        "OrderedDict with its methods shadowed": call("collections.OrderedDict") + dictionary(items=b"]") + b"b",
+        "OrderedDict with a slot state": call("collections.OrderedDict") + NONE + dictionary(_metadata=b"}") + b"\x86b",
+        "Size of text": call("torch.Size", text("12")),
+        "device of a tensor": call("torch.device", TENSOR),
+        "layout of a number": call("torch.serialization._get_layout", b"K\x01"),
+        "P18 hooks": call(UTILS + "tensor_v2", PLACE, NO, SOME_HOOKS),
+        "P18 hooks of a parameter": call(UTILS + "parameter", TENSOR, YES, SOME_HOOKS),
+        "P18 hooks that are no dictionary": call(UTILS + "tensor_v2", PLACE, NO, call("torch.Size", b")")),
+        "requires_grad of text": call(UTILS + "tensor_v2", PLACE, text("yes"), HOOKS),
+        "metadata of text": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, dictionary(conj=text("yes"))),
+        "metadata of a list": call(UTILS + "tensor_v2", PLACE, NO, HOOKS, b"]"),
+        "a tensor that is built": TENSOR + b"(" + PLACE + b"tb",
+        "a tensor given attributes": TENSOR + dictionary(mine=YES) + b"b",
+        "a tensor class of a list": call("torch.FloatTensor", b"](K\x01e"),
+        "an odd state of torch 0.1": name("torch", "FloatTensor") + b")\x81" + dictionary(a=b"N") + b"b",
+        "an attribute that is there already": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(data=TENSOR)),
+        "a parameter with data as attribute": call(
+            UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(data=TENSOR)
+        ),
+        "from_type with another class": call(FROM_TYPE, V2, name("nobody", "Knows"), V2_ARGS, b"}"),
+        "from_type with a class that is no tensor": call(
+            FROM_TYPE, V2, name("collections", "OrderedDict"), V2_ARGS, b"}"
+        ),
+        "from_type with hooks inside": call(FROM_TYPE, V2, PLAIN, b"(" + PLACE + NO + SOME_HOOKS + b"t", b"}"),
+        "from_type with a list for a state": call(FROM_TYPE, V2, PLAIN, V2_ARGS, b"]"),
+    },
+    "unknown": {
+        "a dtype that is called": call("torch.float32"),
+        "too few arguments": call(UTILS + "tensor_v2", PLACE, NO),
+        "too many arguments": call(UTILS + "parameter", TENSOR, YES, HOOKS, NONE),
+        "from_type with too few arguments": call(FROM_TYPE, V2, PLAIN, V2_ARGS),
+        "from_type with too few arguments inside": call(FROM_TYPE, V2, PLAIN, b")", b"}"),
+        "from_type with another function": call(
+            FROM_TYPE, name("torch.serialization", "_get_layout"), PLAIN, b"(" + text("torch.strided") + b"t", b"}"
+        ),
+        "arguments that are no tuple": name("collections", "OrderedDict") + b"]R",
+        "items in a set": call("builtins.set", b"]") + b"(K\x01e",
+        "values appended to an OrderedDict": call("collections.OrderedDict") + b"K\x01a",
+        "keys in bytes": BYTES + b"K\x00K\x01s",
+        "attributes of a list": b"]}b",
+        "attributes of a storage": STORAGE + b"}b",
+        "attributes of a dictionary": b"}}b",
+        "a call of a number": b"K\x01)R",
+        "a call of a dictionary": b"})R",
+    },
+    "dangerous": {
+        "N16 another codec": call("_codecs.encode", text("x"), text("rot13")),
+        "N16 no codec": call("_codecs.encode", text("x")),
+        "N16 a codec that is computed": call("_codecs.encode", text("x"), BYTES),
+        "N16 a number of bytes": call("builtins.bytearray", TEN),
+        "N16 a huge number of bytes": call("builtins.bytearray", b"\x8a\x06" + bytes(5) + b"\x01"),
+        "N16 bytes of a list": call("builtins.bytearray", b"](K\x01e"),
+        "N16 as many bytes as a tensor says": call("builtins.bytearray", TENSOR),
+        "N16 FloatTensor(n)": call("torch.FloatTensor", TEN),
+        "N16 FloatTensor(a, b)": call("torch.FloatTensor", TEN, TEN),
+        "N16 FloatTensor(Size)": call("torch.FloatTensor", call("torch.Size", b"K\x01\x85")),
+        "N16 Tensor(n)": call("torch.Tensor", TEN),
+        "N16 cuda": call("torch.cuda.FloatTensor", TEN),
+        "N16 sparse": call("torch.sparse.FloatTensor", TEN),
+        "N16 NEWOBJ": name("torch", "FloatTensor") + TEN + b"\x85\x81",
+        "N16 UntypedStorage(n)": call("torch.storage.UntypedStorage", TEN),
+        "N16 TypedStorage()": call("torch.storage.TypedStorage"),
+        "N16 FloatStorage(n)": call("torch.FloatStorage", TEN),
+        "P13 CVE-2026-24747 SETITEM on a tensor": TENSOR + b"K\x00K\x01s",
+        "P13 CVE-2026-24747 SETITEMS on a tensor": TENSOR + b"(K\x00K\x01u",
+        "P13 APPEND on a tensor": TENSOR + b"K\x01a",
+        "P13 on a parameter": call(UTILS + "parameter", TENSOR, YES, HOOKS) + b"K\x00K\x01s",
+        "P13 on a size": call("torch.Size", b")") + b"K\x00K\x01s",
+        "from_type with a computed function": call(FROM_TYPE, call("torch.Size", b")"), PLAIN, V2_ARGS, b"}"),
+        "from_type with a class attribute": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(__class__=PLAIN)),
+        "from_type with a class attribute in slots": call(
+            FROM_TYPE, V2, PLAIN, V2_ARGS, NONE + dictionary(__class__=PLAIN) + b"\x86"
+        ),
+        "from_type in from_type": call(FROM_TYPE, name("builtins", "print"), PLAIN, V2_ARGS, b"}"),
+        "a parameter with a class attribute": call(
+            UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(__class__=PLAIN)
+        ),
+    },
+}
+CASES = [(verdict, case) for verdict, cases in SHAPES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("verdict", "case"), CASES, ids=[case for _, case in CASES])
+def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: InspectZip) -> None:
+    checkpoint = inspect_zip(SHAPES[verdict][case], {"0": bytes(16)})
+    evidence = [line for finding in checkpoint.findings if finding.severity != "note" for line in finding.evidence]
+    assert checkpoint.safety == verdict, evidence
+    assert (evidence == []) == (verdict == "data-only")
+
+
+@pytest.mark.parametrize("case", SHAPES["data-only"])
+def test_torch_loads_what_is_data(case: str, archive_of: Callable[[bytes, dict[str, bytes]], bytes]) -> None:
+    raw = archive_of(b"\x80\x02" + SHAPES["data-only"][case] + b".", {"0": bytes(16)})
+    torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [b"}(" + text("errors") + text("strict") + b"u", b"K\x01"], ids=["keywords", "a number"]
+)
+def test_keyword_arguments_are_no_data(kwargs: bytes) -> None:
+    found = run(name("_codecs", "encode") + b"(" + text("x") + text("latin1") + b"t" + kwargs + b"\x92.")
+    complaint = check_call("_codecs.encode", found.calls[0])
+    assert complaint == ("needs-trust", "_codecs.encode is called with keyword arguments")
+
+
+def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:
+    """An allowed name that nobody looks at would be a hole: a call with a number must be a complaint for each."""
+    unchecked = set()
+    for full in TORCH_DEFAULT:
+        module, _, attribute = full.rpartition(".")
+        node = Call(Global(module, attribute, 0), (1 << 40, Dict([])), "reduce", 0)
+        if check_call(full, node) is None:
+            unchecked.add(full)
+    # Their arguments are judged where tensors are read, or they are only ever reached with a class that needs trust.
+    assert unchecked == {
+        "torch._utils._rebuild_sparse_tensor",
+        "torch.distributed._mesh_layout._FlatLayout",
+        "torch.distributed._mesh_layout._MeshLayout",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+    }
+
+
+def test_every_rebuild_function_has_its_signature() -> None:
+    import inspect
+
+    for full, signature in _SIGNATURES.items():
+        function = getattr(torch._utils, full.rpartition(".")[2])
+        parameters = list(inspect.signature(function).parameters.values())
+        required = [p for p in parameters if p.default is p.empty]
+        assert (len(required), len(parameters)) == (signature.least, signature.most), full
+        for index, expected in ((signature.flag, "requires_grad"), (signature.hooks, "backward_hooks")):
+            assert index == 99 or parameters[index].name == expected, full
+        assert signature.metadata == 99 or parameters[signature.metadata].name == "metadata"
+        assert signature.state == 99 or parameters[signature.state].name == "state"
+    assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_SIGNATURES)
+
+
+def test_what_may_not_be_shadowed_is_there() -> None:
+    tensor = torch.ones(1)
+    optional = {"_grad", "_post_accumulate_grad_hooks", "_backward_hooks"}
+    assert [attribute for attribute in _SHADOWED - optional if not hasattr(tensor, attribute)] == []

@@ -1,0 +1,372 @@
+"""Files that are made to cost time or memory: each is read in a process with little of both, and shown in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import forge
+from tests.forge import (
+    Entry,
+    Tail,
+    archive,
+    bignum,
+    call,
+    checkpoint,
+    dictionary,
+    entries,
+    legacy,
+    listing,
+    name,
+    number,
+    ordered,
+    pickled,
+    rebuilt,
+    remade,
+    storage_id,
+    tensor,
+    text,
+    tuple_of,
+)
+
+from transload.read import inspect
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+MEMORY = 1 << 30
+DEADLINE = 60
+MANY = 20_000 * forge.FUZZ
+BOMB = (256 << 20) * forge.FUZZ
+
+# Reads the file named first and shows it in every way there is, in a process that may take a gigabyte.
+READER = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+from transload.read import inspect
+told = inspect(sys.argv[1], verify=True)
+shown = [repr(told), told._repr_html_(), json.dumps(told.to_dict())]
+print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told.ok,
+                  "shown": [len(text) for text in shown], "tensors": len(told.tensors)}))
+"""
+
+
+def zeros_packed(size: int) -> bytes:
+    """So many zeros as a deflated stream, which takes a thousandth of that."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return block * (size >> 20) + packer.flush()
+
+
+def deflated(title: str, size: int = BOMB) -> list[Entry]:
+    """The records of a checkpoint, one of which unpacks to that many zeros."""
+    lies = {"size": size, "local_size": size, "crc32": 1, "local_crc32": 1}
+    return remade(entries(), title, method=8, flags=0x800, raw=zeros_packed(size), data=b"", **lies)
+
+
+def shared_pairs(levels: int) -> bytes:
+    """Each level is a pair of the one below twice: two to the power of ``levels`` leaves in a few bytes."""
+    out = b"Kd"
+    for level in range(levels):
+        out += b"q" + bytes([level]) + b"h" + bytes([level]) + b"\x86"
+    return out
+
+
+def nested(levels: int, opener: bytes = b"", closer: bytes = b"\x85") -> bytes:
+    return opener * levels + b"N" + closer * levels
+
+
+def parameters(levels: int) -> bytes:
+    """A parameter of a parameter of a parameter …"""
+    out = tensor("0")
+    for _ in range(levels):
+        out = rebuilt("_rebuild_parameter", out, True, ordered())
+    return out
+
+
+def of(body: bytes, **storages: bytes) -> bytes:
+    return checkpoint(pickled(body), storages or {"0": bytes(16)})
+
+
+def overlapping(count: int) -> bytes:
+    """Many records over one payload."""
+    one = Entry(b"archive/data/0", bytes(1 << 16))
+    header = len(archive(entries()[:1], Tail())) - 22 - 46 - len(b"archive/data.pkl")
+    more = [Entry(b"archive/x%d" % i, one.data, in_file=False, header=header) for i in range(count)]
+    return archive([entries()[0], one, *more])
+
+
+SELF = b"]q\0h\0a"
+SELF_DICT = b"}q\0" + text("me") + b"h\0s"
+BIG = 10**12
+
+ATTACKS: dict[str, Callable[[], bytes]] = {
+    "a text of four gigabytes announced": lambda: of(b"X\xff\xff\xff\xffabc"),
+    "a text of 2**63 bytes announced": lambda: of(b"\x8d" + struct.pack("<Q", 1 << 63) + b"abc"),
+    "bytes of 2**63 announced": lambda: of(b"\x8e" + struct.pack("<Q", (1 << 63) - 1) + b"abc"),
+    "a byte array of 2**62 announced": lambda: of(b"\x96" + struct.pack("<Q", 1 << 62) + b"abc"),
+    "a frame of 2**62 announced": lambda: of(b"\x95" + struct.pack("<Q", 1 << 62) + b"N"),
+    "an integer of two gigabytes announced": lambda: of(b"\x8b" + struct.pack("<i", (1 << 31) - 1) + b"abc"),
+    "an integer of a megabyte": lambda: of(bignum(1 << (8 << 20))),
+    "an integer of many digits": lambda: of(b"I" + b"9" * 10 * MANY + b"\n"),
+    "the last memo index there is": lambda: of(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff"),
+    "a byte array of a number": lambda: of(call(name("builtins", "bytearray"), 1 << 30)),
+    "a tensor class of a number": lambda: of(call(name("torch", "FloatTensor"), bignum(1 << 38))),
+    "many nested tuples": lambda: of(nested(10 * MANY)),
+    "many nested lists": lambda: of(nested(10 * MANY, b"]", b"a")),
+    "many nested dictionaries": lambda: of(nested(5 * MANY, b"}K\1", b"s")),
+    "many marks": lambda: of(b"(" * 10 * MANY + b"N" + b"t" * 10 * MANY),
+    "a hundred nested parameters": lambda: of(ordered({"w": parameters(100)})),
+    "ten thousand nested parameters": lambda: of(ordered({"w": parameters(10_000)})),
+    "pairs shared over 60 levels": lambda: of(shared_pairs(60)),
+    "pairs shared over 250 levels": lambda: of(shared_pairs(250)),
+    "a list in itself": lambda: of(SELF),
+    "a dictionary in itself": lambda: of(SELF_DICT),
+    "one tensor under many names": lambda: of(tensor("0") + b"q\0](" + b"h\0" * 10 * MANY + b"e"),
+    "one list of a thousand under a thousand names": lambda: of(
+        listing(*[number(i) for i in range(1000)]) + b"q\0](" + b"h\0" * 1000 + b"e"
+    ),
+    "many values": lambda: of(b"](" + b"K\1" * 10 * MANY + b"e"),
+    "many empty dictionaries": lambda: of(b"](" + b"}" * 10 * MANY + b"e"),
+    "many tensors": lambda: of(b"](" + tensor("0") * MANY + b"e"),
+    "many broken tensors": lambda: of(b"](" + tensor("0", (5,)) * MANY + b"e"),
+    "many globals": lambda: of(b"](" + b"".join(name("m", f"n{i}") for i in range(MANY)) + b"e"),
+    "many storages": lambda: of(b"](" + b"".join(tensor(str(i)) for i in range(MANY)) + b"e"),
+    "many odd ids": lambda: of(b"](" + b"K\1Q" * MANY + b"e"),
+    "2**64 + 4 elements": lambda: of(ordered({"w": tensor("0", numel=(1 << 64) + 4)})),
+    "2**70 elements": lambda: of(ordered({"w": tensor("0", (1 << 70,), numel=1 << 70)})),
+    "minus four elements": lambda: of(ordered({"w": tensor("0", numel=-4)})),
+    "10**12 elements over four numbers": lambda: of(ordered({"w": tensor("0", (BIG,), (0,))})),
+    "a thousand dimensions": lambda: of(ordered({"w": tensor("0", (1,) * 1000, (1,) * 1000)})),
+    "a thousand dimensions of two": lambda: of(ordered({"w": tensor("0", (2,) * 1000, (0,) * 1000)})),
+    "a key of a megabyte": lambda: of(ordered({"k" * 10 * MANY: tensor("0")})),
+    "a long key above many": lambda: of(dictionary({"k" * MANY: listing(*[tensor("0")] * 2000)})),
+    "a hundred long keys in a row": lambda: of(
+        b"".join(b"}" + text(f"{i}" * 1000) for i in range(100)) + b"N" + b"s" * 100
+    ),
+    "control characters in a key": lambda: of(ordered({"\x1b[2J\x07\u202e\ud800": tensor("0")})),
+    "a version that is a bomb": lambda: archive(deflated("version")),
+    "a byte order that is a bomb": lambda: archive(deflated("byteorder")),
+    "a format version that is a bomb": lambda: archive(deflated(".format_version")),
+    "an index that is a bomb": lambda: archive(deflated("data.pkl")),
+    "an index that is a bomb of dictionaries": lambda: archive(
+        remade(entries(), "data.pkl", data=b"\x80\x02" + b"}" * (60 << 20) + b".", method=8, flags=0x800)
+    ),
+    "a stray that is a bomb of dictionaries": lambda: archive(
+        [*entries(), Entry(b"archive/x", b"\x80\x02" + b"}" * (60 << 20) + b".", method=8, flags=0x800)]
+    ),
+    "a storage that is a bomb": lambda: archive(deflated("data/0")),
+    "an index that claims little and is a bomb": lambda: archive(
+        [replace(entry, size=99, local_size=99) if entry.raw else entry for entry in deflated("data.pkl")]
+    ),
+    "many records over one another": lambda: overlapping(MANY),
+    "many empty records": lambda: archive([*entries(), *(Entry(b"archive/%d" % i) for i in range(MANY))]),
+    "many records of one name": lambda: archive([*entries(), *[Entry(b"archive/x")] * MANY]),
+    "four billion entries claimed": lambda: archive(
+        entries(), Tail(zip64=True, count=0xFFFF, wide_count=(1 << 32) - 1)
+    ),
+    "2**64 - 1 entries claimed": lambda: archive(entries(), Tail(zip64=True, count=0xFFFF, wide_count=(1 << 64) - 1)),
+    "a directory of 2**63 bytes claimed": lambda: archive(
+        entries(), Tail(zip64=True, size=forge.ALL32, wide_size=1 << 63)
+    ),
+    "a directory at 2**64 - 1": lambda: archive(
+        entries(), Tail(zip64=True, start=forge.ALL32, wide_start=(1 << 64) - 1)
+    ),
+    "a record of 2**64 - 1 bytes": lambda: archive(
+        remade(entries(), "data/0", stored=forge.ALL32, size=forge.ALL32, extra=forge.sized((1 << 64) - 1))
+    ),
+    "a header at 2**64 - 1": lambda: archive(
+        remade(entries(), "data/0", header=forge.ALL32, extra=struct.pack("<2HQ", 1, 8, (1 << 64) - 1))
+    ),
+    "a name of 64 kilobytes": lambda: archive([*entries(), Entry(b"archive/" + b"n" * 65_000, b"x")]),
+    "legacy: 2**38 elements": lambda: legacy(
+        object=pickled(ordered({"w": tensor(storage=storage_id("0", 1 << 38, "FloatStorage", "cpu", None))}))
+    ),
+    "legacy: many keys": lambda: legacy(keys=pickled(b"](" + text("0") * 10 * MANY + b"e")),
+    "legacy: many nested tuples": lambda: legacy(object=pickled(nested(10 * MANY))),
+    "tar: 2**40 storages": lambda: forge.tar({"storages": pickled(number(1 << 40))}),
+    "tar: many storages": lambda: forge.tar({"storages": forge.tar_storages(MANY)}),
+    "tar: many tensors": lambda: forge.tar({"tensors": forge.tar_tensors(MANY)}),
+    "tar: 2**31 - 1 dimensions": lambda: forge.tar(
+        {"tensors": pickled(number(1)) + pickled(tuple_of(100, 0, name("torch", "FloatTensor"))) + b"\xff\xff\xff\x7f"}
+    ),
+    "a cut archive of many records": lambda: archive([Entry(b"a/%d.pkl" % i, pickled(b"N")) for i in range(MANY)])[
+        :-22
+    ],
+    "a cut archive of many descriptors": lambda: archive(
+        [Entry(b"a/data/0", b"PK\x07\x08" * 10 * MANY), Entry(b"a/version", b"3\n")]
+    )[:-22],
+    "many pickles": lambda: pickled(b"N") * MANY,
+    "many bytes that could be a pickle": lambda: b"(" * 10 * MANY,
+}
+
+
+def cost(path: Path, memory: int = MEMORY) -> tuple[dict[str, Any], float]:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(path), str(memory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE,
+        env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout), time.monotonic() - start
+
+
+# What of these may be loaded without a word, since it is unusual and no more than that; or too much to look at.
+UNUSUAL = frozenset(
+    {
+        "10**12 elements over four numbers",
+        "a list in itself",
+        "a dictionary in itself",
+        "many values",
+        "many empty dictionaries",
+        "many tensors",
+        "many empty records",
+        "one list of a thousand under a thousand names",
+        "one tensor under many names",
+        "a key of a megabyte",
+        "a long key above many",
+        "a hundred long keys in a row",
+        "control characters in a key",
+        "a thousand dimensions",
+        "a thousand dimensions of two",
+        "an integer of a megabyte",
+        "the last memo index there is",
+        "a name of 64 kilobytes",
+        "tar: many storages",
+        "tar: many tensors",
+    }
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no limit on memory to set")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_costs_what_its_size_can_justify_and_is_seen(attack: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(ATTACKS[attack]())
+    told, seconds = cost(path)
+    mebibytes = path.stat().st_size / (1 << 20)
+    assert seconds < 20 + 10 * mebibytes
+    assert 0 < min(told["shown"]) <= max(told["shown"]) < (64 + 200 * mebibytes) * (1 << 20)
+    if attack in UNUSUAL:
+        assert told["safety"] in ("data-only", "unknown")
+    else:
+        assert not told["ok"]
+
+
+COMMANDS = {"json": ("--json",), "tree": ("--tree",), "plain": ()}
+
+
+@pytest.mark.parametrize("how", COMMANDS)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "many nested tuples",
+        "pairs shared over 60 levels",
+        "a dictionary in itself",
+        "10**12 elements over four numbers",
+        "control characters in a key",
+        "a key of a megabyte",
+    ],
+)
+def test_the_command_survives_it_too(attack: str, how: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(ATTACKS[attack]())
+    done = subprocess.run(
+        [sys.executable, "-m", "transload", "inspect", *COMMANDS[how], str(path)],
+        capture_output=True,
+        check=False,
+        timeout=DEADLINE,
+        env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", "NO_COLOR": "1", "COLUMNS": "100"},
+    )
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    assert b"Traceback" not in done.stderr
+    assert b"\x1b" not in done.stdout
+    if how == "json":
+        assert json.loads(done.stdout)["schema"] == 1
+
+
+def peak(path: Path) -> int:
+    tracemalloc.start()
+    try:
+        inspect(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("mebibytes", [1, 64])
+def test_memory_does_not_grow_with_the_tensors(mebibytes: int, tmp_path: Path) -> None:
+    numel = mebibytes << 18
+    path = tmp_path / "large.pt"
+    path.write_bytes(checkpoint(pickled(ordered({"w": tensor("0", (numel,), numel=numel)})), {"0": bytes(4 * numel)}))
+    assert peak(path) < 4 << 20
+
+
+def many(count: int) -> bytes:
+    held = b"".join(text(f"layer.{i}.weight") + tensor(str(i)) for i in range(count))
+    return archive(
+        [
+            Entry(b"archive/data.pkl", pickled(b"ccollections\nOrderedDict\n)R(" + held + b"u")),
+            *(Entry(b"archive/data/%d" % i, bytes(16)) for i in range(count)),
+            Entry(b"archive/version", b"3\n"),
+        ]
+    )
+
+
+def test_memory_grows_with_the_number_of_tensors_and_no_faster(tmp_path: Path) -> None:
+    peaks = []
+    for count in (500, 5000):
+        path = tmp_path / f"{count}.pt"
+        path.write_bytes(many(count))
+        peaks.append(peak(path))
+    assert peaks[1] < 12 * peaks[0]
+    assert peaks[1] < 50 << 20
+
+
+def test_time_grows_with_the_number_of_tensors_and_no_faster() -> None:
+    def seconds(count: int) -> float:
+        data = many(count)
+        inspect(data)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            inspect(data)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds(10_000) < 30 * seconds(1000)
+
+
+def test_a_directory_as_large_as_a_large_file_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.pt"
+    size = 3 << 30
+    with path.open("wb") as file:
+        file.write(b"PK\x03\x04" + bytes(60) + b"PK\x01\x02")
+        file.seek(size)
+        file.write(forge.END.pack(b"PK\x05\x06", 0, 0, 1, 1, size - 64, 64, 0))
+    if not forge.is_sparse(path):
+        pytest.skip("the file system writes holes out")
+    told, _ = cost(path)
+    assert told["safety"] == "unknown"
+
+
+def test_what_is_no_checkpoint_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "zeros.bin"
+    with path.open("wb") as file:
+        file.write(b"(((" + os.urandom(1 << 16))
+        file.truncate(8 << 30)
+    told, _ = cost(path, 512 << 20)
+    assert told["integrity"] == "not-a-checkpoint"

@@ -1,0 +1,506 @@
+"""Every way torch writes a tensor, read without torch and compared with what torch itself loads."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from tests import forge
+from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_id, tensor, tuple_of
+from torch import nn
+
+from transload.checkpoint import Checkpoint, Tensor
+from transload.read import inspect
+
+FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+
+
+def saved(value: object, *, zipped: bool = True) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
+    return buffer.getvalue()
+
+
+def loaded(data: bytes, *, trust: bool = False) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=not trust)
+
+
+def only(told: Checkpoint) -> Tensor:
+    (found,) = told.tensors
+    return found
+
+
+def facts(theirs: Any) -> tuple[object, ...]:
+    """What torch says of a tensor, in our words."""
+    return (
+        str(theirs.dtype).removeprefix("torch."),
+        tuple(theirs.shape),
+        tuple(theirs.stride()),
+        theirs.storage_offset(),
+        theirs.requires_grad,
+        str(theirs.device),
+    )
+
+
+def said(ours: Tensor) -> tuple[object, ...]:
+    return (ours.dtype, ours.shape, ours.stride, ours.offset, ours.requires_grad, ours.device)
+
+
+BASE = torch.arange(24, dtype=torch.float32)
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("complex64", "complex128"),
+)
+NEW_DTYPES = (
+    *("uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+)
+
+STRIDED: dict[str, Any] = {
+    "plain": torch.ones(2, 3),
+    "zero-dimensional": torch.tensor(2.5),
+    "empty": torch.empty(0),
+    "empty, of three dimensions": torch.empty(3, 0, 2),
+    "a view": BASE[4:10],
+    "a transpose": BASE.view(4, 6).t(),
+    "every third": BASE[::3],
+    "one column": BASE.view(4, 6)[:, 2],
+    "expanded": torch.ones(1).expand(5, 4),
+    "channels last": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "with gradient": torch.ones(2, requires_grad=True),
+    "a parameter": nn.Parameter(torch.ones(3)),
+    "a frozen parameter": nn.Parameter(torch.ones(3), requires_grad=False),
+    "an integer parameter": nn.Parameter(torch.arange(3), requires_grad=False),
+    "a buffer": nn.Buffer(torch.ones(3)),
+    "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
+    "per tensor, qint8": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint8),
+    "per tensor, quint8": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.quint8),
+    "per tensor, qint32": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint32),
+    "per channel": torch.quantize_per_channel(
+        torch.ones(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.qint8
+    ),
+    **{f"of {dtype}": BASE.to(getattr(torch, dtype)) for dtype in DTYPES},
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("kind", STRIDED)
+def test_a_tensor_is_what_torch_makes_of_it(kind: str, zipped: bool) -> None:
+    data = saved(STRIDED[kind], zipped=zipped)
+    told = inspect(data, verify=True)
+    assert said(only(told)) == facts(loaded(data))
+    assert (told.safety, told.problems) == ("data-only", ())
+
+
+@pytest.mark.parametrize("dtype", NEW_DTYPES)
+def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
+    data = saved(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))[1:3])
+    told = inspect(data, verify=True)
+    assert said(only(told)) == facts(loaded(data))
+    assert (told.safety, told.problems) == ("data-only", ())
+    assert told.storages[0].nbytes == 8
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "float8_e5m2"])
+def test_torch_writes_newer_dtypes_into_the_old_format_and_cannot_read_them(dtype: str) -> None:
+    data = saved(torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype)), zipped=False)
+    told = inspect(data)
+    assert (told.integrity, [problem.code for problem in told.problems]) == ("repairable", ["legacy-untyped"])
+    with pytest.raises(AttributeError):
+        loaded(data, trust=True)
+
+
+@FORMATS
+def test_quantizer_parameters_are_storages_of_their_own(zipped: bool) -> None:
+    told = inspect(saved(STRIDED["per channel"], zipped=zipped))
+    assert len(told.storages) == 3
+    assert told.tensors[0].kind == "quantized"
+
+
+# -- tensors made of tensors -------------------------------------------------------------------------------------------
+
+EYE = torch.eye(4)
+SPARSE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "sparse_coo": (EYE.to_sparse(), ("indices", "values")),
+    "sparse_csr": (EYE.to_sparse_csr(), ("crow_indices", "col_indices", "values")),
+    "sparse_csc": (EYE.to_sparse_csc(), ("ccol_indices", "row_indices", "values")),
+    "sparse_bsr": (EYE.to_sparse_bsr((2, 2)), ("crow_indices", "col_indices", "values")),
+    "sparse_bsc": (EYE.to_sparse_bsc((2, 2)), ("ccol_indices", "row_indices", "values")),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_tensor_is_its_parts(layout: str, zipped: bool) -> None:
+    value, methods = SPARSE[layout]
+    data = saved({"s": value}, zipped=zipped)
+    ours, theirs = only(inspect(data)), loaded(data)["s"]
+    assert (ours.kind, ours.dtype, ours.shape) == (layout, "float32", tuple(theirs.shape))
+    assert [part.shape for part in ours.parts] == [
+        tuple(getattr(theirs, f"_{m}" if layout == "sparse_coo" else m)().shape) for m in methods
+    ]
+    assert ours.nbytes == sum(part.nbytes for part in ours.parts) > 0
+    assert inspect(data).safety == "data-only"
+
+
+@FORMATS
+def test_a_nested_tensor_is_its_parts(zipped: bool) -> None:
+    value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    told = inspect(saved(value, zipped=zipped))
+    assert (only(told).kind, [part.name for part in only(told).parts]) == (
+        "nested",
+        ["buffer", "sizes", "strides", "offsets"],
+    )
+    assert only(told).parts[0].shape == (18,)
+    assert told.safety == "data-only"
+
+
+@FORMATS
+def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) -> None:
+    value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    told = inspect(saved(value, zipped=zipped))
+    ours = only(told)
+    assert (ours.kind, ours.cls) == ("nested", "NestedTensor")
+    assert {part.name: part.shape for part in ours.parts if part.numel} == {"values": (6, 3), "offsets": (3,)}
+    assert told.safety == "needs-trust"
+
+
+@FORMATS
+def test_a_meta_tensor_has_no_bytes(zipped: bool) -> None:
+    data = saved(torch.empty_strided((3, 4), (4, 1), device="meta", dtype=torch.float16), zipped=zipped)
+    told = inspect(data)
+    assert said(only(told)) == facts(loaded(data))
+    assert (only(told).kind, only(told).nbytes, told.storages) == ("meta", 0, ())
+
+
+class Named(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without a storage, around another tensor."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@FORMATS
+def test_a_subclass_keeps_its_name(zipped: bool) -> None:
+    told = inspect(saved(torch.ones(3).as_subclass(Named), zipped=zipped))
+    assert (only(told).cls, only(told).shape, told.safety) == ("Named", (3,), "needs-trust")
+
+
+@FORMATS
+def test_a_wrapper_holds_the_tensors_in_its_state(zipped: bool) -> None:
+    told = inspect(saved({"w": Wrapper(torch.ones(3, 2))}, zipped=zipped))
+    ours = told.tensor("w")
+    assert (ours.kind, ours.cls, ours.shape, ours.storage) == ("subclass", "Wrapper", (3, 2), None)
+    assert [(part.name, part.shape) for part in ours.parts] == [("w/inner", (3, 2))]
+    assert told.storages[0].tensors == ("w/inner",)
+    assert told.safety == "needs-trust"
+
+
+def test_a_distributed_tensor_is_its_local_part() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    if not distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        data = saved({"d": DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])})
+    finally:
+        distributed.destroy_process_group()
+    told = inspect(data)
+    ours = told.tensor("d")
+    assert (ours.kind, ours.cls, ours.dtype, ours.shape) == ("subclass", "DTensor", "float32", (6, 4))
+    assert ours.parts[0].shape == (3, 4)
+    assert told.safety == "needs-trust"
+
+
+def test_tensors_that_others_carry_as_attributes_are_found() -> None:
+    value = nn.Parameter(torch.ones(3))
+    value.scale = torch.ones(2)
+    told = inspect(saved({"p": value}))
+    assert [(t.name, t.shape, t.cls) for t in told.tensors] == [("p", (3,), "Parameter"), ("p/scale", (2,), "")]
+    assert all(storage.tensors for storage in told.storages)
+
+
+def test_a_plain_tensor_with_an_attribute_stays_plain() -> None:
+    value = torch.ones(3)
+    value.note = "hello"
+    data = saved(value)
+    assert said(only(inspect(data))) == facts(loaded(data))
+    assert inspect(data).safety == "data-only"
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_storage_saved_by_itself_is_a_value(typed: bool) -> None:
+    storage = torch.ones(3).storage() if typed else torch.ones(3).untyped_storage()
+    told = inspect(saved({"s": storage}), verify=True)
+    assert [(s.nbytes, s.stored, s.tensors) for s in told.storages] == [(12, 12, ())]
+    assert [(leaf.name, leaf.kind) for leaf in told.leaves] == [("s", "storage")]
+    assert (told.safety, told.integrity, told.tensors) == ("data-only", "whole", ())
+
+
+# -- devices without storages of their own, which no machine here has --------------------------------------------------
+
+
+def read(body: bytes, **storages: bytes) -> Checkpoint:
+    return inspect(forge.checkpoint(pickled(ordered({"w": body})), storages))
+
+
+def test_a_tensor_rebuilt_on_another_device_names_it() -> None:
+    body = rebuilt("_rebuild_device_tensor_from_cpu_tensor", tensor("0"), name("torch", "float16"), "xla:1", True)
+    ours = only(read(body, **{"0": bytes(16)}))
+    assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.requires_grad) == (
+        "device",
+        "xla:1",
+        "float16",
+        (4,),
+        True,
+    )
+    assert [(part.device, part.dtype) for part in ours.parts] == [("cpu", "float32")]
+
+
+def test_a_tensor_rebuilt_from_numpy_has_its_shape() -> None:
+    array = call(name("numpy._core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(0), forge.text("b"))
+    state = tuple_of(1, tuple_of(2, 3), call(name("numpy", "dtype"), "f4", False, True), False, forge.text("x" * 24))
+    body = rebuilt("_rebuild_device_tensor_from_numpy", array + state + b"b", name("torch", "float32"), "maia:0", False)
+    ours = only(read(body))
+    assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.stride) == (
+        "device",
+        "maia:0",
+        "float32",
+        (2, 3),
+        (3, 1),
+    )
+
+
+def test_the_oldest_call_of_all_is_read() -> None:
+    ours = only(read(rebuilt("_rebuild_tensor", storage_id("0", 4), 1, (3,), (1,)), **{"0": bytes(16)}))
+    assert said(ours) == ("float32", (3,), (1,), 1, False, "cpu")
+
+
+# -- sharing -----------------------------------------------------------------------------------------------------------
+
+
+@FORMATS
+def test_shared_storages_are_shared(zipped: bool) -> None:
+    weight = torch.ones(4, 4)
+    data = saved({"a": weight, "b": weight, "row": weight[1], "c": weight.clone()}, zipped=zipped)
+    told, theirs = inspect(data), loaded(data)
+    assert told.shared == (("a", "b", "row"),)
+    for one in theirs:
+        for other in theirs:
+            same = theirs[one].untyped_storage().data_ptr() == theirs[other].untyped_storage().data_ptr()
+            assert (told.tensor(one).storage == told.tensor(other).storage) is same
+
+
+@FORMATS
+def test_a_view_of_a_large_storage_drags_all_of_it_along(zipped: bool) -> None:
+    told = inspect(saved(torch.ones(1000)[:10], zipped=zipped))
+    assert (told.tensor_nbytes, told.dead_nbytes) == (4000, 3960)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Everything a module can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_parameter("nothing", None)
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("hidden", torch.ones(4), persistent=False)
+        self.register_buffer("gone", None)
+        self.note = "text"
+
+
+class Net(nn.Module):
+    """Modules in modules, one of them under two names, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.blocks = nn.ModuleList([Block(), nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))])
+        self.named = nn.ModuleDict({"in_out": nn.Linear(1, 1), "x": nn.Identity()})
+        self.held = nn.ParameterList([torch.ones(2), torch.ones(1)])
+        self.table = nn.ParameterDict({"k": torch.ones(2)})
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+
+
+MODULES: dict[str, Any] = {
+    "a linear layer": functools.partial(nn.Linear, 2, 3),
+    "a sequence": lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.BatchNorm1d(3)),
+    "a recurrent network": functools.partial(nn.LSTM, 2, 3, 2),
+    "attention": functools.partial(nn.MultiheadAttention, 4, 2),
+    "a transformer layer": functools.partial(nn.TransformerEncoderLayer, 4, 2, 8),
+    "everything": Net,
+}
+
+
+@FORMATS
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_pickled_module_has_the_names_of_its_state_dict(kind: str, zipped: bool) -> None:
+    module = MODULES[kind]()
+    told = inspect(saved(module, zipped=zipped))
+    wanted = module.state_dict(keep_vars=True)
+    ours = {t.name: t for t in told.tensors if t.name in wanted}
+    assert list(ours) == list(wanted)
+    for title, theirs in wanted.items():
+        assert said(ours[title]) == facts(theirs)
+    assert told.safety == "needs-trust"
+
+
+@pytest.mark.parametrize("zipped", [True])
+def test_what_a_module_does_not_save_is_listed_under_other_names(zipped: bool) -> None:
+    told = inspect(saved(Net(), zipped=zipped))
+    others = {t.name for t in told.tensors} - set(Net().state_dict())
+    assert "blocks.0._buffers/hidden" in others
+    tied = next(storage.tensors for storage in told.storages if "tied.weight" in storage.tensors)
+    assert set(tied) == {"first.weight", "again.weight", "tied.weight"}
+
+
+def test_modules_inside_a_dictionary_keep_its_key() -> None:
+    told = inspect(saved({"model": nn.Linear(2, 2), "ema": {"model": nn.Linear(2, 2)}}))
+    assert [t.name for t in told.tensors] == ["model/weight", "model/bias", "ema/model/weight", "ema/model/bias"]
+
+
+def test_an_optimizer_state_is_read_by_its_keys() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    told = inspect(saved(optimizer.state_dict()))
+    assert {t.name for t in told.tensors} == {
+        f"state/{i}/{k}" for i in (0, 1) for k in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert ("param_groups/0/lr", "0.001") in {(leaf.name, leaf.text) for leaf in told.leaves}
+
+
+# -- what is not in the table, and what cannot be ----------------------------------------------------------------------
+
+
+def test_an_unknown_rebuild_function_is_an_object_with_tensors_inside() -> None:
+    told = read(rebuilt("_rebuild_tensor_v9", tensor("0"), "more"), **{"0": bytes(16)})
+    assert [t.name for t in told.tensors] == ["w/0"]
+    assert told.safety == "needs-trust"
+
+
+def unusual(storage: object = None, offset: object = 0, shape: object = (4,), stride: object = (1,)) -> bytes:
+    held = storage_id("0", 4) if storage is None else storage
+    return call(name("torch._utils", "_rebuild_tensor_v2"), held, offset, shape, stride, False, ordered())
+
+
+AFFINE = name("torch", "per_tensor_affine")
+BROKEN: dict[str, bytes] = {
+    "negative size": unusual(shape=(-4,)),
+    "negative stride": unusual(stride=(-1,)),
+    "negative offset": unusual(offset=-1),
+    "beyond its storage": unusual(shape=(5,)),
+    "beyond its storage by its offset": unusual(offset=1),
+    "beyond its storage by its stride (pytorch#184652)": unusual(shape=(2,), stride=(4,)),
+    "more sizes than strides": unusual(shape=(2, 2)),
+    "a huge size": unusual(shape=(1 << 64,)),
+    "a huge stride": unusual(shape=(1,), stride=(1 << 64,)),
+    "a huge offset": unusual(offset=1 << 64),
+    "a text for a size": unusual(shape=("4",)),
+    "a flag for a size": unusual(shape=(True,)),
+    "a number for sizes": unusual(shape=number(4)),
+    "no storage": unusual(storage=number(4)),
+    "a tensor for a storage": unusual(storage=tensor("0")),
+    "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id("0", 4)),
+    "too many arguments": rebuilt("_rebuild_tensor", storage_id("0", 4), 0, (4,), (1,), 5, 6),
+    "arguments that are no tuple": name("torch._utils", "_rebuild_tensor_v2") + b"]R",
+    "a parameter of nothing": rebuilt("_rebuild_parameter", None, True, ordered()),
+    "a parameter of a parameter of nothing": rebuilt(
+        "_rebuild_parameter", rebuilt("_rebuild_parameter", 4, True, ordered()), True, ordered()
+    ),
+    "sparse parts that are none": rebuilt(
+        "_rebuild_sparse_tensor", call(name("torch.serialization", "_get_layout"), "torch.sparse_coo"), (1, 2, (3,))
+    ),
+    "a quantized tensor beyond its storage": rebuilt(
+        "_rebuild_qtensor", storage_id("0", 4, "QInt8Storage"), 0, (9,), (1,), (AFFINE, 1, 0), False, ordered()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_tensor_that_cannot_be_is_named_and_left_out(kind: str) -> None:
+    told = read(BROKEN[kind], **{"0": bytes(16)})
+    assert told.tensors == ()
+    assert [(p.code, p.where) for p in told.problems if p.code == "tensor-broken"] == [("tensor-broken", "w")]
+    assert (told.safety, told.integrity) == ("unknown", "damaged")
+
+
+@pytest.mark.parametrize("kind", ["a wrapper", "attributes"])
+def test_a_broken_tensor_inside_a_tensor_is_seen(kind: str) -> None:
+    inner = unusual(shape=(5,))
+    state = b"}" + forge.text("inner") + inner + b"s"
+    plain = call(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_tensor_v2"),
+        name("torch", "Tensor"),
+        tuple_of(storage_id("0", 4), 0, (4,), (1,), False, ordered()),
+        state,
+    )
+    wrapper = call(
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("torch._utils", "_rebuild_wrapper_subclass"),
+        name("m", "Wrapper"),
+        tuple_of(name("m", "Wrapper"), name("torch", "float32"), (4,), (1,), 0, None, "cpu", False),
+        state,
+    )
+    told = read(wrapper if kind == "a wrapper" else plain, **{"0": bytes(16)})
+    assert told.integrity == "damaged"
+
+
+@pytest.mark.parametrize("view", [("9", -1, 3), ("9", 0, 5), ("9", 4, 1), ("9", 1), "9"], ids=str)
+def test_a_view_beyond_its_storage_is_refused(view: object) -> None:
+    pid = tuple_of("storage", name("torch", "FloatStorage"), "0", "cpu", 4, view) + b"Q"
+    told = inspect(forge.legacy(object=pickled(ordered({"w": unusual(storage=pid, shape=(1,))}))))
+    assert told.integrity == "damaged"
+
+
+def test_one_storage_read_as_two_types_is_a_conflict() -> None:
+    """torch keeps to the type it met first; no torch writes such a file."""
+    two = pickled(ordered({"f": tensor("0"), "i": unusual(storage=storage_id("0", 4, "IntStorage"))}))
+    told = inspect(forge.checkpoint(two, {"0": bytes(16)}))
+    assert told.safety == "unknown"
+    assert "storage-conflict" in {problem.code for problem in told.problems}
+
+
+def test_names_of_every_kind_of_key_are_text() -> None:
+    held: dict[Any, Any] = {
+        1: torch.ones(1),
+        "a": torch.ones(1),
+        (1, 2): torch.ones(1),
+        None: torch.ones(1),
+        1.5: torch.ones(1),
+    }
+    told = inspect(saved(OrderedDict(held)))
+    assert [t.name for t in told.tensors] == ["1", "a", "(1, 2)", "None", "1.5"]
+    assert all(isinstance(step, (str, int)) for t in told.tensors for step in t.path)

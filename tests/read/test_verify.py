@@ -1,0 +1,113 @@
+"""Checksums: every flipped byte of every record is found, whatever the record is and however it is stored."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from tests import forge
+from tests.forge import Entry, archive, entries, remade
+
+from transload.checkpoint import Record
+from transload.read import inspect
+from transload.read.source import BytesSource
+from transload.read.verify import verify_records
+from transload.read.zip_index import read_index
+
+
+def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def test_every_flipped_byte_of_every_record_is_found() -> None:
+    whole = forge.checkpoint()
+    for record in read_index(BytesSource(whole)).records.values():
+        assert record.offset is not None
+        for at in range(record.offset, record.offset + record.stored):
+            told = inspect(flipped(whole, at, at % 8), verify=True)
+            assert told.integrity == "damaged", record.name
+            assert record.name in {p.where for p in told.problems if p.code == "crc-mismatch"}
+
+
+def test_the_index_is_checked_without_being_asked() -> None:
+    whole = forge.checkpoint()
+    record = read_index(BytesSource(whole)).records["data.pkl"]
+    assert record.offset is not None
+    for at in range(record.offset, record.offset + record.stored):
+        told = inspect(flipped(whole, at, at % 8))
+        assert told.integrity == "damaged", at
+        assert "crc-mismatch" in {problem.code for problem in told.problems}
+
+
+def test_torch_loads_a_flipped_bit_without_a_word() -> None:
+    whole = forge.checkpoint()
+    offset = inspect(whole).tensor("w0").file_offset
+    assert offset is not None
+    bad = flipped(whole, offset + 6, 5)
+    assert torch.load(io.BytesIO(bad))["w0"].tolist() != torch.load(io.BytesIO(whole))["w0"].tolist()
+    told = inspect(bad, verify=True)
+    found = next(problem for problem in told.problems if problem.code == "crc-mismatch")
+    assert found.where == "data/0"
+    assert found.detail.endswith("holds w0")
+
+
+def test_every_flipped_bit_of_the_headers_is_harmless_or_found() -> None:
+    """Whatever a flipped bit does to a header, what we then call whole is what it was before."""
+    whole = forge.checkpoint()
+    names = [tensor.name for tensor in inspect(whole).tensors]
+    wanted = forge.records(whole)
+    for at in range(len(whole)):
+        bad = flipped(whole, at, at % 8)
+        told = inspect(bad, verify=True)
+        if told.ok and told.integrity == "whole":
+            assert [tensor.name for tensor in told.tensors] == names, at
+            assert forge.records(bad) == wanted, at
+
+
+@pytest.mark.parametrize("size", [0, 1, 257, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9_000_001])
+@pytest.mark.parametrize("method", [0, 8], ids=["stored", "deflated"])
+def test_records_of_any_size_are_whole(size: int, method: int) -> None:
+    entry = Entry(b"a/zeros", bytes(size), method=method, flags=0x800)
+    data = archive([entry])
+    assert verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ()) == []
+
+
+@pytest.mark.parametrize("change", [{"crc32": 5}, {"size": 99}, {"raw": b"\xff" * 20, "stored": 20}])
+def test_a_deflated_record_that_is_not_what_it_says_is_found(change: dict[str, object]) -> None:
+    data = archive(remade([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", **change))
+    (problem,) = verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ())
+    assert (problem.code, problem.where) == ("crc-mismatch", "x")
+
+
+def test_records_over_one_another_are_not_read_again_and_again() -> None:
+    read = 0
+
+    class Counting(BytesSource):
+        def read(self, offset: int, count: int) -> bytes:
+            nonlocal read
+            read += count
+            return super().read(offset, count)
+
+    over = [Record(str(i), 0, 1 << 20, 1 << 20, 1) for i in range(1000)]
+    assert verify_records(Counting(bytes(1 << 20)), over, ())
+    assert read <= 2 << 20
+
+
+def test_what_zipfile_calls_good_is_good() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
+        for entry in entries():
+            out.writestr(entry.name.decode(), entry.data)
+    assert zipfile.ZipFile(buffer).testzip() is None
+    assert "crc-mismatch" not in {p.code for p in inspect(buffer.getvalue(), verify=True).problems}
+
+
+def test_whole_is_said_only_of_what_was_compared() -> None:
+    assert inspect(forge.checkpoint()).integrity == "unchecked"
+    assert inspect(forge.checkpoint(), verify=True).integrity == "whole"
+    unsummed = archive([replace(entry, crc32=0) for entry in entries()])
+    assert inspect(unsummed, verify=True).integrity == "unchecked"
+    assert inspect(forge.legacy(), verify=True).integrity == "unchecked"
