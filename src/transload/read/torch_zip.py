@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from transload.checkpoint import Checkpoint, Record, Storage
@@ -185,7 +185,7 @@ _ZIP_IDS = {"storage": (5,)}
 _ANY_IDS = {"storage": (5, 6), "module": (4,)}
 
 
-def pickle_problems(pickle: Pickle, size: int, ids: dict[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
+def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
     """What is wrong with a stream that ends with its first pickle. ``ids`` are the lengths of the ids it may hold."""
     out: list[Problem] = []
     if pickle.broken:
@@ -205,7 +205,7 @@ def pickle_problems(pickle: Pickle, size: int, ids: dict[str, tuple[int, ...]] =
     return out
 
 
-def _is_id(pid: object, ids: dict[str, tuple[int, ...]]) -> bool:
+def _is_id(pid: object, ids: Mapping[str, tuple[int, ...]]) -> bool:
     if type(pid) is not tuple or not pid:
         return False
     kind = pid[0].decode("latin-1") if type(pid[0]) is bytes else pid[0]
