@@ -301,14 +301,16 @@ def test_no_lines_are_printed_for_names_that_are_none(hostile: tuple[str, str]) 
 
 
 def test_names_that_are_alike_do_not_shadow_each_other() -> None:
-    lines = safe_globals_lines([use("a", "Config"), use("b", "Config"), use("c", "torch"), use("d", "Outer.Inner")])
+    names = [("a", "Config"), ("b", "Config"), ("c", "torch"), ("d", "Outer.Inner"), ("e", "int"), ("builtins", "int")]
+    lines = safe_globals_lines(use(*name) for name in names)
     assert lines == (
         "import torch",
         "from a import Config",
         "from b import Config as Config_",
         "from c import torch as torch_",
         "from d import Outer",
-        "torch.serialization.add_safe_globals([Config, Config_, torch_, Outer.Inner])",
+        "from e import int as int_",
+        "torch.serialization.add_safe_globals([Config, Config_, torch_, Outer.Inner, int_, int])",
     )
 
 

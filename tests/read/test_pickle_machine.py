@@ -378,6 +378,21 @@ def test_p13_items_put_into_what_is_no_dictionary_are_noted(target: bytes, put: 
     assert run(target + put + b".").irregular
 
 
+UNHASHABLE = [b"]", b"}", b"\x8f", b"]\x85", b"]\x85N\x86", b"\x96" + bytes(8), b"ccollections\nOrderedDict\n)R"]
+
+
+@pytest.mark.parametrize("key", UNHASHABLE)
+def test_keys_that_no_loader_can_use_are_noted(key: bytes) -> None:
+    assert run(b"}" + key + b"Ns.").irregular
+    assert run(b"}(" + key + b"Nu.").irregular
+    assert run(b"(" + key + b"Nd.").irregular
+
+
+@pytest.mark.parametrize("key", [b"N", b")", b"(\x91", b"(\x91\x85", b"cm\nn\n", b"cm\nn\n)R", b"K\x01\x85", b"C\x00"])
+def test_keys_that_loaders_can_use_are_not(key: bytes) -> None:
+    assert run(b"}" + key + b"Ns.").irregular == []
+
+
 @pytest.mark.parametrize("escape", [rb"'\q\8'", rb"'\x6fs\157\\\'\n\t\a'", rb"'\777'"])
 def test_escapes_are_those_of_python_2(escape: bytes, recwarn: pytest.WarningsRecorder) -> None:
     import codecs

@@ -32,10 +32,29 @@ def predict(checkpoint: Checkpoint) -> str:
         return "torch.load fails, with an error that does not say why"
     if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
         return "torch.load fails: only torch 1.4 and 1.5 read this first form of the zip format"
+    if _TWO_READINGS & {problem.code for problem in checkpoint.problems}:
+        return "torch.load may load it without a word, and something else than another program reads from the same file"
     if _unreadable(checkpoint):
         return "torch.load fails: the file is damaged"
     return "torch.load " + "; ".join(_steps(checkpoint))
 
+
+# Containers that torch reads as long as the part it looks at is in order.
+_TWO_READINGS = frozenset(
+    {
+        "zip-directory-record",
+        "zip-duplicate-name",
+        "zip-headers-differ",
+        "zip-inside",
+        "zip-names-differ",
+        "zip-nul-name",
+        "zip-odd-name",
+        "zip-overlap",
+        "zip-shifted",
+        "zip-two-ends",
+        "zip-two-sizes",
+    }
+)
 
 # Problems torch.load does not notice.
 _UNNOTICED = frozenset(
@@ -45,9 +64,12 @@ _UNNOTICED = frozenset(
         "legacy-unlisted",
         "pickle-irregular",
         "pickle-trailing-bytes",
+        "storage-skipped",
         "zip-compressed",
         "zip-crc-differs",
         "zip-name-case",
+        "zip-name-encoding",
+        "zip-one-reader",
         "zip-trailing-bytes",
     }
 )

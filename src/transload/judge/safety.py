@@ -137,7 +137,7 @@ class _Judge:
             self.complain("dangerous", "it makes a class", pickle, call.position)
         elif call.states and any(_slot_dunder(state) for state in call.states):
             self.complain("dangerous", "it sets a double-underscore attribute on an object", pickle, call.position)
-        return self._inside(call, pickle) if is_loader(*key) else []
+        return self._inside(call, pickle) if verdict == "dangerous" and is_loader(*key) else []
 
     def _inside(self, call: Call, pickle: Pickle) -> list[Pickle]:
         """The pickles a re-entrant loader is given; that it is one is an alarm already, this tells what for."""
@@ -314,14 +314,14 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[1:]
     ('from argparse import Namespace', 'torch.serialization.add_safe_globals([Namespace])')
     """
-    lines = _Lines()
-    wanted = [(use.module, use.name) for use in uses if use.module != "torch.tensor"]
-    if not all(_is_path(module) and _is_path(name) for module, name in (*wanted, *inside)):
+    spelled = {(use.module, use.name): _torch_says(use) for use in uses if use.module != "torch.tensor"}
+    spelled |= {(module, name): f"{module}.{name}" for module, name in inside}
+    if not all(_is_path(module) and _is_path(name) for module, name in spelled):
         return ()
-    spelled = {(use.module, use.name): _torch_says(use) for use in uses}
-    for module, name in (*wanted, *inside):
-        lines.add(module, name, spelled.get((module, name), f"{module}.{name}"))
-    if ("numpy", "dtype") in wanted:
+    lines = _Lines(name.partition(".")[0] for module, name in spelled if module == "builtins")
+    for (module, name), spelling in spelled.items():
+        lines.add(module, name, spelling)
+    if ("numpy", "dtype") in spelled:
         lines.imports.append("import numpy")
         lines.entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
     return ("import torch", *lines.imports, f"torch.serialization.add_safe_globals([{', '.join(lines.entries)}])")
@@ -345,10 +345,10 @@ def _is_path(text: str) -> bool:
 class _Lines:
     """Imports, each under a name of its own, and the entries of the list that is made of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, builtin: Iterable[str]) -> None:
         self.imports: list[str] = []
         self.entries: list[str] = []
-        self._taken: dict[str, str] = {}
+        self._taken = {name: f"builtins.{name}" for name in builtin}
 
     def add(self, module: str, name: str, spelling: str) -> None:
         """Allow one name."""

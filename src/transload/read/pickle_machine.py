@@ -7,7 +7,7 @@ read on wherever any of the three would, so that every global any of them asks f
 against all three).
 
 Time and memory are linear in the bytes given: no length in the stream is believed before it is compared with what is
-left, nothing is hashed but small integers and text, and values are shared, never copied.
+left, nothing is hashed that a file could make collide, and values are shared, never copied.
 """
 
 from __future__ import annotations
@@ -204,6 +204,8 @@ def _check_frames(vm: _Machine) -> None:
     """A frame must end where an opcode ends."""
     crossed = {end for end in vm.frames if end < vm.out.end}
     for start, _ in opcodes(vm.data, vm.out.start):
+        if start >= vm.out.end:
+            break
         crossed.discard(start)
     vm.out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:_MAX_IRREGULAR])
     if not vm.out.broken and vm.frames[-1] > vm.out.end:
@@ -520,11 +522,26 @@ def _update(vm: _Machine, target: object, items: list[Any]) -> None:
     else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
         _changed(vm, target, items, "keys are set on")
     for key in items[::2]:
-        if type(key) in _UNHASHABLE or (type(key) is Set and not key.frozen):
+        if type(key) is not str and _is_unhashable(key):
             vm.odd("a key that cannot be hashed")
 
 
+def _is_unhashable(key: object) -> bool:
+    """Whether a loader cannot use it as a key; of a tuple with many parts, only the first are looked at."""
+    parts = [key]
+    for part in parts:
+        if type(part) in _UNHASHABLE or (type(part) is Set and not part.frozen):
+            return True
+        if type(part) is Call and type(part.callee) is Global and part.callee.name in _UNHASHABLE_CLASSES:
+            return True
+        if type(part) is tuple and len(parts) < _MAX_KEY_PARTS:
+            parts += part[:_MAX_KEY_PARTS]
+    return False
+
+
+_MAX_KEY_PARTS = 16
 _UNHASHABLE = frozenset({list, bytearray, Dict})
+_UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
 
 
 def _kind(target: object) -> str:

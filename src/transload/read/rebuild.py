@@ -85,6 +85,7 @@ def _strided(
         shape = _ints(shape, "size")
     if type(stride) is not tuple:
         stride = _ints(stride, "stride")
+    _check_grad(dtype, requires_grad)
     offset += first
     if _end(offset, shape, stride, dtype) > slot.nbytes:
         raise BadTensor(f"it reaches to byte {_end(offset, shape, stride, dtype)} of a storage of {slot.nbytes}")
@@ -107,14 +108,22 @@ def _strided(
     )
 
 
+def _check_grad(dtype: str, requires_grad: object) -> None:
+    if requires_grad is True and not dtype.startswith(("float", "bfloat", "complex", "unknown")):
+        raise BadTensor(f"it asks for gradients, which {dtype} does not have")
+
+
 def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: str) -> int:
     """The byte after the last one a view reaches; 0 for an empty one."""
     if len(shape) != len(stride):
         raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
-    last, empty = offset, False
+    last, empty, numel = offset, False, 1
     for size, step in zip(shape, stride, strict=True):
         if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
             raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is no size")
+        numel *= size
+        if numel >= MAX_SIZE:
+            raise BadTensor(f"its size {short(shape)} is more than torch can count")
         if size:
             last += (size - 1) * step
         else:
@@ -131,6 +140,9 @@ def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    if args[4] is True:  # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients
+        detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
+        ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
     return _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
 
 
@@ -144,6 +156,7 @@ def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
+    _check_grad(inner.dtype, args[1])
     ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
     return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
@@ -155,6 +168,7 @@ def _old_parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
+    _end(0, shape, stride, "uint8")
     return Tensor(ctx.path, ctx.name, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
 
 

@@ -39,7 +39,7 @@ class Budget:
     key high up stands in every name below it.
     """
 
-    MAX_REPEATS = 200_000
+    MAX_REPEATS = 50_000
     MAX_NAMES = 128 << 20
 
     def __init__(self) -> None:
