@@ -28,6 +28,7 @@ JUDGED: dict[str, Rule] = {
     "odd-use": Rule("it holds calls no loader would accept", "warning", "unknown"),
     "trusted-use": Rule("it uses allowed names in unusual ways", "warning", "needs-trust"),
     "needs-trust": Rule("torch.load refuses names in it unless you allow them", "warning", "needs-trust"),
+    "rare-opcodes": Rule("torch.load refuses it: weights_only=True does not know its pickle protocol", "warning"),
     "device-objects": Rule("it holds torch.device values, which map_location does not move", "note"),
 }
 

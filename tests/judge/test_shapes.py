@@ -7,14 +7,17 @@ made.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 import pytest
 import torch
 
 from transload.checkpoint import Checkpoint
 from transload.judge.names import TORCH_DEFAULT
+from transload.judge.safety import judge_pickles
 from transload.judge.shapes import _SHADOWED, _SIGNATURES, check_call
 from transload.read.nodes import Call, Dict, Global
 from transload.read.pickle_machine import run
@@ -89,7 +92,6 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "parameter with attributes": call(
             FROM_TYPE, V2, name("torch.nn.parameter", "Parameter"), V2_ARGS, dictionary(mine=YES)
         ),
-        "tensor of torch 0.1": name("torch", "FloatTensor") + b")\x81(" + PLACE + b"tb",
     },
     "needs-trust": {
         "set of text": call("builtins.set", text("abc")),
@@ -99,6 +101,12 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "OrderedDict of a tensor": call("collections.OrderedDict", TENSOR),
         "OrderedDict with its methods shadowed": call("collections.OrderedDict") + dictionary(items=b"]") + b"b",
         "OrderedDict with a slot state": call("collections.OrderedDict") + NONE + dictionary(_metadata=b"}") + b"\x86b",
+        "OrderedDict with a method shadowed behind many keys": call("collections.OrderedDict")
+        + b"}("
+        + (text("_metadata") + NONE) * 1000
+        + text("items")
+        + NONE
+        + b"ub",
         "Size of text": call("torch.Size", text("12")),
         "device of a tensor": call("torch.device", TENSOR),
         "layout of a number": call("torch.serialization._get_layout", b"K\x01"),
@@ -111,6 +119,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
         "a tensor that is built": TENSOR + b"(" + PLACE + b"tb",
         "a tensor given attributes": TENSOR + dictionary(mine=YES) + b"b",
         "a tensor class of a list": call("torch.FloatTensor", b"](K\x01e"),
+        "a place for a tensor of torch 0.1": name("torch", "FloatTensor") + b")\x81(" + PLACE + b"tb",
         "an odd state of torch 0.1": name("torch", "FloatTensor") + b")\x81" + dictionary(a=b"N") + b"b",
         "an attribute that is there already": call(FROM_TYPE, V2, PLAIN, V2_ARGS, dictionary(data=TENSOR)),
         "a parameter with data as attribute": call(
@@ -200,6 +209,50 @@ def test_keyword_arguments_are_no_data(kwargs: bytes) -> None:
     found = run(name("_codecs", "encode") + b"(" + text("x") + text("latin1") + b"t" + kwargs + b"\x92.")
     complaint = check_call("_codecs.encode", found.calls[0])
     assert complaint == ("needs-trust", "_codecs.encode is called with keyword arguments")
+
+
+SHARED = {
+    "arguments": (call("torch.FloatTensor"), b"(" + b"N" * 3000 + b"tq\x00", b"h\x00R0"),
+    "pairs": (call("collections.OrderedDict"), b"](" + b"NN\x86" * 3000 + b"e\x85q\x00", b"h\x00R0"),
+    "a state": (call("collections.OrderedDict"), b"}(" + (text("_metadata") + NONE) * 3000 + b"uq\x00", b")Rh\x00b0"),
+    "a state in slots": (name("nobody", "Knows"), b"N}(" + (text("a") + NONE) * 3000 + b"u\x86q\x00", b")Rh\x00b0"),
+    "attributes": (V2, b"(" + V2 + PLAIN + V2_ARGS + b"}(" + (text("a") + NONE) * 3000 + b"utq\x00", b"h\x00R0"),
+    "bytes of a loader": (name("pickle", "loads"), b"(" + b"C\x01N" * 3000 + b"tq\x00", b"h\x00R0"),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_many_calls_share_is_not_looked_through_for_each(what: str) -> None:
+    """A small file can hold a million calls that share one object of a million items."""
+    callee, shared, use = SHARED[what]
+    callee = name(FROM_TYPE.rpartition(".")[0], "_rebuild_from_type_v2") if what == "attributes" else callee
+    callee = callee.removesuffix(b"(tR")
+
+    def work(calls: int) -> int:
+        found = run(b"\x80\x02" + shared + b"0" + (callee + use) * calls + b"N.")
+        assert len(found.calls) >= calls
+        return count_instructions(lambda: judge_pickles([found]))
+
+    assert work(220) - work(20) < 200 * 3000
+
+
+def count_instructions(work: Callable[[], object]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:

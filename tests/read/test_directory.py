@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.read import read
+from transload.read import inspect, read
 from transload.read.directory import read_directory, read_sharded
 from transload.read.parts import MAX_ENTRIES, inner_name, list_directory
 from transload.read.unzipped import read_unzipped
@@ -149,7 +149,7 @@ class TestSharded:
 
     def test_a_shard_of_an_older_save(self, sharded: Path) -> None:
         safetensors_file(sharded / "model-00003-of-00003.safetensors", {"old": (1,)})
-        assert codes(look(sharded)) == ["directory-others-unread", "shard-stray"]
+        assert codes(look(sharded)) == ["directory-others", "shard-stray"]
 
     def test_a_damaged_shard_keeps_its_name_in_the_report(self, sharded: Path) -> None:
         data = (sharded / TWO).read_bytes()
@@ -239,12 +239,20 @@ class TestOneFile:
         whole = look(tmp_path)
         assert (whole.format, whole.path) == ("safetensors", str(tmp_path))
         assert [storage.file for storage in whole.storages] == ["model.safetensors"]
-        assert codes(whole) == ["directory-others-unread"]
-        assert "optimizer.pt" in problem(whole, "directory-others-unread").detail
+        assert codes(whole) == ["directory-others"]
+        assert "optimizer.pt" in problem(whole, "directory-others").detail
         assert [(part.name, part.kind) for part in whole.parts] == [
             ("model.safetensors", "weights"),
-            ("optimizer.pt", "not read"),
+            ("optimizer.pt", "beside the checkpoint"),
         ]
+
+    def test_what_lies_beside_the_weights_is_judged_with_them(self, tmp_path: Path) -> None:
+        safetensors_file(tmp_path / "model.safetensors", {"a": (2,)})
+        assert inspect(tmp_path).safety == "data-only"
+        (tmp_path / "training_args.bin").write_bytes(b"\x80\x02cos\ngetcwd\n)R.")
+        whole = inspect(tmp_path)
+        assert whole.safety == "dangerous"
+        assert [use.full_name for use in whole.globals] == ["os.getcwd"]
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "whatever.ckpt"])
     def test_by_its_usual_name_or_as_the_only_one(self, tmp_path: Path, name: str) -> None:
@@ -581,7 +589,7 @@ class TestUnknown:
     @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
     def test_a_pipe_is_not_waited_for(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "model.safetensors")
-        assert codes(look(tmp_path)) == ["directory-others-unread", "part-unreadable"]
+        assert codes(look(tmp_path)) == ["directory-others", "part-unreadable", "part-unreadable"]
 
     @needs_users
     def test_a_folder_that_may_not_be_listed(self, tmp_path: Path) -> None:

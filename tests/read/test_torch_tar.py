@@ -119,6 +119,32 @@ def test_a_header_summed_up_with_signs_is_a_header() -> None:
     assert (told.format, told.safety) == ("torch-tar", "dangerous")
 
 
+@pytest.mark.parametrize(
+    "begins", [b"cos\ngetcwd\n(tR.", forge.MAGIC + b"\x80\x02M\xe9\x03."], ids=["a call", "the magic"]
+)
+def test_a_header_that_is_a_pickle_too_is_dangerous(begins: bytes) -> None:
+    """torch falls back to reading pickles from the start as soon as tarfile stumbles, here over the last member."""
+    stumbling = tar_member(b"more", b"", size=b"77777777777\0")
+    data = tar_member(begins, b"") + tar(None, stumbling, end=b"")
+    told = inspect(data)
+    assert (told.format, told.safety) == ("torch-tar", "dangerous")
+
+
+def test_torch_does_fall_back_to_pickles_when_tarfile_stumbles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stumbling = tar_member(b"more", b"", size=b"77777777777\0")
+    data = tar_member(b"cbuiltins\nprint\n(Vhello\ntR.", b"") + tar(None, stumbling, end=b"")
+    with pytest.raises(RuntimeError, match="magic number"):
+        loaded(data, tmp_path)
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_any_member_may_be_cut() -> None:
+    told = inspect(tar(None, tar_member(b"note", b"x", size=b"77777777777\0"), end=b""))
+    assert (told.integrity, codes(told)) == ("damaged", {"tar-cut", "record-foreign"})
+
+
 @pytest.mark.parametrize("member", ["pickle", "tensors", "storages"])
 def test_a_missing_member_makes_it_another_tar(member: str) -> None:
     held = {"sys_info": PLAIN, "pickle": PLAIN, "tensors": forge.tar_tensors(), "storages": forge.tar_storages()}

@@ -14,6 +14,7 @@ from transload.judge.safety import judge_pickles
 __all__ = ["judge"]
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+_NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
 
 
@@ -30,14 +31,19 @@ def judge(checkpoint: Checkpoint) -> Checkpoint:
         globals=names.globals,
         written_by=origin(checkpoint),
         flavour=checkpoint.flavour or _flavour(checkpoint),
-        findings=(*_of_names(checkpoint, names.findings), *findings, *_device_objects(checkpoint)),
+        findings=(
+            *_of_names(checkpoint, names.findings),
+            *findings,
+            *_rare_opcodes(checkpoint),
+            *_device_objects(checkpoint),
+        ),
     )
     return replace(judged, prediction=predict(judged))
 
 
 def _of_names(checkpoint: Checkpoint, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The findings on names; in a program, which torch.load does not read, nobody has to allow any."""
-    return tuple(f for f in findings if f.code != "needs-trust" or checkpoint.format not in _PROGRAMS)
+    """The findings on names; in what torch.load does not read, nobody has to allow any."""
+    return tuple(f for f in findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED)
 
 
 def _flavour(checkpoint: Checkpoint) -> str:
@@ -47,9 +53,20 @@ def _flavour(checkpoint: Checkpoint) -> str:
         return "Lightning checkpoint"
     if {"ds_version", "module"} <= top:
         return "DeepSpeed model states"
-    if any(tensor.path[:1] == ("_modules",) or tensor.path[:1] == ("_parameters",) for tensor in checkpoint.tensors):
+    if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in checkpoint.tensors):
         return "pickled module"
     return ""
+
+
+def _rare_opcodes(checkpoint: Checkpoint) -> list[Finding]:
+    """Opcodes that ``weights_only`` does not know: such a file loads only without it, however harmless it is."""
+    rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
+    if not rare or not checkpoint.format.startswith("torch-") or checkpoint.format in _PROGRAMS:
+        return []
+    title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
+    evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
+    fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
+    return [Finding("rare-opcodes", "warning", title, evidence, (fix,))]
 
 
 def _device_objects(checkpoint: Checkpoint) -> list[Finding]:

@@ -60,13 +60,18 @@ class Nested:
 
 def _arguments(call: Call) -> Iterator[object]:
     """What a loader is called with, and what lies in a buffer it is called with."""
-    for node in call.args if type(call.args) is tuple else ():
+    for node in _first(call.args):
         if type(node) is Call and full_name(node.callee) in _BUFFERS:
-            yield from node.args if type(node.args) is tuple else ()
-            for state in node.states or ():  # BytesIO keeps its bytes in its state
-                yield from state if type(state) is tuple else ()
+            yield from _first(node.args)
+            for state in (node.states or ())[:1]:  # BytesIO keeps its bytes in its state
+                yield from _first(state)
         else:
             yield node
+
+
+def _first(args: object) -> tuple[object, ...]:
+    """Few arguments are enough for any loader; a million, shared by a million calls, would be too many."""
+    return args[:8] if type(args) is tuple else ()
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:

@@ -62,6 +62,8 @@ def _zip(checkpoint: Checkpoint) -> Iterable[_Clue]:
     names = [record.name for record in checkpoint.records]
     keys = [name.partition("/")[2] for name in names if name.startswith(("data/", "tensors/"))]
     facts = dict(checkpoint.facts)
+    if "data.pkl" not in names:
+        return  # a save that never got as far as its object shows nothing
     if names[:1] == ["version"]:
         old = "1.4" if any(name.startswith("tensors/") for name in names) or facts.get("version") == "1" else "1.5"
         yield _Clue(old, old, "the record `version` comes first")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transload.checkpoint import Checkpoint
 
 __all__ = ["predict"]
@@ -26,17 +28,10 @@ _OTHER_LOADER: dict[str, str] = {
 
 def predict(checkpoint: Checkpoint) -> str:
     """The outcome of ``torch.load(path)`` with a torch of today, on a machine with and without the devices it names."""
+    first = next((text for applies, text in _AT_ONCE if applies(checkpoint)), None)
     if checkpoint.format in _OTHER_LOADER:
-        return f"torch.load {_OTHER_LOADER[checkpoint.format]}"
-    if checkpoint.integrity == "not-a-checkpoint":
-        return "torch.load fails, with an error that does not say why"
-    if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
-        return "torch.load fails: only torch 1.4 and 1.5 read this first form of the zip format"
-    if _TWO_READINGS & {problem.code for problem in checkpoint.problems}:
-        return "torch.load may load it without a word, and something else than another program reads from the same file"
-    if _unreadable(checkpoint):
-        return "torch.load fails: the file is damaged"
-    return "torch.load " + "; ".join(_steps(checkpoint))
+        first = _OTHER_LOADER[checkpoint.format]
+    return f"torch.load {first or '; '.join(_steps(checkpoint))}"
 
 
 # Containers that torch reads as long as the part it looks at is in order.
@@ -83,6 +78,28 @@ def _unreadable(checkpoint: Checkpoint) -> bool:
 
     codes = {problem.code for problem in checkpoint.problems} - _UNNOTICED
     return any(rule_of(code).integrity in ("repairable", "damaged") for code in codes)
+
+
+# What decides before any name or device matters; the first that applies.
+_AT_ONCE: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
+    (
+        lambda checkpoint: checkpoint.path.endswith(".safetensors"),
+        "fails from torch 2.13 on: its name says safetensors, and it is none; rename it",
+    ),
+    (
+        lambda checkpoint: checkpoint.integrity == "not-a-checkpoint",
+        "fails, with an error that does not say why",
+    ),
+    (
+        lambda checkpoint: any(storage.record.startswith("tensors/") for storage in checkpoint.storages),
+        "fails: only torch 1.4 and 1.5 read this first form of the zip format",
+    ),
+    (
+        lambda checkpoint: bool(_TWO_READINGS & {problem.code for problem in checkpoint.problems}),
+        "may load it without a word, and something else than another program reads from the same file",
+    ),
+    (_unreadable, "fails: the file is damaged"),
+)
 
 
 def _steps(checkpoint: Checkpoint) -> list[str]:

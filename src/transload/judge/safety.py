@@ -46,6 +46,7 @@ class _Judge:
         self.verdicts: dict[tuple[str, str], tuple[str, str]] = {}
         self.complaints: dict[str, tuple[Safety, str]] = {}
         self.reached: set[tuple[str, str]] = set()
+        self.slots: dict[int, bool] = {}
         self.unloadable = ""
         self.nested = Nested()
 
@@ -135,9 +136,21 @@ class _Judge:
             self.complain("dangerous", "it reaches into objects by name", pickle, call.position)
         elif key == _TYPE and not (type(call.args) is tuple and len(call.args) == 1):
             self.complain("dangerous", "it makes a class", pickle, call.position)
-        elif call.states and any(_slot_dunder(state) for state in call.states):
+        elif call.states and any(self._slot_dunder(state) for state in call.states):
             self.complain("dangerous", "it sets a double-underscore attribute on an object", pickle, call.position)
         return self._inside(call, pickle) if verdict == "dangerous" and is_loader(*key) else []
+
+    def _slot_dunder(self, state: object) -> bool:
+        """A two-tuple state is set attribute by attribute, so that ``__class__`` in it replaces the class.
+
+        Each is looked through once, since a million objects may share it.
+        """
+        if type(state) is not tuple or len(state) != 2 or type(state[1]) is not Dict:
+            return False
+        items = state[1].items
+        if id(items) not in self.slots:
+            self.slots[id(items)] = any(type(key) is str and key.startswith("__") for key in items[::2])
+        return self.slots[id(items)]
 
     def _inside(self, call: Call, pickle: Pickle) -> list[Pickle]:
         """The pickles a re-entrant loader is given; that it is one is an alarm already, this tells what for."""
@@ -205,7 +218,7 @@ class _Judge:
                 yield Finding(*_COMPLAINTS[safety], _cut(texts))
         trust = [use for use in globals_ if use.verdict in ("unknown", "harmless")]
         if trust:
-            evidence = [f"{use.full_name}: {use.purpose}" for use in trust]
+            evidence = _by_purpose(trust)
             title = f"torch.load refuses {_some(len(trust), 'name')} in it unless you allow them"
             fixes = () if dangerous else self._fixes(trust)
             yield Finding("needs-trust", "warning", title, _cut(evidence), fixes)
@@ -232,13 +245,6 @@ _COMPLAINTS: dict[str, tuple[str, Severity, str]] = {
     "unknown": ("odd-use", "warning", "it holds calls no loader would accept"),
     "needs-trust": ("trusted-use", "warning", "it uses allowed names in unusual ways"),
 }
-
-
-def _slot_dunder(state: object) -> bool:
-    """A two-tuple state is set attribute by attribute, so that ``__class__`` in it replaces the class."""
-    if type(state) is not tuple or len(state) != 2 or type(state[1]) is not Dict:
-        return False
-    return any(type(key) is str and key.startswith("__") for key in state[1].items[::2])
 
 
 def _plain_getattr(call: Call) -> bool:
@@ -290,6 +296,14 @@ def _is_newobj_ex(callee: object) -> bool:
     return _is_attribute(new) and new.args[1] == "__new__" and state[1][:1] == (new.args[0],)
 
 
+def _by_purpose(uses: list[GlobalUse]) -> list[str]:
+    """A line for each purpose, with the names it is that of."""
+    groups: dict[str, list[str]] = {}
+    for use in uses:
+        groups.setdefault(use.purpose, []).append(use.full_name)
+    return [f"{', '.join(names)}: {purpose}" for purpose, names in groups.items()]
+
+
 def _used(use: GlobalUse) -> str:
     parts = [f"called {use.called}×" if use.called else "", f"built {use.built}×" if use.built else ""]
     return ", ".join(part for part in parts if part) or "imported only"
@@ -316,7 +330,7 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     """
     spelled = {(use.module, use.name): _torch_says(use) for use in uses if use.module != "torch.tensor"}
     spelled |= {(module, name): f"{module}.{name}" for module, name in inside}
-    if not all(_is_path(module) and _is_path(name) for module, name in spelled):
+    if len(spelled) > _MAX_LINES or not all(_is_path(module) and _is_path(name) for module, name in spelled):
         return ()
     lines = _Lines(name.partition(".")[0] for module, name in spelled if module == "builtins")
     for (module, name), spelling in spelled.items():
@@ -325,6 +339,9 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
         lines.imports.append("import numpy")
         lines.entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
     return ("import torch", *lines.imports, f"torch.serialization.add_safe_globals([{', '.join(lines.entries)}])")
+
+
+_MAX_LINES = 500  # names nobody will read one by one
 
 
 def _torch_says(use: GlobalUse) -> str:

@@ -16,6 +16,9 @@ from transload.read.nodes import Call, Dict, Global, Persistent
 
 __all__ = ["check_call", "full_name"]
 
+# One shared object of a million items behind a million calls is a small file: what a rule looks through has an end.
+_MAX_ITEMS = 100
+
 Complaint = tuple[Safety, str] | None
 Rule = Callable[[str, tuple[Any, ...], Call], Complaint]
 
@@ -77,10 +80,12 @@ def _check_states(name: str, states: list[object]) -> Complaint:
     """BUILD on the result: what state may be put into it."""
     for state in states:
         if name == "collections.OrderedDict":
-            keys = state.items[::2] if type(state) is Dict else [None]
+            keys = state.items[: 2 * _MAX_ITEMS : 2] if type(state) is Dict else [None]
             odd = [key for key in keys if key != "_metadata"]
             if odd:  # a key such as "items" shadows the method of that name
                 return "needs-trust", f"an OrderedDict is given the attribute {str(odd[0])[:60]!r}"
+            if len(keys) == _MAX_ITEMS:
+                return "needs-trust", "an OrderedDict is given more attributes than it can have"
         elif name not in _BUILDABLE or not _is_tensor_state(state):
             return "needs-trust", f"the result of {name} is given a state"
     return None
@@ -90,17 +95,14 @@ _BUILDABLE = frozenset({"torch.nn.parameter.Parameter", *_TENSOR_CLASSES})
 
 
 def _is_tensor_state(state: object) -> bool:
-    """What ``Tensor.__setstate__`` takes: a place in a storage, or flags and hooks, as torch up to 0.3 wrote them."""
-    if type(state) is not tuple:
-        return False
-    if len(state) == 4:
-        return type(state[0]) is Persistent and type(state[1]) is int
-    return len(state) in (3, 5) and _no_hooks(state[2])
+    """Flags and hooks, as torch up to 0.3 wrote them. The other state there is would make it another tensor."""
+    return type(state) is tuple and len(state) == 3 and _no_hooks(state[2])
 
 
 def _encode(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
     if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
-        return None
+        fine = args[0].isascii() or max(args[0]) <= "\xff"
+        return None if fine else ("unknown", "_codecs.encode is given text that latin1 does not have")
     return "dangerous", "_codecs.encode is asked for a codec other than latin1, which imports code"
 
 
@@ -134,7 +136,8 @@ def _mapping(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
 
 def _are_pairs(node: object) -> bool:
     """``[[key, value], …]``: how Python 2 writes an ordered dictionary."""
-    return type(node) in (list, tuple) and all(type(p) in (list, tuple) and len(p) == 2 for p in node)  # type: ignore[attr-defined]
+    # Loaders refuse a later one that is no pair; nothing else depends on it.
+    return type(node) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in node[:_MAX_ITEMS])
 
 
 def _device(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
@@ -143,12 +146,17 @@ def _device(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
 
 
 def _size(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
-    fine = not args or (len(args) == 1 and type(args[0]) in (tuple, list) and all(type(a) is int for a in args[0]))
+    fine = not args or (len(args) == 1 and type(args[0]) is tuple and len(args[0]) <= _MAX_ITEMS)
+    fine = fine and all(type(a) is int for a in (args[0] if args else ()))
     return None if fine else ("needs-trust", "an odd torch.Size")
 
 
 def _layout(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
-    return None if len(args) == 1 and type(args[0]) is str else ("needs-trust", "an odd tensor layout")
+    return None if len(args) == 1 and args[0] in _LAYOUTS else ("needs-trust", "an odd tensor layout")
+
+
+_SPARSE = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
+_LAYOUTS = ("torch.strided", *(f"torch.{name}" for name in _SPARSE))
 
 
 def _storage(name: str, _: tuple[Any, ...], __: Call) -> Complaint:
@@ -159,7 +167,8 @@ def _storage(name: str, _: tuple[Any, ...], __: Call) -> Complaint:
 def _tensor_class(name: str, args: tuple[Any, ...], _: Call) -> Complaint:
     if not args:
         return None
-    if any(type(a) in (int, Call, Global, Persistent) for a in args):  # a number, a torch.Size, a tensor of one number
+    # a number, a torch.Size, a tensor of one number
+    if len(args) > _MAX_ITEMS or any(type(a) in (int, Call, Global, Persistent) for a in args):
         return "dangerous", f"{name} is called with a size: unbounded, uninitialised memory"
     return "needs-trust", f"{name} is called with {_kinds(args)}"
 
@@ -221,7 +230,7 @@ def _are_flags(metadata: object) -> bool:
     """``{"conj": True}``, or nothing."""
     if type(metadata) is not Dict:
         return metadata is None
-    return all(type(flag) is bool for flag in metadata.items[1::2])
+    return len(metadata.items) <= _MAX_ITEMS and all(type(flag) is bool for flag in metadata.items[1::2])
 
 
 def _from_type(_: str, args: tuple[Any, ...], call: Call) -> Complaint:
@@ -246,6 +255,8 @@ _PLAIN_KINDS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", f"{_NJ
 def _check_attributes(state: object) -> Complaint:
     """Attributes that are set on a tensor: a dictionary, or a pair of them where the class has slots."""
     parts = state if type(state) is tuple else (state,)
+    if len(parts) > 2 or any(type(part) is Dict and len(part.items) > _MAX_ITEMS for part in parts):
+        return "unknown", "a tensor is given a state of a size no tensor has"
     keys = [key for part in parts if type(part) is Dict for key in part.items[::2]]
     for key in keys:
         if type(key) is not str:
@@ -318,4 +329,4 @@ _RULES: dict[str, Rule] = {
 
 
 def _kinds(args: tuple[Any, ...]) -> str:
-    return ", ".join(type(a).__name__ for a in args) or "nothing"
+    return ", ".join(type(a).__name__ for a in args[:8]) or "nothing"

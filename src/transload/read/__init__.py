@@ -156,8 +156,17 @@ def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
     reader = _zip_reader(archive)
     if reader is None:
         return _foreign_zip(source, index)
-    checkpoint = reader(archive, index.problems, path=source.name, nbytes=source.size)
+    problems = (*index.problems, *_other_face(source))
+    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size)
     return _with_checksums(checkpoint, source, index) if verify else checkpoint
+
+
+def _other_face(source: Source) -> list[Problem]:
+    """The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name."""
+    from transload.read.safetensors import looks_like
+
+    detail = "it is also a safetensors file, and torch goes by the name"
+    return [Problem("zip-inside", detail=detail)] if looks_like(source) else []
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:

@@ -109,7 +109,7 @@ class Described(NamedTuple):
 
 def node(what: Described, archive: Archive) -> Call:
     """The rebuild call for a described tensor. A storage without bytes is taken to be as long as the tensor needs."""
-    sizes, strides = ([number(n) for n in entries(part)] for part in (what.sizes, what.strides))
+    sizes, strides = (tuple(number(n) for n in entries(part)) for part in (what.sizes, what.strides))
     offset = number(what.offset)
     record = archive.find(what.record)
     nbytes = what.nbytes if what.nbytes is not None else record.size if record is not None else 0
@@ -120,7 +120,7 @@ def node(what: Described, archive: Archive) -> Call:
     return Call(_PARAMETER, (call, what.requires_grad, None), "reduce", 0) if what.parameter else call
 
 
-def _reach(dtype: str, offset: Any, sizes: list[Any], strides: list[Any]) -> int:
+def _reach(dtype: str, offset: Any, sizes: tuple[Any, ...], strides: tuple[Any, ...]) -> int:
     numbers = (offset, *sizes, *strides)
     if 0 in sizes or any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers):
         return 0

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Part, Storage
+from transload.errors import CannotReadError
 from transload.read.distributed import METADATA, read_dcp_into
+from transload.read.nodes import Pickle
 from transload.read.noted import Noted, some
 from transload.read.parts import MAX_ENTRIES, Listing, Merger, Readers, list_directory, try_list, try_read
 from transload.read.ranks import is_deepspeed, is_megatron, read_deepspeed, read_megatron
@@ -54,10 +56,10 @@ def read_directory(
     )
     listing = list_directory(path)
     checkpoint = next(read(listing, readers) for fits, read in _KINDS if fits(listing))
-    return _with_surroundings(checkpoint, listing)
+    return _with_surroundings(checkpoint, listing, readers)
 
 
-def _with_surroundings(checkpoint: Checkpoint, listing: Listing) -> Checkpoint:
+def _with_surroundings(checkpoint: Checkpoint, listing: Listing, readers: Readers) -> Checkpoint:
     """What the kind's own reader does not look at: loose ends, and files that are not part of the checkpoint."""
     noted = Noted()
     noted.extend(checkpoint.problems)
@@ -68,10 +70,37 @@ def _with_surroundings(checkpoint: Checkpoint, listing: Listing) -> Checkpoint:
     known = {part.name for part in checkpoint.parts}
     unpacked = "unpacked" in dict(checkpoint.facts)
     others = [] if unpacked else [name for name in _likely(listing) if name not in known]
+    pickles: list[Pickle] = []
+    for name in others[:_MAX_OTHERS]:
+        pickles += _pickles_beside(listing, name, readers, noted)
     if others:
-        noted.add("directory-others-unread", "", f"{len(others):,} files: {some(others)}")
-    parts = tuple(Part(name, "not read", listing.files[name]) for name in others)
-    return replace(checkpoint, problems=noted.problems(), parts=(*checkpoint.parts, *parts))
+        noted.add("directory-others", "", f"{len(others):,} files: {some(others)}")
+    if len(others) > _MAX_OTHERS:
+        noted.add("directory-others-unread", "", f"{len(others) - _MAX_OTHERS:,} of them")
+    parts = tuple(Part(name, "beside the checkpoint", listing.files[name]) for name in others)
+    pickles = [*checkpoint.pickles, *pickles]
+    return replace(checkpoint, problems=noted.problems(), parts=(*checkpoint.parts, *parts), pickles=tuple(pickles))
+
+
+_MAX_OTHERS = 20
+
+
+def _pickles_beside(listing: Listing, name: str, readers: Readers, noted: Noted) -> list[Pickle]:
+    """The pickles of a file that is no part of the checkpoint: a program that loads the directory may load it too."""
+    try:
+        found = readers.file(listing.join(name))
+    except CannotReadError as error:
+        noted.add("part-unreadable", name, error.what)
+        return []
+    for pickle in found.pickles:
+        pickle.main = False
+        pickle.name = f"{name} › {pickle.name}"
+    noted.extend(tuple(replace(p, where=f"{name} › {p.where}") for p in found.problems if p.code in _TELLING))
+    return list(found.pickles)
+
+
+# Problems of such a file that bear on safety; whether its own tensors are whole is nobody's question here.
+_TELLING = frozenset({"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"})
 
 
 def _is_dcp(listing: Listing) -> bool:

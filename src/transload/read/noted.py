@@ -10,6 +10,7 @@ __all__ = ["Noted", "some"]
 MOST_OF_A_KIND = 20
 MOST_NAMES = 5
 LONGEST_NAME = 120
+LONGEST_TEXT = 2000
 
 
 class Noted:
@@ -34,7 +35,8 @@ class Noted:
         for problem in problems:
             count = self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
             if count <= MOST_OF_A_KIND:
-                self._kept.append(problem)
+                where, detail = problem.where[:LONGEST_TEXT], problem.detail[:LONGEST_TEXT]
+                self._kept.append(Problem(problem.code, where, detail, problem.title, problem.fix))
 
     def has(self, code: str) -> bool:
         """Whether that code was noted."""

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from transload.checkpoint import Key, Tensor, contiguous
-from transload.dtypes import itemsize
+from transload.dtypes import ITEMSIZE, itemsize
 from transload.read.nodes import Call, Global
 from transload.read.storages import MAX_SIZE, StorageTable
 from transload.read.values import called, device_text, dotted, short, text_of
 
 __all__ = ["MAX_NESTED", "READERS", "BadTensor", "Context", "apply", "rebuild"]
+
+MAX_RANK = 1024
+"""Dimensions of a tensor; a shape of a million, shared by a million tensors, costs its maker two bytes each."""
 
 MAX_NESTED = 16
 """A parameter around a subclass around a quantized tensor around its scales is four."""
@@ -60,9 +63,11 @@ _Reader = Callable[[Context, tuple[Any, ...]], Tensor]
 def _ints(value: object, what: str) -> tuple[int, ...]:
     if type(value) is Call and called(value) == "torch.Size":
         value = value.args[0] if type(value.args) is tuple and value.args else ()
-    if type(value) not in (tuple, list):
-        raise BadTensor(f"its {what} is no list of numbers")
-    numbers: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
+    if type(value) is not tuple:  # nor a list: one that grows after the call would show another size than torch made
+        raise BadTensor(f"its {what} is no tuple of numbers")
+    numbers: tuple[Any, ...] = value
+    if len(numbers) > MAX_RANK:
+        raise BadTensor(f"its {what} has {len(numbers)} dimensions")
     for number in numbers:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
             raise BadTensor(f"its {what} {short(value)} holds what is no size")
@@ -115,7 +120,7 @@ def _check_grad(dtype: str, requires_grad: object) -> None:
 
 def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: str) -> int:
     """The byte after the last one a view reaches; 0 for an empty one."""
-    if len(shape) != len(stride):
+    if len(shape) != len(stride) or len(shape) > MAX_RANK:
         raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
     last, empty, numel = offset, False, 1
     for size, step in zip(shape, stride, strict=True):
@@ -148,7 +153,9 @@ def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
-    scales = [part for part in args[4] if type(part) is Call] if type(args[4]) is tuple else []
+    if type(args[4]) is not tuple or len(args[4]) > 4:
+        raise BadTensor("its quantizer is none")
+    scales = [part for part in args[4] if type(part) is Call]
     for index, part in enumerate(scales):
         rebuild(ctx.inner(f"quantizer.{index}"), part)
     return tensor
@@ -226,6 +233,9 @@ def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
     inner = rebuild(ctx.inner("data"), args[0])
+    slot = ctx.table.slots.get(inner.storage or "")
+    if slot is not None and itemsize(_dtype(args[1]), inner.numel) > max(16 * slot.nbytes, 4096):
+        raise BadTensor("it would be copied from a few bytes to a great many")
     moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
     return moved._replace(device=text_of(args[2]), requires_grad=args[3] is True)
 
@@ -297,7 +307,7 @@ def apply(ctx: Context, function: str, args: object) -> Tensor:
 
 
 def _dtype(node: object) -> str:
-    return node.name if type(node) is Global and node.module == "torch" else "unknown"
+    return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
 def _layout(node: object) -> str:

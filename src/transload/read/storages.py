@@ -27,6 +27,9 @@ class Place(NamedTuple):
     compressed: bool = False
 
 
+_MAX_SHOWN = 120
+
+
 class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside
     """A file asks for more work than its size can justify; the text says what."""
 
@@ -50,7 +53,7 @@ class Budget:
     def seen(self, ident: int) -> bool:
         """Whether an object was met before; it is from now on."""
         if ident in self._seen:
-            self._repeat()
+            self.repeat()
             return True
         self._seen.add(ident)
         return False
@@ -61,10 +64,11 @@ class Budget:
         if self._names > self.MAX_NAMES:
             raise TooMuch(f"its names add up to more than {self.MAX_NAMES >> 20} MiB")
         if again:
-            self._repeat()
+            self.repeat()
 
-    def _repeat(self) -> None:
-        self._repeats += 1
+    def repeat(self, count: int = 1) -> None:
+        """Pay for so many things met before."""
+        self._repeats += count
         if self._repeats > self.MAX_REPEATS:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
@@ -97,6 +101,7 @@ class StorageTable:
         self.noted = Noted()
         self.budget = Budget()
         self._seen: dict[int, tuple[Slot, int, str] | None] = {}
+        self._views: dict[str, tuple[str, int, int]] = {}
 
     def resolve(self, node: object) -> tuple[Slot, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
@@ -122,28 +127,31 @@ class StorageTable:
         if slot is None:
             slot = self._add(key, device, dtype, nbytes)
         elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
-            detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device}, "
-            detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device}"
-            self.noted.add("storage-conflict", f"storage {key}", detail)
-        first = self._first(pid[5], numel) if len(pid) == 6 else 0
+            detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
+            detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
+            self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
+        first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
         return None if first < 0 else (slot, first, dtype)
 
-    def _first(self, view: object, numel: int) -> int:
+    def _first(self, view: object, key: str, numel: int) -> int:
         """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
         if view is None:
             return 0
-        if type(view) is tuple and len(view) == 3:
-            _, first, size = view
-            if type(first) is int and type(size) is int and 0 <= first <= first + size <= numel:
-                return first
-        self.noted.add("storage-malformed", "", "a view beyond its storage")
+        match view:
+            case (str() as name, int() as first, int() as size) if first >= 0 and size >= 0 and first + size <= numel:
+                known = self._views.setdefault(name, (key, first, size))
+                if known == (key, first, size) and (name == key or name not in self.slots):
+                    return first
+                self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", "its view bears the name of another")
+            case _:
+                self.noted.add("storage-malformed", "", "a view beyond its storage")
         return -1
 
     def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
         if 0 <= nbytes < MAX_SIZE:
             place = self._locate(key, nbytes)
         else:
-            self.noted.add("storage-size-absurd", f"storage {key}", f"{scalar(nbytes)} bytes are claimed")
+            self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", f"{scalar(nbytes)} bytes are claimed")
             place, nbytes = Place(None, 0), 0
         slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
         return slot

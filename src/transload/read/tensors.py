@@ -105,7 +105,11 @@ class _Walk:
                 "tree-too-deep", name[:200], f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
             )
             return False
-        again = self.table.budget.seen(ident)
+        again = False
+        for part in (node, *_unpacked(node)):
+            if self.table.budget.seen(id(part)):
+                again = True
+                self.table.budget.repeat(len(part.items) if type(part) is Dict else 1)
         self.on_path.add(ident)
         self.frames.append((children, path, name, ident, again))
         return True
@@ -167,6 +171,16 @@ def _search(context: Context, node: object) -> tuple[Tensor, ...]:
     return tuple(walk.tensors)
 
 
+def _unpacked(node: object) -> tuple[Any, ...]:
+    """Containers whose content is walked as if it lay in an object itself: many objects can share one."""
+    if type(node) is not Call:
+        return ()
+    state = node.states[-1] if node.states else None
+    given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
+    parts = state if type(state) is tuple else (state,)
+    return tuple(part for part in (*parts[:2], given) if type(part) in (Dict, list))
+
+
 _PLAIN = "torch._utils._rebuild_tensor"
 _ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
 
@@ -191,8 +205,12 @@ def _children(node: Any, path: tuple[Key, ...], name: str, separator: str) -> _C
 
 
 def _pairs(items: list[Any]) -> _Children:
+    """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
+    last = {items[index]: index for index in range(0, len(items) - 1, 2) if type(items[index]) is str}
     for index in range(0, len(items) - 1, 2):
-        yield items[index + 1], items[index], None
+        key = items[index]
+        if type(key) is not str or last[key] == index:
+            yield items[index + 1], key, None
 
 
 def _indexed(values: list[Any] | tuple[Any, ...]) -> _Children:
@@ -222,7 +240,7 @@ def _state_children(state: Any, path: tuple[Key, ...], name: str, separator: str
     if type(state) is not Dict:
         yield state, "state", None
         return
-    parts = _module_parts(state)
+    parts = _module_parts(state) if len(state.items) <= _MAX_ATTRIBUTES else None
     if parts:
         yield from _module_children(state, parts, path, name)
     elif separator == "/":
@@ -263,6 +281,7 @@ _PLAIN_CALLS = frozenset(
 )
 _RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
 _MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
 
 
 def _module_parts(state: Dict) -> tuple[list[Any], ...] | None:

@@ -104,10 +104,13 @@ def _header(block: bytes) -> _Header | None:
 
 
 def _octal(field: bytes) -> int | None:
-    if field[:1] == b"\x80":  # sizes from 8 GiB on are binary
-        return int.from_bytes(field[1:], "big")
-    text = field.split(b"\0")[0].strip()
-    return int(text, 8) if text and not text.strip(b"01234567") else None
+    """A number of a header, exactly as tarfile takes it: torch asks tarfile, and a polyglot lives where we differ."""
+    if field[:1] in (b"\x80", b"\xff"):  # sizes from 8 GiB on are binary
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    try:
+        return int(field.split(b"\0")[0].decode("ascii", "strict").strip() or "0", 8)
+    except ValueError:
+        return None
 
 
 def read_tar(source: Source) -> Checkpoint | None:
@@ -120,6 +123,7 @@ def read_tar(source: Source) -> Checkpoint | None:
     reader.read_storages()
     reader.read_tensors()
     main = reader.read_main()
+    reader.read_beginning()
     table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
     for node in reader.storage_ids.values():
         table.resolve(node)
@@ -146,6 +150,8 @@ def _check_members(listed: list[Member], source: Source) -> list[Problem]:
             out.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
         elif member.odd.startswith("an extended header"):
             out.append(Problem("tar-ambiguous", name, member.odd))
+        if member.offset + member.size > source.size:
+            out.append(Problem("tar-cut", name[:80], "the archive ends inside this member"))
         seen.add(name)
     extra = sorted(seen - _WANTED)
     if extra:
@@ -170,8 +176,6 @@ class _Reader:
     def part(self, name: str) -> Slice:
         """One member as a source."""
         member = self._found[name]
-        if member.offset + member.size > self._source.size:
-            self.problems.append(Problem("tar-cut", name, "the archive ends inside this member"))
         return Slice(self._source, member.offset, member.size, name)
 
     def took(self, pickle: Pickle) -> None:
@@ -188,6 +192,13 @@ class _Reader:
                 main.main = name == "pickle"
                 self.took(main)
         return main
+
+    def read_beginning(self) -> None:
+        """The file as a pickle: torch turns to that as soon as tarfile stumbles, and a header may be one, too."""
+        pickle, _ = run_at(self._source, 0, "beginning of the file", _WINDOW)
+        if pickle.globals or pickle.extensions or not pickle.broken:
+            self.took(pickle)
+            self.problems.append(Problem("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header"))
 
     def next(self, part: Slice, position: int, name: str) -> tuple[Any, int]:
         """The value of the next pickle; ``None`` once it is broken."""

@@ -38,7 +38,7 @@ def _tensor_row(tensor: Tensor, storage: Storage | None) -> tuple[Line, ...]:
     where = f"storage {printable(tensor.storage, 40)}" if tensor.storage is not None else ""
     return (
         ((printable(tensor.name, None) or '""', ""),),
-        ((tensor.dtype, "dim"),),
+        ((printable(tensor.dtype, 40), "dim"),),
         ((shape_text(tensor.shape), ""),),
         ((printable(tensor.device, 40), "dim"),),
         ((size(tensor.nbytes), ""),),

@@ -81,7 +81,8 @@ class _Drawing:
     def _words(self, node: Any, tensor: Tensor | None) -> Line:
         if tensor is not None:
             device = "" if tensor.device == "cpu" else f" on {printable(tensor.device, 40)}"
-            return ((tensor.cls or "Tensor", ""), (f" {tensor.dtype} {shape_text(tensor.shape)}{device}", "dim"))
+            made = f" {printable(tensor.dtype, 40)} {shape_text(tensor.shape)}{device}"
+            return ((printable(tensor.cls or "Tensor", 60), ""), (made, "dim"))
         kind = type(node)
         if kind is Dict:
             return (("dict", ""), (f" of {len(node.items) // 2:,}", "dim"))

@@ -75,8 +75,19 @@ def _finding(finding: Finding) -> Iterator[Block]:
     if len(finding.evidence) > _EVIDENCE:
         yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more", "dim"),), lead=(("    ", ""),))
     for step in steps(finding.fix):
-        for place, text in enumerate(step):
-            yield Prose(((printable(text, None), ""),), lead=(("    " if place else "  → ", "good"),))
+        if len(step) == 1:
+            yield Prose(((printable(step[0], None), ""),), lead=(("  → ", "good"),))
+        else:
+            yield from _code(step)
+
+
+def _code(lines: Sequence[str]) -> Iterator[Block]:
+    """Lines to be pasted: at the margin and never folded, since Python minds both."""
+    yield Prose((("before torch.load, if you trust the file:", ""),), lead=(("  → ", "good"),))
+    yield BLANK
+    for line in lines:
+        yield Prose(((printable(line, None).replace(" ", GLUE), ""),))
+    yield BLANK
 
 
 def tensors_folded(checkpoint: Checkpoint) -> Iterator[Block]:
@@ -106,7 +117,7 @@ def _tree_row(row: Row, *, mixed: bool) -> tuple[Line, ...]:
     tensor = twig.tensor
     device = printable(tensor.device, 24) if mixed else ""
     shape = cut(shape_text(tensor.shape), _TREE_SHAPE)
-    return (name, ((tensor.dtype, "dim"),), ((shape, ""),), ((device, "dim"),), total)
+    return (name, ((printable(tensor.dtype, 40), "dim"),), ((shape, ""),), ((device, "dim"),), total)
 
 
 def _inside(twig: Twig, *, closed: bool) -> str:

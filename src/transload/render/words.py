@@ -84,6 +84,7 @@ def integrity_reason(checkpoint: Checkpoint) -> str:
     reason = INTEGRITY[checkpoint.integrity][1]
     if checkpoint.integrity != "unchecked":
         return reason
-    if any(record.crc32 for record in checkpoint.records):
+    summed = any(record.crc32 for record in checkpoint.records)
+    if summed or any(storage.crc32 for storage in checkpoint.storages):
         return f"{reason}; --verify compares their checksums"
     return f"{reason}; there are no checksums to compare"
