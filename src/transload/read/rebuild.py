@@ -145,7 +145,9 @@ def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    if args[4] is True:  # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients
+    # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other formats
+    # describe comes here without hooks, and is loaded otherwise.)
+    if args[4] is True and args[5] is not None:
         detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
         ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
     return _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
