@@ -341,7 +341,7 @@ def old(model: object, records: dict[str, bytes]) -> bytes:
 
 
 def entry(key: str, dims: list[str], strides: list[str], offset: str = "0", kind: str = "FLOAT") -> dict[str, Any]:
-    where = {"data": {"key": key}, "device": "cuda:0", "requiresGrad": True}
+    where = {"data": {"key": key}, "device": "cuda:0", "requiresGrad": kind == "FLOAT"}
     return {"dims": dims, "strides": strides, "offset": offset, "dataType": kind, **where}
 
 
