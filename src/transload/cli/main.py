@@ -80,6 +80,8 @@ def _unknown(word: str) -> int:
     kind = "option" if word.startswith("-") else "command"
     near = get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
+    if os.path.exists(word):  # noqa: PTH110 - pathlib costs as much as all the rest of this path
+        hint = f"did you mean 'transload inspect {printable(word)}'?"
     print(f"{_USAGE}\ntransload: there is no {kind} '{printable(word)}'; {hint}", file=sys.stderr)
     return 2
 

@@ -323,6 +323,10 @@ RULES: dict[str, Rule] = {
 }
 
 
+# Problems that say nothing once another is told.
+_EXPLAINS = {"zip-no-directory": frozenset({"zip-no-version", "zip-walked"})}
+
+
 def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, Integrity, tuple[Finding, ...]]:
     """The worst verdicts the problems force, and one finding for each kind of problem."""
     from transload.findings import worst_integrity, worst_safety
@@ -331,6 +335,9 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, Integrity, tu
     for problem in problems:
         groups.setdefault(problem.code, []).append(problem)
     rules = {code: rule_of(code) for code in groups}
+    for cause, effects in _EXPLAINS.items():  # one accident, one finding; the verdicts count all
+        if cause in groups:
+            groups = {code: group for code, group in groups.items() if code not in effects}
     findings = tuple(_finding(code, rules[code], group) for code, group in groups.items())
     safety = worst_safety(*(rule.safety for rule in rules.values()))
     return safety, worst_integrity(*(rule.integrity for rule in rules.values())), findings

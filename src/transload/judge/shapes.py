@@ -142,6 +142,8 @@ def _are_pairs(node: object) -> bool:
 
 def _device(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
     fine = 1 <= len(args) <= 2 and type(args[0]) in (str, int) and all(type(a) is int for a in args[1:])
+    if fine and type(args[0]) is str:
+        fine = args[0].partition(":")[0].isidentifier()
     return None if fine else ("needs-trust", "an odd torch.device")
 
 

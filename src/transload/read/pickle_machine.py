@@ -78,7 +78,7 @@ def _bytes_of(index: int) -> bytes:
 class _Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first."""
 
-    __slots__ = ("data", "frame_end", "frames", "memo", "meta", "out", "pos", "size", "stack")
+    __slots__ = ("data", "frame_end", "frames", "given", "memo", "meta", "out", "pos", "size", "stack")
 
     def __init__(self, data: bytes, start: int, name: str) -> None:
         self.data = data
@@ -89,6 +89,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.frame_end = 0
         self.frames: list[int] = []
+        self.given: set[int] = set()
         self.out = Pickle(name, start)
 
     # -- reading arguments
@@ -325,6 +326,8 @@ def _execute(vm: _Machine) -> None:  # one loop, the opcodes by frequency: 0.2 Â
                 callee = stack[-1]
                 node = stack[-1] = Call(callee, args, "reduce", pos)
                 calls.append(node)
+                if type(args) is tuple and args and type(args[0]) is list:
+                    vm.given.add(id(args[0]))  # the call keeps it alive, so nothing else gets its number
             elif op == 0x6A:  # LONG_BINGET
                 push(memo[_U32(data, pos)[0]])
                 pos += 4
@@ -479,6 +482,8 @@ def _appends(vm: _Machine) -> None:
 
 def _extend(vm: _Machine, target: object, items: list[Any]) -> None:
     if type(target) is list:
+        if id(target) in vm.given:
+            vm.odd("a list is changed after a call was given it")
         target.extend(items)
     elif type(target) is Call:
         if target.appended is None:

@@ -113,7 +113,8 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
     """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
     for node in pickle.persistent:
         table.resolve(node)
-    return find_tensors(pickle.root, table, separator=separator)
+    root = pickle.root if pickle.end > pickle.start else ()  # nothing, not the value None, where there is no pickle
+    return find_tensors(root, table, separator=separator)
 
 
 def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
@@ -286,6 +287,9 @@ def stray_records(
     return out, pickles
 
 
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # archives in it
+
+
 def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle], list[Problem]]:
     """The pickles among such records: other loaders may read them even if torch.load does not."""
     pickles: list[Pickle] = []
@@ -298,7 +302,9 @@ def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle]
         unseen += [] if whole else [record.name]
     if not unseen:
         return pickles, []
-    return pickles, [Problem("record-unseen", unseen[0][:80], f"{len(unseen)} records are too much to look at")]
+    return pickles, [
+        Problem("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
+    ]
 
 
 def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:
@@ -307,6 +313,8 @@ def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bo
         part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
         payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
         pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
+        if payload.data.startswith(_PACKED):
+            return [], len(payload.data), False
         whole = len(payload.data) >= record.size or (bool(pickles) and not pickles[-1].cut)
         if whole or payload.problem:
             break

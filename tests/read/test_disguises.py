@@ -1,0 +1,172 @@
+"""Files that are two things at once, change under the reader, or share without end: each was once taken for sound."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from transload.cli.main import main
+from transload.read import inspect
+from transload.read.torch_legacy import MAGIC
+
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+HOOKS = b"ccollections\nOrderedDict\n)R"
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + len(raw).to_bytes(4, "little") + raw
+
+
+def storage(key: str, numel: int = 4) -> bytes:
+    return b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + b"K" + bytes([numel]) + b"tQ"
+
+
+def saved(body: bytes, **records: bytes) -> bytes:
+    """A torch.save archive whose object is the given pickle."""
+    import zipfile
+
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + body + b".")
+        archive.writestr("archive/version", b"3\n")
+        for key in ("0", "1"):
+            archive.writestr(f"archive/data/{key}", bytes(16))
+        for name, data in records.items():
+            archive.writestr(f"archive/{name.replace('_', '.')}", data)
+    return out.getvalue()
+
+
+def tar_in_a_stream(number: bytes) -> bytes:
+    """A tar archive for tarfile whose first header, read as a pickle, is the magic number of the legacy stream."""
+    magic = b"\x80\x02\x8a\n" + MAGIC.to_bytes(10, "little") + b"."
+    block = bytearray(512)
+    block[: len(magic)] = magic
+    block[124:136] = number.ljust(12, b"\0")
+    block[156:157] = b"0"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in (("storages", b"K\0.]."), ("tensors", b"K\0."), ("pickle", b"cos\ngetcwd\n)R.")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return bytes(block) + out.getvalue()
+
+
+@pytest.mark.parametrize("number", [b"", b" ", b"0", b"0o0", b"+0", b"-0", b"0_0", b"\x80"], ids=repr)
+def test_what_tarfile_takes_for_a_tar_is_one(number: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "both.pt"
+    path.write_bytes(tar_in_a_stream(number))
+    assert tarfile.is_tarfile(path)
+    assert inspect(path).safety == "dangerous"
+
+
+def test_a_zip_that_is_also_safetensors_has_two_readings() -> None:
+    start = b"PK\x03\x04\x00\x00\x00\x00"  # as a header length: 67 MB
+    length = int.from_bytes(start, "little")
+    header = json.dumps({"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}).encode().ljust(length)
+    body = bytearray(start + header)
+    zipped = saved(HOOKS)
+    body[1000 : 1000 + len(zipped)] = zipped
+    assert inspect(bytes(body)).safety in ("unknown", "dangerous")
+
+
+def test_a_size_that_grows_after_the_call_is_no_size() -> None:
+    grown = b"](K\x02eq\x01](K\x01eq\x02" + REBUILD + b"(" + storage("0") + b"K\0h\x01h\x02\x89" + HOOKS + b"tR"
+    assert "tensor-broken" in {problem.code for problem in inspect(saved(grown)).problems}
+
+
+def test_a_dictionary_that_grows_after_the_call_is_told() -> None:
+    late = b"ccollections\nOrderedDict\n]q\x01\x85Rh\x01" + text("w") + b"N\x86a0"
+    assert "pickle-irregular" in {problem.code for problem in inspect(saved(late)).problems}
+
+
+def test_of_two_values_for_a_key_the_last_counts() -> None:
+    def tensor(key: str) -> bytes:
+        return REBUILD + b"(" + storage(key) + b"K\0K\x04\x85K\x01\x85\x89" + HOOKS + b"tR"
+
+    data = saved(b"}(" + text("w") + tensor("0") + text("w") + tensor("1") + b"u")
+    assert [(t.name, t.storage) for t in inspect(data).tensors] == [("w", "1")]
+
+
+def test_an_archive_inside_is_not_called_safe() -> None:
+    inner = io.BytesIO()
+    torch.save({}, inner)
+    assert inspect(saved(HOOKS)).safety == "data-only"
+    assert inspect(saved(HOOKS, extra_pt=inner.getvalue())).safety == "unknown"
+
+
+SHARED = {
+    "one state behind many objects": lambda n: (
+        b"(}(" + b"K\1N" * n + b"uq\1c__main__\nX\nq\2" + b"h\2)Rh\1b" * n + b"t"
+    ),
+    "one pair of states behind many objects": lambda n: (
+        b"(}(" + b"K\1N" * n + b"uq\1c__main__\nX\nq\2" + b"h\2)Rh\1h\1\x86b" * n + b"t"
+    ),
+    "one shape behind many tensors": lambda n: (
+        b"((" + b"K\1" * n + b"tq\1" + REBUILD + b"q\2" + storage("0") + b"q\3" + HOOKS + b"q\4"
+        + b"h\2(h\3K\0h\1h\1\x89h\4tR" * n + b"t"
+    ),
+    "one list of pairs behind many dictionaries": lambda n: (
+        b"((" + b"NN\x86" * n + b"tq\1ccollections\nOrderedDict\nq\2" + b"h\2h\1\x85R" * n + b"t"
+    ),
+    "many modules with one class name": lambda n: b"(" + b"".join(b"cm%d\nX\n" % i for i in range(n)) + b"t",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", SHARED)
+def test_what_is_shared_is_paid_for_once(attack: str) -> None:
+    """Twice the file may cost twice the work, not four times: counted in calls, since clocks lie."""
+    small, large = (calls_made(saved(SHARED[attack](n))) for n in (1000, 4000))
+    assert large < 8 * small + 200_000
+
+
+def calls_made(data: bytes) -> int:
+    """Steps of the interpreter while a file is read: lines run and functions called."""
+    import sys
+
+    steps = 0
+
+    def trace(*_: object) -> object:
+        nonlocal steps
+        steps += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        inspect(data)
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def test_no_dtype_or_class_speaks_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = b"B\x1b]0;x\x07"
+    wrapper = (
+        b"ctorch._utils\n_rebuild_wrapper_subclass\n(cm\n" + evil + b"\nctorch\n" + evil + b"\nK\x04\x85K\x01\x85K\0N"
+    )
+    path = tmp_path / "evil.pt"
+    path.write_bytes(saved(wrapper + text("cpu") + b"\x89tR"))
+    for option in ((), ("--tensors",), ("--tree",), ("--globals",)):
+        main(["inspect", *option, str(path)])
+        assert "\x1b" not in capsys.readouterr().out
+
+
+def test_the_lines_to_paste_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "module.pt"
+    torch.save(torch.nn.Sequential(*(getattr(torch.nn, n)() for n in ("ReLU", "GELU", "Tanh", "SiLU", "Mish"))), path)
+    main(["inspect", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("import torch")
+    last = next(i for i, line in enumerate(lines) if line.startswith("torch.serialization.add_safe_globals"))
+    code = "\n".join([*lines[first : last + 1], f"torch.load({str(path)!r}, weights_only=True)"])
+    with torch.serialization.safe_globals([]):
+        exec(code, {})  # noqa: S102 - what a user would do
