@@ -510,16 +510,14 @@ def made_up(draw: st.DrawFn) -> bytes:
     return forge.checkpoint(pickled(ordered(held)), {str(i): bytes(range(size)) for i, size in enumerate(sizes)})
 
 
-@tries(max_examples=400 * FUZZ)
+SOUND = forge.checkpoint(pickled(ordered({"t0": tensor("0")})), {"0": bytes(16)})
+
+
+@tries(max_examples=300 * FUZZ)
 @given(made_up())
+@example(SOUND)
 def test_made_up_tensors_that_we_call_sound_are_what_torch_makes(data: bytes) -> None:
     told = told_of(data, verify=True)
+    assert told.ok or data != SOUND
     if told.ok:
         same(told, data, load(data))
-
-
-def test_some_made_up_tensors_are_sound() -> None:
-    """The property above must have something to say."""
-    from hypothesis import find
-
-    assert find(made_up(), lambda data: told_of(data, verify=True).ok and bool(told_of(data).tensors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_an_archive_inside_is_not_called_safe() -> None:
     assert inspect(saved(HOOKS, extra_pt=inner.getvalue())).safety == "unknown"
 
 
-SHARED = {
+SHARED: dict[str, Callable[[int], bytes]] = {
     "one state behind many objects": lambda n: (
         b"(}(" + b"K\1N" * n + b"uq\1c__main__\nX\nq\2" + b"h\2)Rh\1b" * n + b"t"
     ),

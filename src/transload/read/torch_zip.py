@@ -113,7 +113,8 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
     """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
     for node in pickle.persistent:
         table.resolve(node)
-    root = pickle.root if pickle.end > pickle.start else ()  # nothing, not the value None, where there is no pickle
+    # Where there is no pickle there is nothing, not the value None.
+    root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
     return find_tensors(root, table, separator=separator)
 
 
