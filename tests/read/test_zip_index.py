@@ -315,6 +315,12 @@ CONTAINERS: dict[str, tuple[bytes, set[str]]] = {
     "C19 a tar": (forge.tar({"pickle": pickled(DANGEROUS)}), {"dangerous"}),
     "C21 a computed magic number": (pickled(DANGEROUS) + forge.legacy(), {"dangerous"}),
     "a stream with an archive behind it": (forge.legacy(after=forge.checkpoint(HOSTILE)), {"dangerous"}),
+    "a stream with a wide archive behind it": (
+        forge.legacy(
+            after=archive(entries(HOSTILE), Tail(zip64=True, count=0xFFFF, size=forge.ALL32, start=forge.ALL32))
+        ),
+        {"dangerous"},
+    ),
     "a tar with an archive behind it": (forge.tar(end=bytes(1024) + forge.checkpoint(HOSTILE)), {"dangerous"}),
     "a pickle with an archive behind it": (pickled(b"]") + forge.checkpoint(), {"dangerous"}),
 }
@@ -324,6 +330,11 @@ CONTAINERS: dict[str, tuple[bytes, set[str]]] = {
 def test_a_container_is_never_safer_than_what_it_holds(trick: str) -> None:
     data, verdicts = CONTAINERS[trick]
     assert inspect(data).safety in verdicts
+
+
+@pytest.mark.parametrize("trick", [trick for trick in CONTAINERS if "behind it" in trick])
+def test_an_archive_behind_something_else_is_one_to_zipfile(trick: str) -> None:
+    assert by_zipfile(CONTAINERS[trick][0], "archive/data.pkl") in (HOSTILE, forge.state_dict())
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".txt", ".safetensors", ".ckpt", ""])

@@ -15,7 +15,8 @@ from transload.read.cubin import HEADER, Elf, capability, ptx_target, read_elf
 from transload.read.described import Described, complaints, entries, items, load_json, node, text, typed
 from transload.read.nested import Budget, head, open_record
 from transload.read.nodes import Call, Dict
-from transload.read.tensors import Place, StorageTable, find_tensors
+from transload.read.storages import Place, StorageTable
+from transload.read.tensors import find_tensors
 from transload.read.torch_export import Gathered, gather, pt2_facts
 from transload.read.torch_zip import Archive, needed_by
 

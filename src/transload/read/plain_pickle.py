@@ -6,7 +6,8 @@ from transload.checkpoint import Checkpoint
 from transload.findings import Problem
 from transload.read.nodes import Call, Dict, Pickle, Set
 from transload.read.source import Source
-from transload.read.tensors import Place, StorageTable, find_tensors
+from transload.read.storages import Place, StorageTable
+from transload.read.tensors import find_tensors
 from transload.read.torch_legacy import run_at
 from transload.read.torch_zip import pickle_problems
 from transload.read.zip_index import ends_like_zip

@@ -15,10 +15,10 @@ from transload.findings import Problem
 from transload.read.nodes import Call, Dict, Persistent, Set
 from transload.read.noted import Noted
 from transload.read.rebuild import READERS, BadTensor, Context, apply
-from transload.read.storages import Place, Slot, StorageTable, TooMuch
+from transload.read.storages import StorageTable, TooMuch
 from transload.read.values import called, leaf_kind, short, short_key
 
-__all__ = ["MAX_DEPTH", "MAX_LEAVES", "Place", "Slot", "StorageTable", "Tree", "find_tensors"]
+__all__ = ["MAX_DEPTH", "MAX_LEAVES", "Tree", "find_tensors"]
 
 MAX_DEPTH = 1000
 """Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels."""

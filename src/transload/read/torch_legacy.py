@@ -15,7 +15,7 @@ from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.nodes import Dict, Global, Pickle
 from transload.read.source import Source
-from transload.read.tensors import Place, Slot, StorageTable
+from transload.read.storages import Place, Slot, StorageTable
 from transload.read.torch_zip import needed_by, pickle_problems, read_tree
 from transload.read.zip_index import ends_like_zip
 

@@ -10,7 +10,8 @@ from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.read.nodes import Global, Persistent, Pickle
 from transload.read.source import Slice, Source
-from transload.read.tensors import Place, StorageTable, find_tensors
+from transload.read.storages import Place, StorageTable
+from transload.read.tensors import find_tensors
 from transload.read.torch_legacy import run_at
 from transload.read.torch_zip import pickle_problems
 from transload.read.zip_index import ends_like_zip

@@ -10,7 +10,8 @@ from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.nodes import Pickle
 from transload.read.source import Source
-from transload.read.tensors import Place, StorageTable, Tree, find_tensors
+from transload.read.storages import Place, StorageTable
+from transload.read.tensors import Tree, find_tensors
 from transload.read.zip_index import Payload, ZipIndex, read_payload
 
 __all__ = [

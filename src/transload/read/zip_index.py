@@ -100,8 +100,12 @@ def ends_like_zip(source: Source) -> bool:
         return False
     end = max(0, source.size - _TAIL) + at
     size, start = _END.unpack_from(tail, at)[5:7]
-    places = (start, end - size, end - size - _END64.size - 20)
-    return size > 0 and any(place >= 0 and source.read(place, 4) == b"PK\x01\x02" for place in places)
+    places = [start, end - size]
+    wide = source.read(end - 20 - _END64.size, _END64.size) if end >= 20 + _END64.size else b""
+    if wide[:4] == b"PK\x06\x06":
+        size, start = _END64.unpack(wide)[8:10]
+        places += [start, end - 20 - _END64.size - size]
+    return any(0 <= place < end and source.read(place, 4) == b"PK\x01\x02" for place in places)
 
 
 def read_index(source: Source) -> ZipIndex:

@@ -13,7 +13,7 @@ import zlib
 from transload.checkpoint import Record
 from transload.findings import Problem
 from transload.read.source import Source
-from transload.read.tensors import Slot
+from transload.read.storages import Slot
 from transload.read.torch_legacy import claimed, run_at
 from transload.read.zip_index import ZipIndex, widen
 
