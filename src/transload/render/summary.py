@@ -26,6 +26,7 @@ _HOUSEKEEPING = frozenset(
 )
 _PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # steps from the root; what lies deeper is some module's own affair
+_STATISTICS = ("running_mean", "running_var")
 _NUMBERS = ("float", "bfloat", "complex", "q")
 _DOT = " · "
 
@@ -58,13 +59,15 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Parameters in the tensors, and numbers kept by an optimizer. What is shared counts once.
 
     A tensor belongs to an optimizer when a step of its path begins with "optim". Integers are counters, labels and the
-    states of random generators, not parameters.
+    states of random generators, not parameters, and the statistics of a batch norm are none either.
     """
     seen: set[object] = set()
     model = optimizer = 0
     for tensor in tensors:
         place = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
         if (tensor.storage is not None and place in seen) or not tensor.dtype.startswith(_NUMBERS):
+            continue
+        if tensor.name.endswith(_STATISTICS):
             continue
         seen.add(place)
         if any(isinstance(step, str) and step.startswith("optim") for step in tensor.path):
