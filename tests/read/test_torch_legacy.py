@@ -191,3 +191,13 @@ def test_the_first_few_bytes_do_not_fail(magic: bytes) -> None:
 def test_the_list_of_keys_may_be_of_python_2() -> None:
     data = legacy(keys=pickled(b"](U\x010U\x011e"))
     assert inspect(data).problems == ()
+
+
+@pytest.mark.filterwarnings("ignore:pickle_load_args only works")  # it works
+def test_bytes_that_python_2_wrote_as_text_want_another_encoding() -> None:
+    data = legacy(object=pickled(b"}U\x03ab\xffK\x01s"), keys=pickled(b"]"), storages=())
+    told = inspect(data)
+    assert (told.integrity, codes(told)) == ("unchecked", ["pickle-python2-bytes"])
+    with pytest.raises(UnicodeDecodeError):
+        torch.load(io.BytesIO(data))
+    assert torch.load(io.BytesIO(data), encoding="latin1") == {"ab\xff": 1}

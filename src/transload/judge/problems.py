@@ -108,6 +108,13 @@ RULES: dict[str, Rule] = {
     "pickle-trailing-bytes": Rule("there are bytes after a pickle's end", "warning", "unknown", "repairable", _AGAIN),
     "pickle-ambiguous": Rule("loaders would read a pickle in it differently", "error", "dangerous", "damaged", _REFUSE),
     "pickle-irregular": Rule("a pickle in it is as no program writes one", "error", "unknown", "damaged", _AGAIN),
+    "pickle-python2-bytes": Rule(
+        "it holds bytes that Python 2 wrote as text",
+        "warning",
+        "data-only",
+        "whole",
+        ("Load it with torch.load(path, encoding='latin1').",),
+    ),
     "pickle-odd-id": Rule("a pickle in it refers to what no torch file has", "error", "unknown", "damaged", _AGAIN),
     # -- tensors and storages
     "storage-missing": Rule("the bytes of a storage are not in the file", "error", "data-only", "damaged", _AGAIN),

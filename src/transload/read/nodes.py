@@ -38,9 +38,9 @@ class Extension:
 class Call:
     """An object somebody's code would make: callee and arguments, then what is put into the result.
 
-    ``kind`` is the opcode: ``reduce``, ``newobj``, ``newobj_ex``, ``obj`` or ``inst``. ``states`` are the arguments
-    of BUILD, ``items`` the keys and values of SETITEM(S) in turn, ``appended`` what APPEND(S) and ADDITEMS add;
-    each is ``None`` until there is one.
+    ``kind`` is the opcode: ``reduce``, ``newobj``, ``newobj_ex``, ``obj`` or ``inst`` (or ``stack_global``, for a
+    global whose name is computed). ``states`` are the arguments of BUILD, ``items`` the keys and values of SETITEM(S)
+    in turn, ``appended`` what APPEND(S) and ADDITEMS add; each is ``None`` until there is one.
     """
 
     __slots__ = ("appended", "args", "callee", "items", "kind", "kwargs", "position", "states")
@@ -132,7 +132,7 @@ class Pickle:
     ``irregular`` are things that some loaders refuse; ``ambiguous`` ones that make loaders see different streams in
     the same bytes. ``calls`` are all calls in the order a loader would make them, also those whose result was thrown
     away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
-    does not know.
+    does not know; ``undecoded`` counts texts of Python 2 that are not UTF-8.
     """
 
     __slots__ = (
@@ -153,6 +153,7 @@ class Pickle:
         "rare",
         "root",
         "start",
+        "undecoded",
     )
 
     def __init__(self, name: str, start: int = 0) -> None:
@@ -162,6 +163,7 @@ class Pickle:
         self.main = False
         self.protocol = 0
         self.python2 = False
+        self.undecoded = 0
         self.root: object = None
         self.globals: dict[tuple[str, str], Global] = {}
         self.calls: list[Call] = []

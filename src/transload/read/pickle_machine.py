@@ -272,6 +272,7 @@ def _absorb(into: Pickle, pickle: Pickle) -> None:
     into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
     into.protocol = max(into.protocol, pickle.protocol)
     into.python2 |= pickle.python2
+    into.undecoded += pickle.undecoded
     into.rare |= pickle.rare
     for key, node in pickle.globals.items():
         into.globals.setdefault(key, node)
@@ -699,6 +700,7 @@ def _python2_text(vm: _Machine, raw: bytes) -> None:
     try:
         vm.stack.append(raw.decode())
     except UnicodeDecodeError:
+        vm.out.undecoded += 1
         vm.stack.append(raw)
 
 

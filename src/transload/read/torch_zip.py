@@ -201,6 +201,9 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
     if pickle.irregular:
         at, text = pickle.irregular[0]
         out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
+    if pickle.undecoded:
+        detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
+        out.append(Problem("pickle-python2-bytes", pickle.name, detail))
     odd = [node for node in pickle.persistent if not _is_id(node.id, ids)]
     if odd:
         where = f"{pickle.name} › byte {odd[0].position}"
