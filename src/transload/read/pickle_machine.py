@@ -316,12 +316,19 @@ def _execute(vm: _Machine) -> None:  # one loop, the opcodes by frequency: 0.2 Â
                 stack = meta.pop()
                 push = stack.append
                 push(items)
+                if data[pos] == 0x72 and (index := _U32(data, pos + 1)[0]) <= reach:  # as nearly always: LONG_BINPUT
+                    memo[index] = items
+                    pos += 5
             elif op == 0x58:  # BINUNICODE
                 end = pos + 4 + _U32(data, pos)[0]
                 if end > size:
                     raise _Cut(f"a text of {end - pos - 4} bytes is announced, {size - pos - 4} are left")
-                push(data[pos + 4 : end].decode("utf-8", "surrogatepass"))
+                text = data[pos + 4 : end].decode("utf-8", "surrogatepass")
+                push(text)
                 pos = end
+                if data[pos] == 0x72 and (index := _U32(data, pos + 1)[0]) <= reach:  # as nearly always: LONG_BINPUT
+                    memo[index] = text
+                    pos += 5
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
                 callee = stack[-1]
@@ -329,6 +336,9 @@ def _execute(vm: _Machine) -> None:  # one loop, the opcodes by frequency: 0.2 Â
                 calls.append(node)
                 if type(args) is tuple and args and type(args[0]) is list:
                     vm.given.add(id(args[0]))  # the call keeps it alive, so nothing else gets its number
+                if data[pos] == 0x72 and (index := _U32(data, pos + 1)[0]) <= reach:  # as nearly always: LONG_BINPUT
+                    memo[index] = node
+                    pos += 5
             elif op == 0x6A:  # LONG_BINGET
                 push(memo[_U32(data, pos)[0]])
                 pos += 4
@@ -339,8 +349,11 @@ def _execute(vm: _Machine) -> None:  # one loop, the opcodes by frequency: 0.2 Â
                 push(_U16(data, pos)[0])
                 pos += 2
             elif op == 0x86:  # TUPLE2
-                pair = stack.pop()
-                stack[-1] = (stack[-1], pair)
+                last = stack.pop()
+                pair = stack[-1] = (stack[-1], last)
+                if data[pos] == 0x72 and (index := _U32(data, pos + 1)[0]) <= reach:  # as nearly always: LONG_BINPUT
+                    memo[index] = pair
+                    pos += 5
             elif op == 0x85:  # TUPLE1
                 stack[-1] = (stack[-1],)
             elif op == 0x89:  # NEWFALSE
