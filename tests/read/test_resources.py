@@ -366,7 +366,7 @@ def test_a_directory_as_large_as_a_large_file_is_not_read_into_memory(tmp_path: 
 def test_what_is_no_checkpoint_is_not_read_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "zeros.bin"
     with path.open("wb") as file:
-        file.write(b"(((" + os.urandom(1 << 16))
+        file.write(b"(((X\xff\xff\xff\x7f" + os.urandom(1 << 16))  # a text of 2 GB is announced
         file.truncate(8 << 30)
     told, _ = cost(path, 512 << 20)
     assert told["integrity"] == "not-a-checkpoint"

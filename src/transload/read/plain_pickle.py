@@ -8,7 +8,7 @@ from transload.read.nodes import Call, Dict, Pickle, Set
 from transload.read.source import Source
 from transload.read.storages import Place, StorageTable
 from transload.read.tensors import find_tensors
-from transload.read.torch_legacy import run_at
+from transload.read.torch_legacy import MAX_DOUBT, run_at
 from transload.read.torch_zip import pickle_problems
 from transload.read.zip_index import ends_like_zip
 
@@ -24,7 +24,9 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
     chance.
     """
-    first, end = run_at(source, 0, "pickle", _WINDOW)
+    first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT)
+    if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
+        first, end = run_at(source, 0, "pickle")  # it is one, and a long one
     if not _is_pickle(first, source.size):
         return None
     first.main = True

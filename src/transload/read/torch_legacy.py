@@ -19,10 +19,13 @@ from transload.read.storages import Place, Slot, StorageTable
 from transload.read.torch_zip import needed_by, pickle_problems, read_tree
 from transload.read.zip_index import ends_like_zip
 
-__all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
+__all__ = ["MAGIC", "MAX_DOUBT", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+MAX_DOUBT = 1 << 24
+"""Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
+
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _FIRST_WINDOW = 1 << 20
 _MAX_MAGIC = 4096  # what torch writes is 15 bytes
@@ -34,7 +37,7 @@ def looks_like_legacy(source: Source) -> bool:
     """torch's own test: the first pickle is the magic number, however it is spelt. Or what is left of it is."""
     if 4 <= source.size < len(_MAGIC_PICKLE):
         return _MAGIC_PICKLE.startswith(source.read(0, source.size))
-    return run_at(source, 0, _STAGES[0], _SMALL_WINDOW)[0].root == MAGIC
+    return run_at(source, 0, _STAGES[0], _SMALL_WINDOW, MAX_DOUBT)[0].root == MAGIC
 
 
 def read_legacy(source: Source) -> Checkpoint:
@@ -72,15 +75,18 @@ def read_legacy(source: Source) -> Checkpoint:
     )
 
 
-def run_at(source: Source, offset: int, name: str, window: int = _FIRST_WINDOW) -> tuple[Pickle, int]:
+def run_at(
+    source: Source, offset: int, name: str, window: int = _FIRST_WINDOW, most: int = pickle_machine.MAX_STREAM
+) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file.
+    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file; nor
+    more than ``most``, where it may be none at all.
     """
     while True:
-        data = source.read(offset, min(window, pickle_machine.MAX_STREAM))
+        data = source.read(offset, min(window, most))
         pickle = pickle_machine.run(data, name=name)
-        if not pickle.cut or len(data) < window or window >= pickle_machine.MAX_STREAM:
+        if not pickle.cut or len(data) < window or window >= most:
             return pickle, offset + pickle.end
         window *= 4
 
