@@ -80,8 +80,8 @@ def run_at(
 ) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file; nor
-    more than ``most``, where it may be none at all.
+    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
+    nor more than ``most``, where it may be none at all.
     """
     while True:
         data = source.read(offset, min(window, most))
