@@ -624,7 +624,7 @@ class TestUnknown:
 def test_a_name_stays_inside_or_is_refused(name: str) -> None:
     inner = inner_name(name)
     if inner:
-        root = Path("/root/dir")
+        root = Path("/some/dir")
         assert root in (root / inner).resolve().parents
         assert inner_name(inner) == inner
 
