@@ -88,7 +88,8 @@ class Tensor(NamedTuple):
     ``kind`` says how it is made: ``strided`` for the ordinary one, else ``quantized``, ``sparse_coo``, ``sparse_csr``
     …, ``nested``, ``meta``, ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), ``sharded`` (in
     pieces, over several files); those made of other tensors carry them as ``parts`` and have no storage of their own.
-    ``cls`` is the class where it is not plain ``torch.Tensor``.
+    ``cls`` is the class where it is not plain ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers
+    still have to be conjugated or negated.
     """
 
     path: tuple[Key, ...]
@@ -104,6 +105,7 @@ class Tensor(NamedTuple):
     cls: str = ""
     parts: tuple[Tensor, ...] = ()
     file_offset: int | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -140,6 +142,8 @@ class Tensor(NamedTuple):
         }
         if self.cls:
             out["class"] = self.cls
+        if self.flags:
+            out["flags"] = list(self.flags)
         if self.parts:
             out["parts"] = [part.to_dict() for part in self.parts]
         return out

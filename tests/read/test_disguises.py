@@ -97,6 +97,33 @@ def test_of_two_values_for_a_key_the_last_counts() -> None:
     assert [(t.name, t.storage) for t in inspect(data).tensors] == [("w", "1")]
 
 
+def test_danger_that_torch_does_not_read_is_not_said_to_be_refused() -> None:
+    told = inspect(saved(HOOKS, extra_pkl=b"cos\ngetcwd\n)R."))
+    assert (told.safety, told.prediction) == ("dangerous", "torch.load loads it anywhere")
+
+
+def test_bits_that_torch_applies_later_are_told() -> None:
+    out = io.BytesIO()
+    torch.save({"c": torch.ones(2, dtype=torch.complex64).conj(), "p": torch.ones(2)}, out)
+    assert [tensor.flags for tensor in inspect(out.getvalue()).tensors] == [("conj",), ()]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_code_that_torch_1_1_wrote_twice_is_no_disguise() -> None:
+    import zipfile
+
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("m/version", b"1\n")
+        archive.writestr("m/code/m.py", b"x")
+        archive.writestr("m/code/m.py", b"x")
+        archive.writestr("m/model.json", b"{}")
+        archive.writestr("m/data.txt", b"a")
+        archive.writestr("m/data.txt", b"a")
+    twice = [problem.where for problem in inspect(out.getvalue()).problems if problem.code == "zip-duplicate-name"]
+    assert twice == ["m/data.txt"]
+
+
 def test_an_archive_inside_is_not_called_safe() -> None:
     inner = io.BytesIO()
     torch.save({}, inner)

@@ -10,6 +10,7 @@ from transload.judge.origin import origin
 from transload.judge.prediction import predict
 from transload.judge.problems import judge_problems
 from transload.judge.safety import judge_pickles
+from transload.read.nodes import Pickle
 
 __all__ = ["judge"]
 
@@ -38,7 +39,15 @@ def judge(checkpoint: Checkpoint) -> Checkpoint:
             *_device_objects(checkpoint),
         ),
     )
-    return replace(judged, prediction=predict(judged))
+    loaded = judge_pickles(read) if len(read := _loaded(checkpoint)) < len(checkpoint.pickles) else names
+    return replace(judged, prediction=predict(judged, worst_safety(loaded.safety, forced)))
+
+
+def _loaded(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
+    """The pickles torch.load itself reads; the others lie in records it passes over."""
+    if checkpoint.format != "torch-zip":
+        return checkpoint.pickles
+    return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
 
 
 def _of_names(checkpoint: Checkpoint, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

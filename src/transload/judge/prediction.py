@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from transload.checkpoint import Checkpoint
+from transload.findings import Safety
 
 __all__ = ["predict"]
 
@@ -26,12 +27,15 @@ _OTHER_LOADER: dict[str, str] = {
 }
 
 
-def predict(checkpoint: Checkpoint) -> str:
-    """The outcome of ``torch.load(path)`` with a torch of today, on a machine with and without the devices it names."""
+def predict(checkpoint: Checkpoint, safety: Safety) -> str:
+    """The outcome of ``torch.load(path)`` with a torch of today, on a machine with and without the devices it names.
+
+    ``safety`` is that of the part torch reads, which may be better than that of the whole file.
+    """
     first = next((text for applies, text in _AT_ONCE if applies(checkpoint)), None)
     if checkpoint.format in _OTHER_LOADER:
         first = _OTHER_LOADER[checkpoint.format]
-    return f"torch.load {first or '; '.join(_steps(checkpoint))}"
+    return f"torch.load {first or '; '.join(_steps(checkpoint, safety))}"
 
 
 # Containers that torch reads as long as the part it looks at is in order.
@@ -102,15 +106,15 @@ _AT_ONCE: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
 )
 
 
-def _steps(checkpoint: Checkpoint) -> list[str]:
-    if checkpoint.safety == "dangerous":
+def _steps(checkpoint: Checkpoint, safety: Safety) -> list[str]:
+    if safety == "dangerous":
         return [f"{_REFUSES}; with weights_only=False it would run its code"]
     rare = sorted({name for pickle in checkpoint.pickles[:5] for name in pickle.rare})
     if rare:
         first = [
             f"refuses it: weights_only=True does not know the opcode {rare[0]}, which torch.save writes only when asked"
         ]
-    elif checkpoint.safety == "needs-trust":
+    elif safety == "needs-trust":
         first = [f"{_REFUSES} until you allow the names below"]
     else:
         first = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from transload.checkpoint import Key, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.read.nodes import Call, Global
+from transload.read.nodes import Call, Dict, Global
 from transload.read.storages import MAX_SIZE, StorageTable
 from transload.read.values import called, device_text, dotted, short, text_of
 
@@ -141,7 +141,14 @@ def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    return _strided(ctx, args, requires_grad=args[4])
+    return _flagged(_strided(ctx, args, requires_grad=args[4]), args[6:])
+
+
+def _flagged(tensor: Tensor, metadata: tuple[Any, ...]) -> Tensor:
+    """``{"conj": True}``, the last argument where there is one."""
+    if not metadata or type(metadata[0]) is not Dict:
+        return tensor
+    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag) is True))
 
 
 def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -150,7 +157,7 @@ def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     if args[4] is True and args[5] is not None:
         detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
         ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
-    return _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
+    return _flagged(_strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4]), args[7:])
 
 
 def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
