@@ -1,0 +1,36 @@
+"""Why PyTorch does not see the GPU: a host is probed, the facts are judged, and one cause is named.
+
+The room is not called ``doctor``, which is the name of the public function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transload.diagnose.verdict import Diagnosis
+    from transload.machine import Machine
+
+__all__ = ["doctor", "judge_machine"]
+
+
+def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Diagnosis:
+    """Examine this machine, and the environment of ``python`` (this interpreter unless another is named).
+
+    Nothing is changed and torch is not imported into this process; with ``torch=False`` it is not run at all.
+    ``timeout`` is the most seconds the torch child may take.
+
+    >>> transload.doctor().status  # doctest: +SKIP
+    'ok'
+    """
+    from transload.diagnose.probe import probe
+
+    return judge_machine(probe(python, torch=torch, timeout=timeout))
+
+
+def judge_machine(machine: Machine) -> Diagnosis:
+    """The diagnosis of a machine, wherever its facts were taken."""
+    from transload.diagnose.rules.catalogue import ROWS
+    from transload.diagnose.verdict import decide
+
+    return decide(machine, ROWS)

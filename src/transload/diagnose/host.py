@@ -1,0 +1,164 @@
+"""The host as probes see it: files under a root, variables of an environment. A fixture tree can stand in for it.
+
+Nothing here raises for what a host may be: what cannot be read is an ``Unknown`` with the reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from transload.machine import Unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Host", "reason"]
+
+_LIMIT = 1 << 20  # no file we read as a whole is longer; /proc has some without an end
+_LINKS = 40  # as the kernel's own limit on symbolic links
+_NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted under us
+        return ""
+
+
+def _uname() -> tuple[str, str, str]:
+    if hasattr(os, "uname"):
+        told = os.uname()
+        return told.sysname, told.release, told.machine
+    import platform
+
+    return platform.system(), platform.release(), platform.machine()
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where probes look. Paths are absolute and POSIX, as on the host; ``root`` is put before each of them.
+
+    ``python`` is the interpreter to examine and ``cwd`` the directory the user stands in. ``uname`` is
+    ``(system, kernel release, machine)``.
+    """
+
+    root: str = "/"
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    python: str = sys.executable
+    cwd: str = field(default_factory=_cwd)
+    uname: tuple[str, str, str] = field(default_factory=_uname)
+    uid: int = field(default_factory=lambda: os.geteuid() if hasattr(os, "geteuid") else -1)
+
+    def at(self, path: str) -> str:
+        """The real path of a path of the host."""
+        return path if self.root == "/" else os.path.join(self.root, path.lstrip("/"))
+
+    def named(self, real: str) -> str:
+        """The path of the host that a real path is: the inverse of ``at``. Paths outside the root stay as they are.
+
+        >>> Host(root="/tmp/tree").named("/tmp/tree/usr/lib/libcuda.so.1")
+        '/usr/lib/libcuda.so.1'
+        """
+        root = self.root.rstrip("/")
+        return (real[len(root) :] or "/") if root and (real == root or real.startswith(root + "/")) else real
+
+    def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
+        """The beginning of a file as text. Bytes that are no UTF-8 are kept as surrogates."""
+        data = self.data(path, limit)
+        return data if isinstance(data, Unknown) else data.decode("utf-8", "surrogateescape")
+
+    def data(self, path: str, limit: int = _LIMIT) -> bytes | Unknown:
+        """The beginning of a file. Only regular files are opened: a pipe or a device might never answer."""
+        real = self.at(path)
+        try:
+            if not stat.S_ISREG(os.stat(real).st_mode):
+                return Unknown(f"{path} is no file")
+            with open(real, "rb", buffering=0) as stream:
+                return stream.read(limit) or b""
+        except (OSError, ValueError) as error:
+            return Unknown(reason(path, error))
+
+    def line(self, path: str) -> str:
+        """The first line of a file, stripped; empty where there is none or it cannot be read."""
+        text = self.text(path, 4096)
+        return text.partition("\n")[0].strip().strip("\0") if isinstance(text, str) else ""
+
+    def names(self, path: str) -> tuple[str, ...] | Unknown:
+        """What a folder holds, sorted."""
+        try:
+            return tuple(sorted(os.listdir(self.at(path))))
+        except (OSError, ValueError) as error:
+            return Unknown(reason(path, error))
+
+    def paths(self, folder: str, start: str = "", end: str = "") -> Iterator[str]:
+        """Paths in a folder whose names begin and end so; none where it cannot be read."""
+        for name in self.names(folder) or ():
+            if name.startswith(start) and name.endswith(end):
+                yield f"{folder.rstrip('/')}/{name}"
+
+    def exists(self, path: str) -> bool:
+        """Whether there is something at ``path``, links followed inside the root."""
+        return os.path.lexists(self.at(self.target(path)))
+
+    def folder(self, path: str) -> bool:
+        """Whether it is a folder."""
+        return os.path.isdir(self.at(self.target(path)))
+
+    def status(self, path: str) -> os.stat_result | Unknown:
+        """``os.stat`` of what the path leads to."""
+        try:
+            return os.stat(self.at(self.target(path)))
+        except (OSError, ValueError) as error:
+            return Unknown(reason(path, error))
+
+    def link(self, path: str) -> str:
+        """What a symbolic link says; empty for anything else."""
+        try:
+            return os.readlink(self.at(path))
+        except (OSError, ValueError):
+            return ""
+
+    def target(self, path: str) -> str:
+        """Where a path leads in the end; absolute links stay inside the root. Itself where it leads nowhere."""
+        if self.root == "/":
+            return os.path.realpath(path)
+        done, rest, links = "/", path.strip("/").split("/"), 0
+        while rest:
+            step = rest.pop(0)
+            here = os.path.normpath(f"{done}/{step}")
+            to = self.link(here)
+            if not to or links > _LINKS:
+                done = here
+                continue
+            links += 1
+            rest = to.strip("/").split("/") + rest
+            done = "/" if to.startswith("/") else done
+        return done
+
+    def open_error(self, path: str) -> str:
+        """The name of the errno of opening a device for reading and writing; empty where it opens."""
+        try:
+            os.close(os.open(self.at(path), os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)))
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, str(error.errno))
+        except ValueError:
+            return "EINVAL"
+        return ""
+
+
+def reason(path: str, error: Exception) -> str:
+    """Why something could not be read, in a few words.
+
+    >>> reason("/proc/modules", PermissionError(13, "Permission denied"))
+    '/proc/modules: permission denied'
+    """
+    if isinstance(error, OSError) and error.errno in _NOTHING:
+        return f"{path} is not there"
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{path}: {words[:1].lower()}{words[1:]}"

@@ -1,0 +1,100 @@
+"""A machine read back from the JSON of another run, so that anyone can judge a report from a bug thread."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from transload.errors import UsageError
+from transload.machine import Machine, Unknown
+
+__all__ = ["machine_from", "machine_in"]
+
+
+def machine_in(text: str, where: str) -> Machine:
+    """The machine in the output of ``transload doctor --json``, which ``where`` names in an error."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"it is no JSON: {error}", where=where, fix=_FIX) from None
+    if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
+        raise UsageError("it is no report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
+    if document.get("schema") != 1:
+        raise UsageError(f"its schema is {document.get('schema')!r}, and this transload knows 1", where=where)
+    try:
+        return machine_from(document["machine"])
+    except ValueError as error:
+        raise UsageError(str(error), where=where, fix=_FIX) from None
+
+
+_FIX = "Give the file that 'transload doctor --json > machine.json' wrote."
+
+
+def machine_from(data: dict[str, Any]) -> Machine:
+    """The machine that ``to_dict`` made ``data`` of. Unknown keys are left out and missing ones get their defaults.
+
+    A value of the wrong kind raises ``ValueError`` that names its place.
+
+    >>> machine_from({"platform": {"system": "Linux", "new": 1}}).platform.system
+    'Linux'
+    """
+    made = _value(Machine, data, "machine")
+    assert isinstance(made, Machine)  # noqa: S101  for the type checker: _value checks
+    return made
+
+
+def _value(kind: Any, data: Any, where: str) -> Any:
+    origin = get_origin(kind) or kind
+    if origin in _MAKERS:
+        return _MAKERS[origin](get_args(kind), data, where)
+    if is_dataclass(kind):
+        return _object(kind, data, where)
+    if kind is float and type(data) is int:
+        return float(data)
+    return data if type(data) is kind else _wrong(data, where)
+
+
+def _one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+    """The value of the one kind it can be: at most one is neither ``Unknown`` nor ``None``."""
+    if data is None and type(None) in kinds:
+        return None
+    if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
+        return Unknown(str(data["unknown"]))
+    return _value(next(kind for kind in kinds if kind not in (Unknown, type(None))), data, where)
+
+
+def _literal(words: tuple[Any, ...], data: Any, where: str) -> Any:
+    return data if data in words else _wrong(data, where)
+
+
+def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        _wrong(data, where)
+    return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data))
+
+
+def _dict(kinds: tuple[Any, ...], data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        _wrong(data, where)
+    return {str(name): _value(kinds[1], each, f"{where}.{name}") for name, each in data.items()}
+
+
+def _object(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        _wrong(data, where)
+    hints = get_type_hints(kind)
+    given = {each.name: data[each.name] for each in fields(kind) if each.name in data}
+    values = {name: _value(hints[name], each, f"{where}.{name}") for name, each in given.items()}
+    try:
+        return kind(**values)
+    except TypeError:  # a field without a default is not there
+        return _wrong(data, where)
+
+
+def _wrong(data: Any, where: str) -> Any:
+    raise ValueError(f"{where} cannot be {json.dumps(data)[:60]}")
+
+
+_MAKERS = {tuple: _tuple, dict: _dict, Union: _one_of, UnionType: _one_of, Literal: _literal}

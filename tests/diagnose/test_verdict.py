@@ -1,0 +1,122 @@
+"""Which findings are causes, in which order, and what is muted because of them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
+
+from transload.diagnose.rules.row import LAYERS, Row, Seen
+from transload.diagnose.verdict import Diagnosis, decide
+from transload.findings import Severity
+from transload.machine import Machine
+
+
+def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Row:
+    def check(machine: Machine) -> Seen | None:
+        del machine
+        return Seen((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
+
+    return Row(code, f"title of {code}", "about", "fix", layer, check, symptom=symptom, likely=likely)
+
+
+def silent(code: str, layer: str) -> Row:
+    return Row(code, "title", "about", "fix", layer, lambda _: None)
+
+
+def codes(diagnosis: Diagnosis) -> list[str]:
+    return [finding.code for finding in diagnosis.findings]
+
+
+BROKEN = refused(healthy(), 999)
+
+
+def test_nothing_found_on_a_machine_that_works_is_ok() -> None:
+    diagnosis = decide(healthy(), [silent("K01", "kernel")])
+    assert (diagnosis.status, diagnosis.cause, diagnosis.findings, diagnosis.muted) == ("ok", None, (), ())
+
+
+def test_no_accelerator_and_nothing_wrong_is_no_fault() -> None:
+    diagnosis = decide(bare(), [row("H01", "hardware", "note")])
+    assert (diagnosis.status, diagnosis.cause) == ("no-gpu", None)
+    assert codes(diagnosis) == ["H01"]
+    assert diagnosis.ok
+
+
+def test_the_first_broken_layer_is_the_cause_and_the_later_ones_follow_from_it() -> None:
+    diagnosis = decide(BROKEN, [row("X08", "driver"), row("D01", "nodes"), row("K01", "kernel")])
+    assert diagnosis.status == "broken"
+    assert diagnosis.cause is not None
+    assert diagnosis.cause.code == "K01"
+    assert [(muted.finding.code, muted.because) for muted in diagnosis.muted] == [("D01", "K01"), ("X08", "K01")]
+
+
+def test_in_a_layer_the_order_of_the_table_decides() -> None:
+    assert codes(decide(BROKEN, [row("D02", "nodes"), row("D01", "nodes")])) == ["D02"]
+
+
+def test_faults_of_different_chains_are_both_told_in_the_order_to_fix_them() -> None:
+    rows = [row("E01", "variables"), row("K01", "kernel"), row("T01", "build")]
+    diagnosis = decide(BROKEN, rows)
+    assert codes(diagnosis) == ["T01", "K01", "E01"]
+    assert diagnosis.muted == ()
+
+
+@pytest.mark.parametrize("earlier", ["build", "kernel", "libraries"])
+def test_whether_driver_and_build_fit_cannot_be_told_before_both_are_there(earlier: str) -> None:
+    diagnosis = decide(BROKEN, [row("Z01", earlier), row("V01", "fit")])
+    assert codes(diagnosis) == ["Z01"]
+    assert diagnosis.muted[0].because == "Z01"
+
+
+def test_a_hidden_card_does_not_excuse_an_old_driver() -> None:
+    assert codes(decide(BROKEN, [row("E01", "variables"), row("V01", "fit")])) == ["E01", "V01"]
+
+
+def test_a_symptom_is_muted_by_any_fault_but_stands_where_there_is_none() -> None:
+    symptom = row("X08", "driver", symptom=True)
+    assert codes(decide(BROKEN, [symptom])) == ["X08"]
+    assert decide(BROKEN, [symptom, row("T01", "build")]).muted[0].because == "T01"
+
+
+def test_packages_beside_torch_are_judged_each_for_itself() -> None:
+    rows = [row("K01", "kernel"), row("P05", "extensions"), row("A03", "extensions")]
+    assert codes(decide(BROKEN, rows)) == ["K01", "P05", "A03"]
+
+
+def test_warnings_come_before_notes_and_only_degrade() -> None:
+    diagnosis = decide(healthy(), [row("E05", "variables", "note"), row("H03", "hardware", "warning")])
+    assert diagnosis.status == "degraded"
+    assert codes(diagnosis) == ["H03", "E05"]
+    assert diagnosis.cause is not None
+
+
+@pytest.mark.parametrize("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
+def test_no_rule_overrules_torch_at_work(layer: str) -> None:
+    diagnosis = decide(healthy(), [row("Z01", layer)])
+    assert diagnosis.status == "ok"
+    assert [finding.severity for finding in diagnosis.findings] == ["note"]
+
+
+def test_no_rule_about_the_machine_overrules_a_driver_at_work() -> None:
+    machine = no_torch_run(healthy())
+    assert decide(machine, [row("K01", "kernel")]).status == "ok"
+    assert decide(machine, [row("T01", "build")]).status == "broken"
+
+
+def test_what_is_only_likely_says_so() -> None:
+    assert decide(BROKEN, [row("C11", "surroundings", likely=True)]).findings[0].title == "probably: title of C11"
+
+
+def test_whether_cuda_is_usable_is_torchs_word_or_else_the_drivers() -> None:
+    assert decide(healthy(), []).cuda_usable
+    assert not decide(dead(healthy()), []).cuda_usable
+    assert decide(no_torch_run(healthy()), []).cuda_usable
+    assert not decide(no_torch_run(healthy()), [row("T01", "build")]).cuda_usable
+    assert not decide(no_torch_run(BROKEN), []).cuda_usable
+
+
+def test_as_data_it_has_the_promised_keys() -> None:
+    data = decide(BROKEN, [row("K01", "kernel"), row("D01", "nodes")]).to_dict()
+    assert list(data) == ["schema", "status", "cuda_usable", "cause", "findings", "muted", "machine"]
+    assert data["cause"]["code"] == "K01"
+    assert data["muted"][0]["because"] == "K01"
