@@ -22,8 +22,9 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
     from transload.diagnose.tables.chips import chip_of
     from transload.diagnose.tables.wheels import choose_wheel
 
-    capabilities = set(machine.capabilities.values())
-    if not capabilities:
+    told = set(machine.capabilities.values())
+    capabilities = told
+    if not told:
         chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
         capabilities = {chip.capability for chip in chips if chip is not None and chip.capability is not None}
     driver = machine.driver.nvml.driver or machine.kernel.version
@@ -34,6 +35,7 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
         platform=_wheel_platform(machine),
         python=_python_version(machine),
         torch=torch,
+        driver_sees_cards=bool(told),
     )
 
 

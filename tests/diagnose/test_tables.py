@@ -1,0 +1,604 @@
+"""The tables are consistent, and the wheel chosen by them fits: checked against the raw data, not by our own rules."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+import sys
+import zipfile
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transload.diagnose import tables
+from transload.diagnose.tables._data import table
+from transload.diagnose.tables.chips import chips
+from transload.diagnose.tables.wheels import INDEX, choose_wheel
+
+FOLDER = Path(tables.__file__).parent
+DRIVERS = table("drivers")
+TORCH = table("torch_builds")
+CARDS = [tables.parse_capability(row["capability"]) for row in DRIVERS["capabilities"]]
+BRANCHES = [row["branch"] for row in DRIVERS["branches"]]
+CUDA_PLATFORMS = ("linux-x86_64", "linux-aarch64", "windows")
+SURE = {"seen", "stated", "guess"}
+
+choose = partial(choose_wheel, driver_cuda=None, platform="linux-x86_64", python=(3, 12))
+
+
+def number(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def ascending(values: list[Any]) -> bool:
+    return all(before < after for before, after in pairwise(values))
+
+
+# ── the files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_file_says_what_it_is_from_where_and_when(path: Path) -> None:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert data["about"].endswith(".")
+    assert dt.date.fromisoformat(data["date"]) >= dt.date(2026, 11, 15)
+    assert data["sources"]
+
+
+def test_the_files_are_read_from_inside_a_zip(tmp_path: Path) -> None:
+    packed = tmp_path / "packed.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        for room in ("transload", "transload/diagnose"):
+            archive.writestr(f"{room}/__init__.py", "")
+        for path in FOLDER.glob("*.*"):
+            archive.write(path, f"transload/diagnose/tables/{path.name}")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from transload.diagnose import tables as t"
+    code += "; print(t.__file__.startswith(sys.argv[1]), t.driver_floor('12.8'), t.chip_of(0x2330).code)"
+    done = subprocess.run([sys.executable, "-c", code, str(packed)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "525.60.13", "GH100"], done.stderr
+
+
+# ── drivers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_driver_rows_are_in_order_and_unique() -> None:
+    assert ascending([number(row["cuda"]) for row in DRIVERS["families"]])
+    assert ascending([(number(row["cuda"]), row["update"]) for row in DRIVERS["toolkits"]])
+    assert ascending(BRANCHES)
+    assert ascending([number(row["cuda"]) for row in DRIVERS["branches"]])
+    assert ascending(CARDS)
+    rated = [*DRIVERS["branches"], *DRIVERS["generations"], *DRIVERS["capabilities"]]
+    assert {row["sure"] for row in rated} <= SURE
+
+
+@pytest.mark.parametrize("system", ["linux", "windows"])
+def test_a_later_toolkit_never_has_an_older_driver(system: str) -> None:
+    drivers = [number(row[system]) for row in DRIVERS["toolkits"] if row[system]]
+    assert drivers == sorted(drivers)
+
+
+@pytest.mark.parametrize("system", ["linux", "windows"])
+def test_the_floor_of_a_family_is_not_above_its_toolkits(system: tables.System) -> None:
+    # The first toolkit of a family came with a driver older than the one that later became the floor.
+    for row in DRIVERS["toolkits"]:
+        if row[system] and (number(row["cuda"])[1] or number(row["cuda"])[0] < 11):
+            assert number(tables.driver_floor(row["cuda"], system)) <= number(row[system]), row
+
+
+def test_every_toolkit_came_with_the_branch_that_announces_its_cuda() -> None:
+    for row in DRIVERS["toolkits"]:
+        if row["linux"]:
+            assert tables.cuda_of_branch(number(row["linux"])[0]) == row["cuda"]
+        assert tables.cuda_of_branch(tables.branch_of_cuda(row["cuda"])) == row["cuda"]
+
+
+def test_generations_and_capabilities_name_each_other() -> None:
+    names = [row["name"] for row in DRIVERS["generations"]]
+    assert {row["generation"] for row in DRIVERS["capabilities"]} == set(names) - {"Rubin"}
+    order = [names.index(row["generation"]) for row in DRIVERS["capabilities"]]
+    assert order == sorted(order)
+    for row in DRIVERS["capabilities"]:
+        last = tables.generation(row["generation"])
+        assert last is not None
+        assert not last.last_branch or row["first_branch"] < last.last_branch
+
+
+def test_open_modules_begin_with_turing_and_are_a_must_from_blackwell() -> None:
+    rules = [row["open_module"] for row in DRIVERS["generations"]]
+    assert rules == sorted(rules, key=["impossible", "possible", "required"].index)
+    found = [tables.generation(name) for name in ("Volta", "Turing", "Hopper", "Blackwell")]
+    assert [each.open_module for each in found if each] == ["impossible", "possible", "possible", "required"]
+
+
+@pytest.mark.parametrize("text", ["", "R580", "not a version"])
+def test_what_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a version"):
+        tables.parse_version(text)
+
+
+def test_what_the_driver_table_does_not_hold_is_empty() -> None:
+    assert tables.driver_floor("9.2") == ""
+    assert tables.toolkit_driver("12.7") == ""
+    assert tables.cuda_of_branch(999) == ""
+    assert tables.branch_of_cuda("99.0") == 0
+    assert tables.branch_of("390.157") == 0
+    assert tables.generation_of((99, 9)) is None
+
+
+@pytest.mark.parametrize("text", ["", "N/A", "[Not Supported]", "\x00"])
+def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
+    assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
+    assert (tables.branch_of(text), tables.branch_of_cuda(text)) == (0, 0)
+    assert tables.index_builds(text) == ()
+    assert choose(driver=text, capabilities=[(8, 6)]) == choose(driver=None, capabilities=[(8, 6)])
+    assert choose(driver=None, capabilities=[(8, 6)], torch=text).torch_version == ""
+
+
+# ── chips ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_device_id_is_claimed_twice() -> None:
+    claimed = [device for row in table("chips")["chips"].values() for device in spelled_out(row["ids"])]
+    assert len(claimed) == len(set(claimed)) == len(chips())
+    assert set(spelled_out(table("chips")["data_centre"])) <= set(claimed)
+    assert not set(spelled_out(table("chips")["nvswitches"])) & set(claimed)
+
+
+def spelled_out(runs: str) -> list[int]:
+    """The ids of a run-length text, which must ascend without touching: else two runs should be one."""
+    found: list[int] = []
+    for run in runs.split():
+        first, last = (int(end, 16) for end in (run.split("-") * 2)[:2])
+        assert first <= last
+        assert not found or first > found[-1] + 1, run
+        found += range(first, last + 1)
+    return found
+
+
+def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> None:
+    for chip in set(chips().values()):
+        assert tables.generation(chip.generation) is not None, chip
+        if chip.capability is not None:
+            found = tables.generation_of(chip.capability)
+            assert found is not None, chip
+            assert found.name == chip.generation, chip
+
+
+@pytest.mark.parametrize(
+    ("device", "code", "generation", "capability", "data_centre"),
+    [
+        (0x102D, "GK210", "Kepler", (3, 7), True),  # K80
+        (0x1023, "GK110", "Kepler", (3, 5), True),  # K40m
+        (0x1380, "GM107", "Maxwell", (5, 0), False),  # GTX 750 Ti
+        (0x17C8, "GM200", "Maxwell", (5, 2), False),  # GTX 980 Ti
+        (0x15F8, "GP100", "Pascal", (6, 0), True),  # P100
+        (0x1B80, "GP104", "Pascal", (6, 1), False),  # GTX 1080
+        (0x1DB4, "GV100", "Volta", (7, 0), True),  # V100
+        (0x1E04, "TU102", "Turing", (7, 5), False),  # RTX 2080 Ti
+        (0x1EB8, "TU104", "Turing", (7, 5), True),  # T4
+        (0x20B5, "GA100", "Ampere", (8, 0), True),  # A100
+        (0x2204, "GA102", "Ampere", (8, 6), False),  # RTX 3090
+        (0x2684, "AD102", "Ada", (8, 9), False),  # RTX 4090
+        (0x27B8, "AD104", "Ada", (8, 9), True),  # L4
+        (0x2330, "GH100", "Hopper", (9, 0), True),  # H100
+        (0x2335, "GH100", "Hopper", (9, 0), True),  # H200
+        (0x2901, "GB100", "Blackwell", (10, 0), True),  # B200
+        (0x3182, "GB110", "Blackwell", (10, 3), True),  # B300
+        (0x2B00, "GB10B", "Blackwell", (11, 0), False),  # Jetson Thor
+        (0x2B85, "GB202", "Blackwell", (12, 0), False),  # RTX 5090
+        (0x2E12, "GB20B", "Blackwell", (12, 1), False),  # GB10
+    ],
+)
+def test_known_cards(device: int, code: str, generation: str, capability: tuple[int, int], data_centre: bool) -> None:
+    assert tables.chip_of(device) == tables.Chip(code, generation, capability, data_centre=data_centre)
+
+
+def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
+    inside = tables.chip_of(0x2332)  # between two H100
+    assert inside == tables.Chip("GH100", "Hopper", (9, 0), inferred=True, data_centre=True)
+    assert tables.chip_of(0x2780) == tables.Chip("AD103 or AD104", "Ada", (8, 9), inferred=True)
+    unsure = tables.chip_of(0x2E01)  # between 12.0 and 12.1
+    assert unsure is not None
+    assert (unsure.generation, unsure.capability) == ("Blackwell", None)
+    for between in (0, 0x22A0, 0x1900, 0xFFFF):
+        assert tables.chip_of(between) is None, hex(between)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Tesla V100-SXM2-16GB",
+        "Tesla T4",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A10G",
+        "NVIDIA L40S",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200",
+        "NVIDIA GH200 480GB",
+        "NVIDIA B200",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    ],
+)
+def test_data_centre_names(name: str) -> None:
+    assert tables.is_data_centre(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA GeForce RTX 3090",
+        "Quadro RTX 6000",
+        "NVIDIA RTX A6000",
+        "NVIDIA RTX 4000 Ada Generation",
+        "NVIDIA GB10",
+        "NVIDIA TITAN V",
+        "Orin (nvgpu)",
+        "NVIDIA Graphics Device",
+    ],
+)
+def test_other_names(name: str) -> None:
+    assert not tables.is_data_centre(name)
+
+
+# ── cubins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("code", "card", "cuda", "runs"),
+    [
+        ("sm_60", (6, 1), None, True),
+        ("sm_61", (6, 0), None, False),
+        ("sm_86", (8, 9), None, True),
+        ("sm_89", (8, 6), None, False),
+        ("sm_75", (8, 0), None, False),
+        ("sm_100", (10, 3), None, True),
+        ("sm_120", (12, 1), None, True),
+        ("sm_100", (12, 0), None, False),
+        ("sm_90a", (9, 0), None, True),
+        ("sm_100a", (10, 3), None, False),
+        ("sm_100f", (10, 0), None, True),
+        ("sm_100f", (10, 3), None, True),
+        ("sm_103f", (10, 0), None, False),
+        ("sm_103f", (10, 3), None, True),
+        ("sm_120f", (12, 1), None, True),
+        ("sm_120f", (10, 0), None, False),
+        ("compute_50", (12, 0), None, True),
+        ("compute_90", (8, 9), None, False),
+        ("compute_90", (8, 7), None, False),
+        ("compute_80", (8, 7), None, True),
+        ("compute_90a", (10, 0), None, False),
+        ("compute_100f", (12, 0), None, False),
+        ("compute_100f", (10, 3), None, True),
+        ("sm_80", (8, 7), None, False),
+        ("sm_80", (8, 7), (13, 0), False),
+        ("sm_80", (8, 7), (13, 2), True),
+        ("sm_86", (8, 7), (13, 2), True),
+        ("sm_70", (7, 2), (13, 2), True),
+        ("sm_50", (5, 3), (13, 2), False),
+        ("sm_87", (8, 7), (12, 6), True),
+        ("sm_87", (8, 9), (13, 2), False),
+        ("sm_101", (11, 0), None, True),
+        ("sm_110", (10, 1), None, True),
+        ("sm_100", (10, 1), None, False),
+        ("sm_101", (10, 3), None, False),
+        ("sm_", (8, 0), None, False),
+        ("gfx90a", (9, 0), None, False),
+        ("", (9, 0), None, False),
+    ],
+)
+def test_which_code_runs_where(code: str, card: tuple[int, int], cuda: tuple[int, int] | None, runs: bool) -> None:
+    assert tables.runs_on(code, card, cuda) is runs
+
+
+# ── result codes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("library", ["cuda", "nvml"])
+def test_result_codes_are_in_order_and_complete(library: str) -> None:
+    rows = table("results")[library]
+    assert ascending([row["code"] for row in rows])
+    assert all(row["name"] or row["runtime_name"] for row in rows)
+    assert {row["code"] for row in rows} >= ({*range(31), 999} if library == "nvml" else DECIDING)
+
+
+# What the driver answers decides between causes for these.
+DECIDING = {0, 2, 3, 34, 35, 36, 46, 100, 101, 102, 103, 209, 214, 218, 221, 222, 223, 226, 304, 700, 702, 710, 719}
+DECIDING |= {*range(800, 811), 999}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "text"),
+    [
+        (34, "CUDA_ERROR_STUB_LIBRARY", "CUDA driver is a stub library"),
+        (35, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"),
+        (46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"),
+        (100, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"),
+        (802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"),
+        (
+            803,
+            "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+            "system has unsupported display driver / cuda driver combination",
+        ),
+        (12345, "", ""),
+    ],
+)
+def test_cuda_results(code: int, name: str, text: str) -> None:
+    found = tables.cu_result(code)
+    assert (found.code, found.name, found.text) == (code, name, text)
+
+
+# ── torch builds ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_releases_are_in_order() -> None:
+    assert ascending([number(release) for release in tables.releases()])
+
+
+def test_rows_of_builds_are_well_formed() -> None:
+    for row in TORCH["releases"]:
+        assert number(row["python"][0]) < number(row["python"][1])
+        assert all(number(each.rstrip("t"))[:2] <= number(row["python"][1]) for each in row["free_threaded"])
+        places = [(entry["build"], platform) for entry in [*row["builds"], *row["others"]] for platform in entry["on"]]
+        assert len(places) == len(set(places)), row["versions"]
+        assert {platform for _, platform in places} <= set(tables.PLATFORMS)
+        for entry in [*row["builds"], *row["others"]]:
+            assert entry["sure"] in SURE
+        for entry in row["builds"]:
+            assert entry["build"] == "cu" + "".join(entry["cuda"].split(".")[:2])
+            assert ascending(list(map(int, entry["archs"].split())))
+            assert tables.driver_floor(entry["cuda"])
+
+
+@pytest.mark.parametrize("release", tables.releases())
+def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
+    for platform in tables.PLATFORMS:
+        default = tables.default_build(release, platform)
+        if default is None:
+            assert (platform, number(release) > (2, 2, 2)) == ("macos-x86_64", True)
+            continue
+        assert default in tables.index_builds(release, platform)
+        assert [build for build in tables.index_builds(release, platform) if build.on_pypi] == [default]
+    windows, mac = (tables.default_build(release, platform) for platform in ("windows", "macos-arm64"))
+    assert windows is not None
+    assert mac is not None
+    assert windows.build == mac.build == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("release", "build", "first", "last", "python"),
+    [
+        ("1.13.1", "cu117", "sm_37", "sm_86", (3, 11)),
+        ("2.3.1", "cu121", "sm_50", "sm_90", (3, 12)),
+        ("2.7.0", "cu126", "sm_50", "sm_90", (3, 13)),
+        ("2.8.0", "cu128", "sm_75", "sm_120", (3, 13)),
+        ("2.10.0", "cu128", "sm_70", "sm_120", (3, 14)),
+        ("2.11.0", "cu130", "sm_75", "sm_120", (3, 14)),
+        ("2.15.0", "cu132", "sm_75", "sm_120", (3, 15)),
+    ],
+)
+def test_what_was_seen_in_the_wheels_on_pypi(
+    release: str, build: str, first: str, last: str, python: tuple[int, int]
+) -> None:
+    found = tables.default_build(release, "linux-x86_64")
+    assert found is not None
+    assert (found.build, found.archs[0], found.archs[-1], found.sure) == (build, first, last, "seen")
+    assert found.python[1] == python
+
+
+@pytest.mark.parametrize(("release", "build"), [("2.10.0", "cpu"), ("2.11.0", "cu130"), ("2.15.0", "cu132")])
+def test_arm_wheels_on_pypi_have_cuda_since_2_11(release: str, build: str) -> None:
+    found = tables.default_build(release, "linux-aarch64")
+    assert found is not None
+    assert found.build == build
+
+
+def test_a_release_may_be_named_as_people_do() -> None:
+    names = ("2.12.1", "2.12.1+cu130", "2.12")
+    assert len({tables.default_build(name, "linux-x86_64") for name in names}) == 1
+    assert tables.index_builds("9.9.9") == ()
+    assert tables.default_build("2.15.0", "freebsd") is None
+    assert tables.build_of("2.15.0", "cu118", "linux-x86_64") is None
+
+
+# ── the choice ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fits(entry: dict[str, Any], card: tuple[int, int], branch: int) -> bool:
+    """Whether a raw row of a CUDA build runs on a card with a driver of a branch: the rule, spelled out once more."""
+    codes = [divmod(int(code), 10) for code in entry["archs"].split()]
+    row = next(row for row in DRIVERS["capabilities"] if tables.parse_capability(row["capability"]) == card)
+    last = next(each["last_branch"] for each in DRIVERS["generations"] if each["name"] == row["generation"])
+    major = entry["cuda"].split(".")[0]
+    floor = next(family["linux"] for family in DRIVERS["families"] if family["cuda"] == major)
+    cudnn = number(entry["cudnn"] or "0")
+    return (
+        any(code[0] == card[0] and code[1] <= card[1] for code in codes)
+        and number(floor) <= (branch, 999)
+        and row["first_branch"] <= branch <= (last or 9999)
+        and not (cudnn >= (9,) and card < (5, 0))
+        and not (cudnn >= (9, 11) and card < (7, 5))
+    )
+
+
+def raw_builds(platform: str, python: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (version, entry)
+        for row in TORCH["releases"]
+        if number(row["python"][0]) <= python <= number(row["python"][1])
+        for version in row["versions"]
+        for entry in row["builds"]
+        if platform in entry["on"]
+    ]
+
+
+@pytest.mark.parametrize("platform", ["linux-x86_64", "linux-aarch64"])
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card[0]}.{card[1]}")
+def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, int], platform: str) -> None:
+    builds = raw_builds(platform, (3, 11))
+    for branch in BRANCHES:
+        choice = choose(driver=f"{branch}.999", capabilities=[card], platform=platform, python=(3, 11))
+        fitting = [(version, entry["build"]) for version, entry in builds if fits(entry, card, branch)]
+        if not fitting:
+            assert not choice.torch_version or choice.needs_driver, (branch, choice)
+            continue
+        newest = max((version for version, _ in fitting), key=number)
+        assert (choice.torch_version, choice.needs_driver) == (newest, ""), branch
+        assert (newest, choice.build) in fitting
+        default = tables.default_build(newest, platform)
+        assert default is not None
+        assert (choice.index == "") == ((newest, default.build) in fitting)
+
+
+@pytest.mark.parametrize("release", tables.releases())
+def test_a_choice_among_the_builds_of_one_release_covers_card_and_driver(release: str) -> None:
+    builds = [(version, entry) for version, entry in raw_builds("linux-x86_64", (3, 11)) if version == release]
+    for card in CARDS:
+        for branch in BRANCHES:
+            choice = choose(driver=f"{branch}.999", capabilities=[card], python=(3, 11), torch=release)
+            fitting = {entry["build"] for _, entry in builds if fits(entry, card, branch)}
+            if choice.torch_version and not choice.needs_driver:
+                assert choice.torch_version == release
+                assert choice.build in fitting, (card, branch)
+            else:
+                assert not fitting, (card, branch, choice)
+
+
+def test_the_driver_asked_for_is_the_least_that_helps_and_helps() -> None:
+    for card in CARDS:
+        for branch in BRANCHES:
+            choice = choose(driver=f"{branch}.0", capabilities=[card])
+            if not choice.needs_driver:
+                continue
+            after = choose(driver=f"{choice.needs_driver}.999", capabilities=[card])
+            assert (after.torch_version, after.needs_driver) == (choice.torch_version, ""), (card, branch)
+            least = number(choice.needs_driver)
+            assert (choice.direction == "newer") == (least > (branch, 0)), (card, branch)
+            lower = [each for each in BRANCHES if each < least[0]]
+            if choice.direction == "newer" and lower:
+                assert choose(driver=f"{lower[-1]}.999", capabilities=[card]).needs_driver, (card, branch)
+
+
+def test_an_old_card_with_a_new_driver_does_not_get_a_build_without_code_for_it() -> None:
+    choice = choose(driver="580.65.06", capabilities=[(6, 1)])  # GTX 1080
+    assert (choice.torch_version, choice.index, choice.how_sure) == ("2.15.0", f"{INDEX}/cu126", "seen")
+    assert "no code for capability 6.1" in choice.reason
+
+
+def test_a_new_card_with_an_old_driver_is_told_to_update_the_driver() -> None:
+    choice = choose(driver="550.54.14", capabilities=[(12, 0)])  # RTX 5090
+    assert (choice.direction, choice.needs_driver, choice.build) == ("newer", "570", "cu128")
+    assert "Driver 550.54.14 is too old for capability 12.0: install 570 or newer." in choice.reason
+    assert [(each.torch_version, each.why) for each in choice.alternatives] == [
+        ("2.15.0", "with driver 580.65.06 or newer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "card", "torch", "build", "pypi"),
+    [
+        ("470.82.01", (3, 7), "2.3.1", "cu118", False),  # newer ones have cuDNN 9, which left Kepler
+        ("580.65.06", (5, 2), "2.15.0", "cu126", False),
+        ("535.54.03", (7, 0), "2.15.0", "cu126", False),
+        ("535.54.03", (8, 6), "2.15.0", "cu126", False),
+        ("580.65.06", (7, 5), "2.15.0", "cu132", True),
+        ("580.159.04", (9, 0), "2.15.0", "cu132", True),
+        ("470.82.01", (8, 6), "2.7.1", "cu118", False),
+        ("570.124.06", (10, 0), "2.11.0", "cu128", False),
+        ("595.58.03", (12, 1), "2.15.0", "cu132", True),
+    ],
+)
+def test_the_table_of_cards(driver: str, card: tuple[int, int], torch: str, build: str, pypi: bool) -> None:
+    choice = choose(driver=driver, capabilities=[card])
+    assert (choice.torch_version, choice.build, choice.index == "") == (torch, build, pypi)
+    assert choice.needs_driver == ""
+
+
+def test_kepler_gets_what_was_seen_as_an_alternative() -> None:
+    choice = choose(driver="470.82.01", capabilities=[(3, 7)], python=(3, 11))
+    assert choice.how_sure == "stated"
+    assert [(each.torch_version, each.build, each.index) for each in choice.alternatives] == [("2.0.1", "cu117", "")]
+
+
+@pytest.mark.parametrize(("driver", "card", "branch"), [("595.58.03", (6, 1), "580"), ("580.65.06", (3, 7), "470")])
+def test_a_driver_that_dropped_the_card_must_become_older(driver: str, card: tuple[int, int], branch: str) -> None:
+    choice = choose(driver=driver, capabilities=[card])
+    assert (choice.direction, choice.needs_driver) == ("older", branch)
+    assert f"install one of branch {branch}" in choice.reason
+
+
+def test_several_cards_must_all_be_covered() -> None:
+    choice = choose(driver="580.65.06", capabilities=[(8, 9), (6, 1), (8, 9)])
+    assert (choice.torch_version, choice.build) == ("2.15.0", "cu126")
+    choice = choose(driver="580.65.06", capabilities=[(6, 1), (12, 0)])
+    assert choice.torch_version == ""
+    assert "No build of torch since 1.13.0 has code for all of capability 6.1 and 12.0." in choice.reason
+    assert [each.build for each in choice.alternatives] == ["cu126", "cu132"]
+    choice = choose(driver="470.82.01", capabilities=[(3, 7), (9, 0)])
+    assert choice.torch_version == ""
+    assert choice.reason.startswith("No driver drives all of capability 3.7 and 9.0")
+
+
+def test_what_the_driver_says_of_itself_wins_over_its_version() -> None:
+    assert choose(driver="550.54.14", driver_cuda=13000, capabilities=[(8, 6)]).build == "cu132"
+    assert choose(driver="580.65.06", driver_cuda=12080, capabilities=[(8, 6)]).build == "cu126"
+    assert choose(driver=None, driver_cuda=12020, capabilities=[(8, 6)]).build == "cu126"
+
+
+def test_a_driver_that_named_the_card_is_believed() -> None:
+    assert choose(driver="550.54.14", capabilities=[(12, 0)], driver_sees_cards=True).needs_driver == ""
+    assert choose(driver="595.58.03", capabilities=[(6, 1)], driver_sees_cards=True).needs_driver == ""
+
+
+def test_windows_gets_cuda_from_the_index_only() -> None:
+    choice = choose(driver="581.29", capabilities=[(8, 9)], platform="windows")
+    assert (choice.torch_version, choice.index) == ("2.15.0", f"{INDEX}/cu130")
+    assert "PyPI has no CUDA" in choice.reason
+    choice = choose(driver="581.29", capabilities=[(6, 1)], platform="windows")  # 581 is a driver of branch 580
+    assert (choice.build, choice.needs_driver) == ("cu126", "")
+
+
+def test_arm_takes_the_index_before_2_11_and_pypi_after() -> None:
+    arm = partial(choose, driver="580.65.06", capabilities=[(9, 0)], platform="linux-aarch64")
+    assert arm(torch="2.10.0").index == f"{INDEX}/cu128"
+    assert arm(torch="2.11.0").index == ""
+    assert arm(torch="2.4.1").reason == "There is no CUDA build of torch 2.4.1 for linux-aarch64."
+
+
+@pytest.mark.parametrize(
+    ("python", "torch"), [((3, 8), "2.4.1"), ((3, 9), "2.8.0"), ((3, 10), "2.14.1"), ((3, 15), "2.15.0")]
+)
+def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> None:
+    assert choose(driver="580.65.06", capabilities=[(8, 6)], python=python).torch_version == torch
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"capabilities": [(3, 5)]}, "No build of torch since 1.13.0 has code for capability 3.5."),
+        ({"capabilities": [(7, 2)]}, "NVIDIA has wheels of its own for Jetson boards."),
+        ({"capabilities": [(99, 0)]}, "No build of torch since 1.13.0 has code for capability 99.0."),
+        ({"python": (3, 16)}, "has wheels for Python 3.16. torch 2.15.0 has them for Python 3.11 to 3.15."),
+        ({"platform": "macos-arm64"}, "There is no CUDA on macOS"),
+        ({"platform": "linux-ppc64le"}, "There is no CUDA build of torch for linux-ppc64le"),
+        ({"torch": "1.9"}, "torch 1.9 is not in the table, which goes from 1.13.0 to 2.15.0."),
+    ],
+)
+def test_where_there_is_no_wheel_the_reason_names_what_stands_in_the_way(facts: dict[str, Any], reason: str) -> None:
+    known: dict[str, Any] = {"driver": "580.65.06", "capabilities": [(8, 6)]}
+    choice = choose(**known | facts)
+    assert (choice.torch_version, choice.build, choice.index) == ("", "", "")
+    assert reason in choice.reason
+
+
+def test_what_is_not_known_makes_the_choice_a_guess() -> None:
+    choice = choose(driver=None, capabilities=[(8, 6)])
+    assert (choice.build, choice.how_sure, choice.floor) == ("cu132", "guess", "580.65.06")
+    assert "The driver is not known: it must be 580.65.06 or newer." in choice.reason
+    choice = choose(driver="535.54.03", capabilities=[])
+    assert (choice.build, choice.how_sure) == ("cu126", "guess")
+    assert "The card is not known" in choice.reason
