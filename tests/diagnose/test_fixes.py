@@ -96,7 +96,10 @@ def test_an_old_card_with_a_new_driver_gets_the_build_that_still_has_code_for_it
 
 
 def test_a_new_card_with_an_old_driver_is_told_the_driver_it_needs() -> None:
-    assert any("570" in line for line in fixes.wheel(with_card((12, 0), 12040, "550.54.15", 0x2B85)))
+    blind = changed(with_card((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
+    lines = commands(fixes.wheel(blind))
+    assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-570-open"]
+    assert lines[-1].endswith("/cu128")
 
 
 def test_an_ordinary_card_with_a_new_driver_takes_the_default_build() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from transload.diagnose.fixes.system import install_driver
+
 if TYPE_CHECKING:
     from transload.diagnose.tables.builds import Platform as WheelPlatform
     from transload.diagnose.tables.wheels import WheelChoice
@@ -46,9 +48,10 @@ def wheel(machine: Machine, torch: str | None = None) -> Lines:
         return (choice.reason,)
     beside = [name for name in _TRIO if name in machine.python.packages]
     lines = (*_reinstall(machine, choice, beside), f"Why this build: {choice.reason}")
-    if choice.needs_driver:
-        lines = (*lines, f"It needs a driver of {choice.needs_driver} or newer.")
-    return lines
+    if not choice.needs_driver:
+        return lines
+    branch = int(choice.needs_driver.partition(".")[0])
+    return ("First the driver:", *install_driver(machine, branch), "Then torch:", *lines)
 
 
 def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
