@@ -75,12 +75,12 @@ class Host:
 
     def data(self, path: str, limit: int = _LIMIT) -> bytes | Unknown:
         """The beginning of a file. Only regular files are opened: a pipe or a device might never answer."""
-        real = self.at(path)
+        real = path if self.root == "/" else self.at(self.target(path))
         try:
             if not stat.S_ISREG(os.stat(real).st_mode):
                 return Unknown(f"{path} is no file")
-            with open(real, "rb", buffering=0) as stream:
-                return stream.read(limit) or b""
+            with open(real, "rb") as stream:  # buffered: one read(2) of a file in /proc gives a page at most
+                return stream.read(limit)
         except (OSError, ValueError) as error:
             return Unknown(reason(path, error))
 
@@ -131,7 +131,7 @@ class Host:
         done, rest, links = "/", path.strip("/").split("/"), 0
         while rest:
             step = rest.pop(0)
-            here = os.path.normpath(f"{done}/{step}")
+            here = os.path.normpath(f"{done.rstrip('/')}/{step}")
             to = self.link(here)
             if not to or links > _LINKS:
                 done = here

@@ -1,0 +1,104 @@
+"""The host as probes see it: under a root, and never raising for what a host may be."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from transload.diagnose.host import Host
+from transload.machine import Unknown
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "os-release").write_text("ID=ubuntu\nNAME=x\n")
+    return Host(root=str(tmp_path), environ={})
+
+
+def test_paths_lie_under_the_root_and_come_back(host: Host, tmp_path: Path) -> None:
+    assert host.at("/etc/os-release") == str(tmp_path / "etc/os-release")
+    assert host.named(str(tmp_path / "etc/os-release")) == "/etc/os-release"
+    assert host.named(str(tmp_path)) == "/"
+    assert host.named(f"{tmp_path}x/etc") == f"{tmp_path}x/etc"
+    assert Host().named("/etc/os-release") == "/etc/os-release"
+
+
+def test_text_and_its_first_line(host: Host) -> None:
+    assert host.text("/etc/os-release") == "ID=ubuntu\nNAME=x\n"
+    assert host.text("/etc/os-release", 3) == "ID="
+    assert host.line("/etc/os-release") == "ID=ubuntu"
+    assert host.line("/nowhere") == ""
+
+
+def test_bytes_that_are_no_text_survive(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "odd").write_bytes(b"\xff\xfe\0")
+    text = host.text("/odd")
+    assert isinstance(text, str)
+    assert text.encode("utf-8", "surrogateescape") == b"\xff\xfe\0"
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/etc/os-release/below", "/etc", "/a\0b", "/pipe", "/loop"])
+def test_what_cannot_be_read_is_unknown_with_a_reason(host: Host, tmp_path: Path, path: str) -> None:
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")  # opened, it would never answer
+    (tmp_path / "loop").symlink_to("loop")
+    found = host.text(path)
+    assert isinstance(found, Unknown)
+    assert found.reason.startswith(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc")
+def test_a_file_of_the_kernel_is_read_to_its_end() -> None:
+    text = Host().text("/proc/self/maps")
+    assert isinstance(text, str)
+    assert len(text) > 4096
+    assert text.endswith("\n")
+
+
+def test_a_folder_and_what_is_in_it(host: Host) -> None:
+    assert host.names("/etc") == ("os-release",)
+    assert not host.names("/nowhere")
+    assert list(host.paths("/etc", "os-", "se")) == ["/etc/os-release"]
+    assert host.folder("/etc")
+    assert not host.folder("/etc/os-release")
+
+
+def test_absolute_links_stay_inside_the_root(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "usr/lib").mkdir(parents=True)
+    (tmp_path / "usr/lib/libcuda.so.580.65.06").write_text("lib")
+    (tmp_path / "lib").symlink_to("/usr/lib")
+    (tmp_path / "usr/lib/libcuda.so.1").symlink_to("libcuda.so.580.65.06")
+    assert host.target("/lib/libcuda.so.1") == "/usr/lib/libcuda.so.580.65.06"
+    assert host.text("/lib/libcuda.so.1") == "lib"
+    assert host.link("/lib") == "/usr/lib"
+    assert host.link("/usr") == ""
+
+
+def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("/nowhere")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert not host.exists("/dangling")
+    assert host.exists("/etc/os-release")
+    host.target("/a")  # ends
+
+
+def test_opening_a_device_tells_the_errno_by_name(host: Host, tmp_path: Path) -> None:
+    assert host.open_error("/etc/os-release") == ""
+    assert host.open_error("/dev/nvidiactl") == "ENOENT"
+    assert host.open_error("/etc") == "EISDIR"
+    if os.name == "posix" and os.geteuid() != 0:
+        (tmp_path / "secret").touch(mode=0)
+        assert host.open_error("/secret") == "EACCES"
+
+
+def test_the_defaults_are_this_host() -> None:
+    host = Host()
+    assert host.python == sys.executable
+    assert host.root == "/"
+    assert host.cwd
+    assert all(host.uname)
