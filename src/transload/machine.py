@@ -59,7 +59,7 @@ class Unknown:
 
     reason: str
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
 
@@ -156,7 +156,7 @@ class Hardware:
     """What is built in."""
 
     pci: tuple[PciDevice, ...] | Unknown = Unknown("not asked")
-    """Display devices of any vendor, and every device of NVIDIA."""
+    """Display devices and accelerators (class ``0x12``) of any vendor, and every device of NVIDIA."""
     dxg: bool = False
     """/dev/dxg, the road to the GPU under WSL 2."""
     tegra: str = ""
@@ -487,13 +487,18 @@ class TorchInstall:
     tags: tuple[str, ...] = ()
     """Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``."""
     missing: tuple[str, ...] = ()
-    """Files that RECORD lists and that are absent or of another size: ``lib/libtorch_cuda.so: absent`` …"""
+    """Files that RECORD lists and that are absent or cut off: ``lib/libtorch_cuda.so: absent`` …"""
     unlisted: tuple[str, ...] = ()
     """Libraries in torch/lib that RECORD does not list."""
     installed: float = 0.0
     """Time stamp of the dist-info."""
     replaced_by: tuple[str, ...] = ()
     """Packages installed within a minute of it, the likely reason for its being there: ``ultralytics 8.3``."""
+    altered: tuple[str, ...] = ()
+    """Libraries that are whole and yet of another size than RECORD says: stripped or patched, which is no fault, or of
+    another release: ``lib/libc10.so: 18 bytes instead of 20``."""
+    origin: str = ""
+    """Where it was installed from, if not from an index: the URL in direct_url.json, without credentials."""
 
     @property
     def cpu_only(self) -> bool:
@@ -507,11 +512,15 @@ class Torch:
 
     installs: tuple[TorchInstall, ...] | Unknown = Unknown("not asked")
     shadow: str = ""
-    """A file or folder that is imported as torch and is none: ``./torch.py``."""
+    """A file or folder that is imported as torch and is none: ``/home/user/project/torch.py``."""
     leftovers: tuple[str, ...] = ()
-    """``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip."""
+    """Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip."""
     dangling: tuple[str, ...] = ()
-    """dist-infos of a torch whose files are gone."""
+    """Paths of dist-infos of a torch whose files are gone, or were overwritten by another's."""
+    shadow_kind: str = ""
+    """``file``; ``package``, a folder that is not PyTorch; or ``source``, PyTorch's own source tree, not built."""
+    shadow_via: str = ""
+    """How it comes first on the path: ``the current directory``, ``PYTHONPATH``, ``sys.path``."""
 
     @property
     def first(self) -> TorchInstall | None:
@@ -538,6 +547,8 @@ class Resolved:
     """The path in site-packages that the wheel means; empty where it means none."""
     package: str = ""
     """The distribution that should hold it: ``nvidia-cudnn-cu13``."""
+    problem: str = ""
+    """Why the file at ``path`` cannot be loaded: ``empty``, ``not an ELF file`` …"""
 
     @property
     def shadowed(self) -> bool:
@@ -554,14 +565,19 @@ class TorchLibraries:
     cubins: dict[str, int] | Unknown = Unknown("not asked")
     """Architecture → how many kernels of it libtorch_cuda holds: ``{"sm_90": 4711, "compute_90": 12}``."""
     needed: tuple[Resolved, ...] = ()
-    """NVIDIA's libraries, directly or indirectly needed."""
+    """NVIDIA's libraries, directly or indirectly needed; and any other that is found nowhere or cannot be loaded."""
     unresolved: tuple[str, ...] = ()
     """Versioned symbols that the library to be taken does not define:
-    ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12, needed by libcusparse.so.12``."""
+    ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12, needed by libcusparse.so.12``; and whole versions:
+    ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by libtorch_cpu.so``."""
     overlaps: tuple[str, ...] = ()
     """Files that two installed distributions both own: ``nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12, …``."""
     split_cudnn: tuple[str, ...] = ()
-    """Parts of cuDNN that the wheel lacks and the system has: they would be mixed."""
+    """Parts of cuDNN that would be taken from elsewhere, and of another release, because the wheel lacks them or the
+    loader looks there first: ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``."""
+    cwd_searched: tuple[str, ...] = ()
+    """Libraries for which the loader also looks into the current directory:
+    ``libcusparseLt.so.0: RUNPATH has an empty element``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,6 +607,9 @@ class Variables:
     values: dict[str, str] = field(default_factory=dict)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Name → files that set it, as far as found: ``/etc/environment:3``."""
+    cache_problem: str = ""
+    """Why CUDA cannot keep what it compiles: ``/home/user/.nv/ComputeCache: EACCES``; empty where it can, or was not
+    looked."""
 
     def get(self, name: str) -> str | None:
         """The value, or ``None`` where it is not set."""
@@ -608,6 +627,8 @@ class Accelerator:
     """``gfx1100``, ``Apple M2`` …"""
     usable: bool = False
     """Whether its compute driver is there: /dev/kfd with a GPU behind it, and so on."""
+    integrated: bool = False
+    """It is part of the processor: in most machines there, and seldom what torch is meant to run on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -695,7 +716,7 @@ class Machine:
     @property
     def capabilities(self) -> dict[str, tuple[int, int]]:
         """Compute capability of each card, by name: as CUDA says, else NVML; empty where neither answered."""
-        cards = (*self.driver.cuda.gpus, *self.driver.nvml.gpus)
+        cards: tuple[CudaGpu | NvmlGpu, ...] = (*self.driver.cuda.gpus, *self.driver.nvml.gpus)
         return {gpu.name: (gpu.capability[0], gpu.capability[1]) for gpu in reversed(cards) if len(gpu.capability) == 2}
 
 

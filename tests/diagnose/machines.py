@@ -259,8 +259,8 @@ def install(version: str = "2.13.0+cu130", cuda: str = "13.0") -> TorchInstall:
         f"{SITE}/torch",
         version,
         cuda,
-        dist_info=f"{SITE}/torch-2.13.0.dist-info",
-        dist_version="2.13.0",
+        dist_info=f"{SITE}/torch-{version.partition('+')[0]}.dist-info",
+        dist_version=version.partition("+")[0],
         installer="pip",
         tags=("cp311-cp311-manylinux_2_28_x86_64",),
     )

@@ -87,6 +87,13 @@ def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) ->
     host.target("/a")  # ends
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
+def test_a_name_that_no_file_can_have_is_not_there(path: str) -> None:
+    assert not Host().exists(path)
+    assert not Host().folder(path)
+    assert Host().open_error(path)
+
+
 def test_opening_a_device_tells_the_errno_by_name(host: Host, tmp_path: Path) -> None:
     assert host.open_error("/etc/os-release") == ""
     assert host.open_error("/dev/nvidiactl") == "ENOENT"

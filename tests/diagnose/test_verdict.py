@@ -75,7 +75,10 @@ def test_a_hidden_card_does_not_excuse_an_old_driver() -> None:
 def test_a_symptom_is_muted_by_any_fault_but_stands_where_there_is_none() -> None:
     symptom = row("X08", "driver", symptom=True)
     assert codes(decide(BROKEN, [symptom])) == ["X08"]
-    assert decide(BROKEN, [symptom, row("T01", "build")]).muted[0].because == "T01"
+    for fault in (row("T01", "build"), row("E01", "variables"), row("V01", "fit"), row("S05", "run")):
+        diagnosis = decide(BROKEN, [symptom, fault])
+        assert codes(diagnosis) == [fault.code]
+        assert diagnosis.muted[0].because == fault.code
 
 
 def test_packages_beside_torch_are_judged_each_for_itself() -> None:

@@ -68,6 +68,10 @@ class Host:
         root = self.root.rstrip("/")
         return (real[len(root) :] or "/") if root and (real == root or real.startswith(root + "/")) else real
 
+    def outside(self) -> dict[str, str]:
+        """The environment for a child process. Over a tree, paths in it may have to be put under the root."""
+        return dict(self.environ)
+
     def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
         """The beginning of a file as text. Bytes that are no UTF-8 are kept as surrogates."""
         data = self.data(path, limit)
@@ -127,7 +131,10 @@ class Host:
     def target(self, path: str) -> str:
         """Where a path leads in the end; absolute links stay inside the root. Itself where it leads nowhere."""
         if self.root == "/":
-            return os.path.realpath(path)
+            try:
+                return os.path.realpath(path)
+            except ValueError:  # a NUL, or half a pair of surrogates: no file has such a name
+                return path
         done, rest, links = "/", path.strip("/").split("/"), 0
         while rest:
             step = rest.pop(0)

@@ -85,6 +85,7 @@ def decide(machine: Machine, rows: Sequence[Row]) -> Diagnosis:
     met = [(row, _heeding(machine, row, found)) for row in rows if (found := row.finding(machine)) is not None]
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the table
     faults = [(row, found) for row, found in met if found.severity == "error"]
+    faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only where no fault of any layer is
     causes: list[tuple[Row, Finding]] = []
     muted: list[Muted] = []
     for row, found in faults:
