@@ -1,0 +1,160 @@
+"""Every probe over worlds that are broken throughout: an answer or an honest "not known", never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.diagnose.trees import FOLDER, Content, Folder, Link, Tree, TreeHost, container, plain_host, tree_host
+
+from transload.diagnose.host import Host
+from transload.diagnose.probes.accelerators import accelerators
+from transload.diagnose.probes.hardware import hardware
+from transload.diagnose.probes.kernel import kernel
+from transload.diagnose.probes.nodes import nodes
+from transload.diagnose.probes.platform import platform
+from transload.diagnose.probes.surroundings import surroundings
+from transload.diagnose.probes.toolkit import toolkit
+from transload.diagnose.probes.variables import variables
+from transload.diagnose.saved import machine_from
+from transload.machine import Machine, Unknown, to_dict
+
+ENVIRON = {
+    "CUDA_VISIBLE_DEVICES": "\udcff",
+    "LD_LIBRARY_PATH": "::",
+    "HOME": "/home/user",
+    "PATH": ":\0:/usr/bin",
+    "CUDA_HOME": "/\0",
+    "CONDA_PREFIX": "/\0",
+    "CUDA_MPS_PIPE_DIRECTORY": "/\0",
+    "SHELL": "/",
+}
+PATHS = (
+    "/etc/os-release",
+    "/etc/group",
+    "/etc/environment",
+    "/etc/cdi/nvidia.yaml",
+    "/etc/prime-discrete",
+    "/etc/nv_tegra_release",
+    "/lib64/libc.so.6",
+    "/proc/self/status",
+    "/proc/self/limits",
+    "/proc/self/cgroup",
+    "/proc/self/mountinfo",
+    "/proc/1/environ",
+    "/proc/1/stat",
+    "/proc/version",
+    "/proc/cmdline",
+    "/proc/modules",
+    "/proc/devices",
+    "/proc/stat",
+    "/proc/device-tree/compatible",
+    "/proc/driver/nvidia/version",
+    "/proc/driver/nvidia/params",
+    "/proc/driver/nvidia/gpus/0000:17:00.0/information",
+    "/sys/bus/pci/devices/0000:17:00.0/vendor",
+    "/sys/bus/pci/devices/0000:17:00.0/resource",
+    "/sys/class/dmi/id/chassis_type",
+    "/sys/class/kfd/kfd/topology/nodes/1/properties",
+    "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c",
+    "/sys/fs/cgroup/devices/devices.list",
+    "/sys/module/nvidia/version",
+    "/lib/modules/6.8.0/modules.dep",
+    "/usr/bin/docker",
+    "/usr/bin/nvcc",
+    "/usr/bin/nv-fabricmanager",
+    "/usr/include/cuda.h",
+    "/var/lib/dpkg/status",
+    "/var/log/kern.log",
+    "/home/user/.bashrc",
+    "/dev/nvidia0",
+    "/dev/kfd",
+)
+
+
+def examined(host: Host) -> Machine:
+    there = hardware(host)
+    return Machine(
+        platform=platform(host),
+        surroundings=surroundings(host),
+        hardware=there,
+        kernel=kernel(host),
+        nodes=nodes(host),
+        toolkit=toolkit(host),
+        variables=variables(host),
+        accelerators=accelerators(host, there),
+    )
+
+
+def world(content: Content) -> Tree:
+    """Every path that a probe reads, and all of them the same."""
+    return dict.fromkeys(PATHS, content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00\x01" * 1000,
+        b"\0" * 3_000_000,
+        ("9" * 100 + "\n") * 20_000,
+        "nvidia: = ( \0 [ \n" * 1000,
+        "195 nvidia\nVersion: 1.1.1\nPackage: nvidia-fabricmanager\nsimd_count 9\n0x10de" * 100,
+        FOLDER,
+        Link("/dev/nvidia0"),
+        Link("/gone"),
+        Link("/" + "a" * 300),
+    ],
+    ids=lambda content: content.to[:20] if isinstance(content, Link) else str(content)[:20],
+)
+def test_every_file_is_the_same_nonsense(tmp_path: Path, content: Content) -> None:
+    machine = examined(tree_host(tmp_path, world(content), ENVIRON, uid=0))
+    assert machine_from(to_dict(machine)) == machine
+    assert machine.kernel.version == "" or not isinstance(content, Folder | Link)
+    assert machine.hardware.gpus == ()
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    machine = examined(tree_host(tmp_path / "gone", {}, {}, cwd="", python=""))
+    assert machine.kernel.loaded == Unknown("/proc/modules is not there")
+    assert machine.hardware.pci == Unknown("/sys/bus/pci/devices is not there")
+    assert machine.accelerators == ()
+    assert machine_from(to_dict(machine)) == machine
+
+
+class Denied(TreeHost):
+    """What every look at some folder is refused."""
+
+    where: tuple[str, ...] = ()
+
+    def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
+        return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().data(path, limit)
+
+    def names(self, path: str) -> tuple[str, ...] | Unknown:
+        return Unknown(f"{path}: permission denied") if path.startswith(self.where) else super().names(path)
+
+
+@pytest.mark.parametrize("where", [("/proc",), ("/sys",), ("/dev",), ("/proc", "/sys", "/etc", "/dev", "/usr", "/lib")])
+@pytest.mark.parametrize("made", [plain_host, container], ids=["host", "container"])
+def test_folders_that_are_refused(tmp_path: Path, made: Callable[..., TreeHost], where: tuple[str, ...]) -> None:
+    host = made(tmp_path, environ=ENVIRON)
+    denied = type("Here", (Denied,), {"where": where})(*(getattr(host, name) for name in host.__dataclass_fields__))
+    machine = examined(denied)
+    assert machine_from(to_dict(machine)) == machine
+    if "/sys" in where:
+        assert isinstance(machine.hardware.pci, Unknown)
+        assert "permission denied" in machine.hardware.pci.reason
+
+
+def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"/proc": Link("sys"), "/sys": Link("proc"), "/dev": Link("dev"), "/etc": Link("/etc")}
+    machine = examined(tree_host(tmp_path, tree, ENVIRON))
+    assert isinstance(machine.hardware.pci, Unknown)
+    assert isinstance(machine.kernel.loaded, Unknown)
+
+
+def test_this_very_host_is_examined_and_saved() -> None:
+    machine = examined(Host())
+    assert machine_from(to_dict(machine)) == machine

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.diagnose.trees import (
+    FOLDER,
+    H200,
+    KERNEL,
+    VERSION,
+    Tree,
+    TreeHost,
+    container,
+    module,
+    module_file,
+    plain_host,
+    tree_host,
+    wsl,
+)
+
+from transload.diagnose.probes.kernel import kernel
+from transload.machine import ProcGpu, Unknown
+
+SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+
+
+def test_a_driver_at_work(tmp_path: Path) -> None:
+    told = kernel(plain_host(tmp_path))
+    assert (told.loaded, told.version, told.flavour) == (True, VERSION, "open")
+    assert told.modules == ("nvidia", "nvidia_uvm")
+    assert told.gpus == (ProcGpu("0000:17:00.0", "NVIDIA H200", 0, VERSION),)
+    assert told.parameters["DeviceFileMode"] == "438"
+    assert (told.built_for, told.firmware) == ((KERNEL,), True)
+    assert (told.secure_boot, told.kaslr, told.uvm_disable_hmm) == (False, True, "N")
+    assert (told.daemons, told.stuck, told.fabric_manager, told.mps_directory) == ((), (), "", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "flavour"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)  ",
+            "580.159.04",
+            "open",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+            "550.54.15",
+            "proprietary",
+        ),
+        ("NVRM version: NVIDIA UNIX aarch64 Kernel Module  390.157  Wed Oct 12", "390.157", "proprietary"),
+        ("garbage", "", ""),
+    ],
+)
+def test_the_version_file_alone(tmp_path: Path, line: str, version: str, flavour: str) -> None:
+    told = kernel(tree_host(tmp_path, {"/proc/driver/nvidia/version": f"{line}\nGCC version:  gcc version 15.3.0\n"}))
+    assert (told.version, told.flavour) == (version, flavour)
+
+
+def test_not_loaded_is_known_where_modules_are_listed(tmp_path: Path) -> None:
+    assert kernel(plain_host(tmp_path / "1", driver="")).loaded is False
+    assert kernel(wsl(tmp_path / "2")).loaded is False
+    assert kernel(tree_host(tmp_path / "3", {"/sys/module/ext4": FOLDER})).loaded is False
+    assert kernel(tree_host(tmp_path / "4", {})).loaded == Unknown("/proc/modules is not there")
+
+
+def test_a_container_without_a_card_still_shows_the_hosts_module(tmp_path: Path) -> None:
+    told = kernel(container(tmp_path, gpu=False))
+    assert (told.loaded, told.version, told.flavour, told.gpus) == (True, VERSION, "", ())
+    assert told.built_for == Unknown("/lib/modules is not there")
+    assert told.firmware == Unknown("/lib/firmware/nvidia is not there")
+    assert isinstance(told.secure_boot, Unknown)
+
+
+def test_modules_of_concern(tmp_path: Path) -> None:
+    names = ("nouveau", "nova_core", "snd_hda", "vfio_pci", "nvidia_modeset", "video", "xenfs")
+    modules = "".join(f"{name} 16384 0 - Live 0x0\n" for name in names)
+    told = kernel(plain_host(tmp_path, driver="", more={"/proc/modules": modules}))
+    assert told.modules == ("nouveau", "nova_core", "nvidia_modeset", "vfio_pci")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "updates/dkms/nvidia.ko.zst",
+        "updates/dkms/nvidia-current.ko.xz",
+        "kernel/nvidia-580/nvidia.ko",
+        "extra/nvidia/nvidia.ko.gz",
+        "weak-updates/nvidia-tesla-470.ko",
+        "kernel/drivers/video/nvidia.ko.xz",
+    ],
+)
+def test_kernels_that_have_the_driver(tmp_path: Path, name: str) -> None:
+    """Of three: one with the module, one without, and one whose list names a file that is gone."""
+    stale: Tree = {"/usr/lib/modules/6.8.0-50/modules.dep": f"{name}:\n", "/usr/lib/modules/6.8.0-50/kernel": FOLDER}
+    other = {"/usr/lib/modules/6.8.0-60/modules.dep": "kernel/drivers/hid/hid-nvidia-shield.ko:\nextra/nvidia-fs.ko:\n"}
+    host = plain_host(tmp_path, driver="", more={**module_file("6.8.0-40", name), **stale, **other})
+    assert kernel(host).built_for == ("6.8.0-40",)
+
+
+@pytest.mark.parametrize(
+    ("tree", "secure"),
+    [
+        ({SECURE_BOOT: b"\6\0\0\0\1"}, True),
+        ({SECURE_BOOT: b"\6\0\0\0\0"}, False),
+        ({SECURE_BOOT: b"\6"}, Unknown(f"{SECURE_BOOT} is too short")),
+        ({"/sys/firmware/acpi": FOLDER}, False),
+        ({"/sys/firmware/efi/efivars": FOLDER}, Unknown(f"{SECURE_BOOT} is not there")),
+        ({"/sys/firmware": FOLDER}, Unknown(f"{SECURE_BOOT} is not there")),
+        ({}, Unknown(f"{SECURE_BOOT} is not there")),
+    ],
+)
+def test_secure_boot(tmp_path: Path, tree: Tree, secure: bool | Unknown) -> None:
+    assert kernel(tree_host(tmp_path, tree)).secure_boot == secure
+
+
+def test_a_kernel_told_not_to_move(tmp_path: Path) -> None:
+    assert kernel(plain_host(tmp_path / "1", more={"/proc/cmdline": "ro nokaslr quiet\n"})).kaslr is False
+    assert kernel(plain_host(tmp_path / "2", without=("/proc/cmdline",))).kaslr == Unknown("/proc/cmdline is not there")
+
+
+def test_firmware_of_another_version_is_not_its_own(tmp_path: Path) -> None:
+    tree = {**module(H200, "570.133.20"), "/usr/lib/firmware/nvidia/560.35.03/gsp_ga10x.bin": b""}
+    without = {path: what for path, what in tree.items() if "570.133.20/" not in path}
+    assert kernel(plain_host(tmp_path, driver="", more=without)).firmware is False
+
+
+def test_a_card_that_was_excluded_or_is_not_understood(tmp_path: Path) -> None:
+    more: Tree = {
+        "/proc/driver/nvidia/gpus/0000:17:00.0/information": "Model: \t A\nDevice Minor: \t x\nGPU Excluded:\t Yes\n",
+        "/proc/driver/nvidia/gpus/0000:65:00.0/information": b"\xff\xfe",
+        "/proc/driver/nvidia/gpus/0000:ca:00.0": FOLDER,
+    }
+    assert kernel(plain_host(tmp_path, more=more)).gpus == (
+        ProcGpu("0000:17:00.0", "A", excluded=True),
+        ProcGpu("0000:65:00.0"),
+        ProcGpu("0000:ca:00.0"),
+    )
+
+
+def test_a_page_that_never_comes_keeps_nobody(tmp_path: Path) -> None:
+    class Hanging(TreeHost):
+        def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
+            if path.endswith("/information"):
+                os.close(os.open(self.at("/pipe"), os.O_RDONLY))
+            return super().data(path, limit)
+
+    host = plain_host(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    told = kernel(Hanging(*(getattr(host, name) for name in host.__dataclass_fields__)))
+    assert told.gpus == (ProcGpu("0000:17:00.0"),)
+    assert told.version == VERSION
+
+
+DPKG = """\
+Package: nvidia-fabricmanager-570
+Status: deinstall ok config-files
+Version: 570.10.01-1
+
+Package: nvidia-fabricmanager-580
+Status: install ok installed
+Priority: optional
+Version: 580.159.04-1
+
+Package: zlib1g
+Status: install ok installed
+Version: 1:1.3
+"""
+
+
+@pytest.mark.parametrize(
+    ("tree", "version"),
+    [
+        ({"/usr/bin/nv-fabricmanager": b"", "/var/lib/dpkg/status": DPKG}, "580.159.04"),
+        ({"/var/lib/dpkg/info/nvidia-fabricmanager-580.list": "", "/var/lib/dpkg/status": DPKG}, "580.159.04"),
+        ({"/usr/bin/nv-fabricmanager": b"\x7fELF\0Fabric Manager version is : %s\n\x00575.57.08\0"}, "575.57.08"),
+        ({"/usr/bin/nv-fabricmanager": b"\x7fELF\x00575.57.08\x00580.65.06\0"}, ""),
+        ({"/var/lib/dpkg/status": DPKG}, ""),
+    ],
+)
+def test_the_fabric_manager(tmp_path: Path, tree: Tree, version: str) -> None:
+    assert kernel(plain_host(tmp_path, more=tree)).fabric_manager == version
+
+
+def test_the_directory_of_mps(tmp_path: Path) -> None:
+    default = "/tmp/nvidia-mps"  # noqa: S108  where the daemon puts it
+    assert kernel(plain_host(tmp_path / "1", more={f"{default}/control": ""})).mps_directory == default
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}
+    assert kernel(plain_host(tmp_path / "2", more={"/run/mps/log": ""}, environ=environ)).mps_directory == "/run/mps"
+    assert kernel(plain_host(tmp_path / "3", environ=environ)).mps_directory == ""
+
+
+def test_on_other_systems_nothing_is_known(tmp_path: Path) -> None:
+    told = kernel(tree_host(tmp_path, {}, uname=("Darwin", "24.1.0", "arm64")))
+    assert told.loaded == Unknown("not looked at on Darwin")
