@@ -1,0 +1,79 @@
+"""How a child tells what it finds. The scripts called ``ask_...`` are run by ``children``, in any Python since 3.7.
+
+They import next to nothing: start-up counts, and in the examined interpreter whatever we import might be shadowed by
+a file of the user's, or hide from torch that it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["Report", "begin", "form", "mapped"]
+
+
+class Report:
+    """Tells facts to the parent, a line each, on a copy of the standard output that nobody else closes or redirects."""
+
+    def __init__(self) -> None:
+        self.out = os.dup(1)
+
+    def doing(self, step: str) -> None:
+        """Say what comes next, which may never return."""
+        self.say(doing=step)
+
+    def say(self, **facts: object) -> None:
+        """Say facts."""
+        os.write(self.out, b"\x1e" + form(facts).encode("ascii") + b"\n")
+
+    def done(self) -> None:
+        """Say that this was all, and leave without the libraries' own farewells, which may hang or crash as well."""
+        self.say(done=True)
+        os._exit(0)
+
+
+def begin() -> Report:
+    """Set the backstop, the seconds in the first argument: a child whose parent was killed shall not hang for ever."""
+    try:
+        from _signal import alarm  # type: ignore[import-not-found]  # signal itself would import enum
+
+        alarm(int(sys.argv[1]))
+    except (ImportError, IndexError):  # Windows; by hand
+        pass
+    return Report()
+
+
+def form(value: object) -> str:
+    """JSON in ASCII, of what the scripts have to say.
+
+    >>> form({"name": "H200", "capability": (9, 0), "ready": True, "driver": None})
+    '{"name":"H200","capability":[9,0],"ready":true,"driver":null}'
+    """
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(_quoted(str(name)) + ":" + form(each) for name, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(form(each) for each in value) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """A string of JSON: everything but plain ASCII as UTF-16, as JSON wants it; half of a pair is let through."""
+    plain = all(" " <= c <= "~" and c not in '"\\' for c in text)
+    data = b"" if plain else text.encode("utf-16-be", "surrogatepass")
+    units = [f"\\u{data[at]:02x}{data[at + 1]:02x}" for at in range(0, len(data), 2)]
+    return '"' + (text if plain else "".join(units)) + '"'
+
+
+def mapped() -> list[tuple[int, int, str]]:
+    """Start, end and path of every file in this process's memory; empty where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as stream:
+            lines = [line.split(None, 5) for line in stream.read().splitlines()]
+    except OSError:
+        return []
+    ranges = [(line[0].split(b"-"), line[5]) for line in lines if len(line) == 6 and line[5].startswith(b"/")]
+    return [(int(at[0], 16), int(at[1], 16), os.fsdecode(path.split(b" (deleted)")[0])) for at, path in ranges]

@@ -1,0 +1,302 @@
+"""Children that answer, print, crash and hang."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transload.diagnose import children
+from transload.diagnose.children import Child, Outcome, Question
+from transload.diagnose.probes.ask import form
+from transload.diagnose.scripts import source
+
+LONG = 60.0  # seconds that no test waits for
+SCRIPTS = ("ask_cuda", "ask_nvml", "ask_torch")
+SRC = Path(children.__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sessions of POSIX")
+
+
+def question(text: str, **environ: str) -> Question:
+    """A child that runs ``text`` after what every child begins with."""
+    whole = f"{source('ask')}\nimport os, sys, time\nreport = begin()\n{text}"
+    return Question("", sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"), text=whole)
+
+
+def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
+    with Child(question(text, **environ), seconds) as child:
+        return child.outcome()
+
+
+def hangs_in(child: Child, record: dict[str, object]) -> Outcome:
+    """Its end, once it has said so much: no machine is too slow for that."""
+    while record not in child._hearing.records and not child.ended():
+        time.sleep(0.01)
+    child.hurry(time.monotonic())
+    return child.outcome()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_tells_facts_in_order() -> None:
+    told = outcome("report.say(a=1); report.say(a=2, b=['x', True, None]); report.done()")
+    assert told.state == "answered"
+    assert told.records == ({"a": 1}, {"a": 2, "b": ["x", True, None]}, {"done": True})
+    assert told.facts["a"] == 2
+    assert told.all("a") == [1, 2]
+    assert told.answer.detail == ""
+
+
+def test_what_is_printed_is_kept_apart() -> None:
+    text = """
+print("hello", flush=True)
+os.write(2, b"no newline")
+report.say(a=1)
+os.write(1, b"\\x1enot json\\n")
+report.say(b=2)
+report.done()
+"""
+    told = outcome(text)
+    assert told.facts == {"a": 1, "b": 2, "done": True}
+    assert told.noise == "hello\nno newline\x1enot json"
+
+
+def test_noise_without_end_is_cut() -> None:
+    told = outcome("os.write(1, b'x' * 3_000_000 + b'y\\n' * 1000 + b'end'); report.say(a=1); report.done()")
+    assert told.facts["a"] == 1
+    assert len(told.noise) <= children._NOISE
+    assert told.noise.endswith("y\nend")
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert outcome("os.write(1, b'\\xff\\n'); report.say(name='\\udcff\\U0001f600'); report.done()").all("name") == [
+        "\udcff\U0001f600"
+    ]
+
+
+def test_an_output_that_is_redirected_is_still_heard() -> None:
+    told = outcome("os.dup2(os.open(os.devnull, os.O_WRONLY), 1); report.say(a=1); report.done()")
+    assert told.state == "answered"
+    assert told.facts["a"] == 1
+
+
+def test_there_is_nothing_to_read() -> None:
+    assert outcome("report.say(read=sys.stdin.read()); report.done()").facts["read"] == ""
+
+
+def test_no_core_is_dumped() -> None:
+    pytest.importorskip("resource")
+    if sys.platform != "linux":
+        pytest.skip("only Linux sets a limit from outside")
+    text = "sys.stdin.read()\nimport resource\nreport.say(core=resource.getrlimit(resource.RLIMIT_CORE)); report.done()"
+    assert outcome(text).facts["core"] == [0, 0]
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("os.kill(os.getpid(), 11)", "SIGSEGV in work"),
+        ("os.abort()", "SIGABRT in work"),
+        ("os._exit(3)", "exit status 3 in work"),
+        ("sys.exit(0)", "exit status 0 in work"),
+        ("os.write(2, b'a  loader\\nsays\\n'); os._exit(127)", "exit status 127 in work; it printed: a loader says"),
+        ("os.closerange(0, 99); os._exit(4)", "exit status 4 in work"),
+    ],
+)
+def test_a_crash_is_named_with_the_step(text: str, end: str) -> None:
+    told = outcome(f"report.say(a=1); report.doing('work'); {text}")
+    assert (told.state, told.detail) == ("crashed", end)
+    assert told.facts["a"] == 1
+
+
+def test_a_crash_before_the_first_step() -> None:
+    assert outcome("os.kill(os.getpid(), 9)").answer.detail == "SIGKILL at its start"
+
+
+def test_the_place_of_a_crash_is_found_in_pythons_stack() -> None:
+    noise = 'what(): no\nFatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "<string>"'
+    told = Outcome(
+        "crashed", ({"doing": "import"},), f'{noise}, line 7\n  File "/x/torch/a.py", line 3 in f\n', "SIGABRT"
+    )
+    assert told.detail == "SIGABRT in import at /x/torch/a.py:3; it printed: what(): no"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["time.sleep(600)", "os.closerange(0, 99); time.sleep(600)", "os.fork() or time.sleep(600); time.sleep(600)"],
+    ids=["asleep", "silent", "forked"],
+)
+def test_a_child_that_hangs_is_ended_at_its_deadline(text: str) -> None:
+    with Child(question(f"report.doing('cuInit'); {text}"), LONG) as child:
+        told = hangs_in(child, {"doing": "cuInit"})
+        assert child._over.wait(LONG)  # the pipe has no other end any more: all that held it are gone
+    assert told.state == "hung"
+    assert re.fullmatch(r"hung in cuInit after \d+\.\d s", told.detail)
+    assert not alive(child.pid)
+
+
+def test_it_ends_with_its_process_though_another_holds_the_pipe() -> None:
+    text = """
+import subprocess
+report.say(pid=subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid)
+os._exit(3)
+"""
+    told = outcome(text)
+    daemon = told.facts["pid"]
+    assert told.detail == "exit status 3 at its start"
+    assert alive(daemon)
+    os.kill(daemon, signal.SIGKILL)
+
+
+def test_one_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = children._kill
+    with Child(question("report.doing('cuInit'); time.sleep(600)"), LONG) as child:
+        monkeypatch.setattr(children, "_kill", lambda _: None)
+        told = hangs_in(child, {"doing": "cuInit"})
+        assert told.state == "hung"
+        assert told.detail.startswith("hung, and could not be killed, in cuInit after ")
+        assert alive(child.pid)
+        monkeypatch.setattr(children, "_kill", kill)
+    assert not alive(child.pid)
+
+
+def test_hurry_brings_the_deadline_nearer() -> None:
+    with Child(question("time.sleep(600)"), LONG) as child:
+        child.hurry(child.begun + 2 * LONG)
+        assert child.deadline == child.begun + LONG
+        child.hurry(child.begun + 0.1)
+        assert child.outcome().state == "hung"
+
+
+def interrupted(child: Child) -> None:
+    with child:
+        assert not child.ended()
+        raise KeyboardInterrupt
+
+
+def test_leaving_ends_it() -> None:
+    child = Child(question("time.sleep(600)"), LONG)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(child)
+    assert not alive(child.pid)
+
+
+def test_it_ends_itself_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "_BACKSTOP", 1 - LONG)
+    assert outcome("report.doing('work'); time.sleep(600)").detail == "SIGALRM in work"
+
+
+# -- worlds ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_that_is_no_text() -> None:
+    text = "report.say(value=os.environb[b'X'].hex()); report.done()"
+    assert outcome(text, X=os.fsdecode(b"\xff\xfea")).facts["value"] == "fffe61"
+
+
+def test_an_empty_environment() -> None:
+    bare = Question("", sys.executable, {}, text=question("report.say(n=len(os.environ)); report.done()").text)
+    with Child(bare, LONG) as child:
+        assert child.outcome().facts["n"] <= 1  # LC_CTYPE, which Python sets
+
+
+@pytest.mark.parametrize(
+    ("python", "environ", "words"),
+    [
+        ("/nowhere/python", {}, "could not be started: /nowhere/python is not there"),
+        ("/dev", {}, "could not be started: /dev: permission denied"),
+        (sys.executable, {"A": "\0"}, f"could not be started: {sys.executable}: embedded null byte"),
+        (sys.executable, {"A=B": "1"}, f"could not be started: {sys.executable}: illegal environment variable name"),
+    ],
+)
+def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], words: str) -> None:
+    with Child(Question("ask_cuda", python, environ), LONG) as child:
+        told = child.outcome()
+    assert (told.state, told.detail.lower(), child.pid) == ("unasked", words.lower(), 0)
+    assert child.ended()
+
+
+def test_it_stands_where_the_user_stands(tmp_path: Path) -> None:
+    text = question("report.say(cwd=os.getcwd()); report.done()").text
+    for cwd, seen in ((str(tmp_path), tmp_path), (str(tmp_path / "gone"), Path.cwd()), ("", Path.cwd())):
+        with Child(Question("", sys.executable, os.environ, cwd, text=text), LONG) as child:
+            assert child.outcome().facts["cwd"] == str(seen)
+
+
+def test_a_parent_with_nothing_open(tmp_path: Path) -> None:
+    text = question("report.say(a=1); report.done()").text
+    script = f"""
+import os, sys
+os.closerange(0, 3)
+sys.path.insert(0, {str(SRC)!r})
+from transload.diagnose.children import Child, Question
+with Child(Question("", sys.executable, os.environ, text={text!r}), 60) as child:
+    told = child.outcome()
+open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert (tmp_path / "told").read_text() == "answered 1"
+
+
+# -- the scripts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_one_text_for_any_python(script: str) -> None:
+    text = source(script)
+    tree = ast.parse(text, feature_version=(3, 7))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert text.isascii()  # it passes through a command line in any locale
+    assert len(text) < 30_000  # and through that of Windows, which ends at 32,767
+    assert not any(str(module).startswith("transload") for module in modules)
+    assert text.count("def begin(") == 1
+
+
+def test_a_script_is_found_inside_a_zip(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as app:
+        for file in sorted((SRC / "transload").rglob("*.py")):
+            app.write(file, file.relative_to(SRC))
+    script = "from transload.diagnose.scripts import source; print(source('ask_nvml'))"
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'app.pyz')!r}); {script}"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == source("ask_nvml") + "\n"
+
+
+@settings(max_examples=40)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_what_is_told_arrives(value: object) -> None:
+    assert form(value).isascii()
+    assert json.loads(form(value)) == value

@@ -1,0 +1,178 @@
+"""The probes together: what one says, what becomes of one that fails, and who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.elf_forge import LOADABLE
+from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
+
+from transload._version import __version__
+from transload.diagnose import probe as module
+from transload.diagnose.children import Child
+from transload.diagnose.host import Host
+from transload.diagnose.probe import probe
+from transload.diagnose.probes import hardware, kernel
+from transload.diagnose.saved import machine_from
+from transload.machine import Answer, Hardware, Kernel, to_dict
+
+loadable = pytest.mark.skipif(not LOADABLE, reason="the forge knows no such machine")
+
+
+def host(
+    folder: Path, cuda: bytes = b"", nvml: bytes = b"", torch: str = "raise ImportError('none')", **environ: str
+) -> Host:
+    """This host, with another driver and another torch."""
+    for name, data in (("libcuda.so.1", cuda), ("libnvidia-ml.so.1", nvml), ("torch.py", torch.encode())):
+        if data:
+            (folder / name).write_bytes(data)
+    return Host(environ={**os.environ, "LD_LIBRARY_PATH": str(folder), **environ}, cwd=str(folder))
+
+
+def test_this_machine() -> None:
+    machine = probe(torch=False)
+    assert machine.problems == {}
+    assert machine.transload == __version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", machine.taken)
+    assert machine.driver.cuda.answer.state != "unasked"
+    assert machine.driver.nvml.answer.state != "unasked"
+    assert machine.torch_run.answer == Answer("unasked")
+    assert machine_from(to_dict(machine)) == machine
+
+
+@loadable
+def test_a_tree_in_place_of_a_host(tmp_path: Path) -> None:
+    (tmp_path / "usr" / "lib").mkdir(parents=True)
+    (tmp_path / "usr" / "lib" / "libcuda.so.1").write_bytes(fake_libcuda())
+    (tmp_path / "usr" / "lib" / "libnvidia-ml.so.1").write_bytes(fake_nvml())
+    environ = {"LD_LIBRARY_PATH": str(tmp_path / "usr" / "lib")}
+    machine = probe(torch=False, host=Host(root=str(tmp_path), environ=environ, cwd="/"))
+    assert machine.problems == {}
+    assert machine.driver.cuda.works
+    assert machine.driver.cuda.library == "/usr/lib/libcuda.so.1"
+    assert machine.driver.nvml.library == "/usr/lib/libnvidia-ml.so.1"
+    assert machine_from(to_dict(machine)) == machine
+
+
+@loadable
+def test_all_at_work(tmp_path: Path) -> None:
+    told: list[str] = []
+    machine = probe(sys.executable, host=host(tmp_path, fake_libcuda(), fake_nvml()), progress=told.append)
+    assert machine.driver.cuda.works
+    assert machine.driver.nvml.count == 1
+    assert machine.driver.experiments == ()
+    assert [(step.name, step.error) for step in machine.torch_run.steps] == [("import", "ImportError: none")]
+    assert told == ["asking the driver", "reading files", "waiting for the driver", "running torch"]
+
+
+@loadable
+def test_experiments_are_made_where_the_driver_refuses(tmp_path: Path) -> None:
+    machine = probe(torch=False, host=host(tmp_path, fake_libcuda(init=100), CUDA_VISIBLE_DEVICES="7"))
+    changes = [each.change for each in machine.driver.experiments]
+    assert changes == [("CUDA_VISIBLE_DEVICES",), ("LD_LIBRARY_PATH",), ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")]
+
+
+def test_a_probe_that_fails_is_named_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Host) -> Hardware:
+        raise ZeroDivisionError("a host nobody thought of")
+
+    monkeypatch.setattr(hardware, "hardware", broken)
+    machine = probe(torch=False)
+    assert machine.problems == {"hardware": "ZeroDivisionError: a host nobody thought of"}
+    assert machine.hardware == Hardware()
+    assert machine.kernel.loaded is not Kernel().loaded
+
+
+def test_a_python_that_is_not_there(tmp_path: Path) -> None:
+    machine = probe(str(tmp_path / "python"))
+    assert machine.python.problem
+    assert machine.torch_run.answer == Answer("unasked", machine.python.problem)
+    assert machine.problems == {}
+
+
+# -- who waits for whom ------------------------------------------------------------------------------------------------
+
+PATIENT = """
+import os, time
+while not os.path.exists("go"):
+    time.sleep(0.01)
+raise ImportError("at last")
+"""
+
+
+@loadable
+def test_a_driver_that_hangs_takes_torch_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DRIVER", 1.0)
+    machine = probe(host=host(tmp_path, fake_libcuda(overrides={"cuInit": hangs()}), fake_nvml(), PATIENT))
+    assert machine.driver.cuda.answer.state == "hung"
+    assert machine.driver.experiments == ()
+    assert machine.torch_run.answer.state == "hung"
+    assert machine.problems == {}
+
+
+@loadable
+def test_an_nvml_that_hangs_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go(words: str) -> None:
+        if words == "running torch":  # by now the driver has been given up, and torch would have been, too
+            (tmp_path / "go").touch()
+
+    monkeypatch.setattr(module, "_DRIVER", 2.0)
+    nvml = fake_nvml(overrides={"nvmlInit_v2": hangs()})
+    machine = probe(host=host(tmp_path, fake_libcuda(), nvml, PATIENT), progress=go)
+    assert machine.driver.nvml.answer.state == "hung"
+    assert machine.driver.cuda.works
+    assert [step.error for step in machine.torch_run.steps] == ["ImportError: at last"]
+
+
+@loadable
+def test_a_driver_that_crashes_is_a_fact_like_any_other(tmp_path: Path) -> None:
+    machine = probe(torch=False, host=host(tmp_path, fake_libcuda(overrides={"cuInit": segfaults()}), fake_nvml()))
+    assert machine.driver.cuda.answer.detail == "SIGSEGV in cuInit"
+    assert [each.change for each in machine.driver.experiments] == [("LD_LIBRARY_PATH",)]
+
+
+def test_the_time_for_torch_can_be_set(tmp_path: Path) -> None:
+    machine = probe(host=host(tmp_path, torch=PATIENT), timeout=1.0)
+    assert machine.torch_run.answer.state == "hung"
+
+
+def test_all_children_are_ended_when_the_user_has_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Child] = []
+
+    class Recorded(Child):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.append(self)
+
+    def interrupt(words: str) -> None:
+        if words == "waiting for the driver":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "Child", Recorded)
+    with pytest.raises(KeyboardInterrupt):
+        probe(host=host(tmp_path, torch=PATIENT), progress=interrupt)
+    assert len(started) == 3
+    for child in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.pid, 0)
+
+
+def test_our_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = module._Survey(Host(), module._silent)
+    survey.ours = {5, 7}
+    found = Kernel(stuck=("python (5)", "python (15)", "nvidia-smi (1)"))
+    assert survey.others_stuck(found).stuck == ("python (15)", "nvidia-smi (1)")
+    monkeypatch.setattr(kernel, "kernel", lambda _: found)
+    assert probe(torch=False).kernel.stuck == found.stuck
+
+
+def test_the_usual_times_keep_the_promise() -> None:
+    """Ten seconds with a driver that hangs: the driver's time, then a moment for each child that does not die."""
+    assert module._DRIVER + 5 * 0.2 < 10
+    assert module._EXPERIMENTS + 5 * 0.2 <= 10
+    assert module._DRIVER < module._EXPERIMENTS < module._TORCH
