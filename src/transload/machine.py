@@ -90,6 +90,10 @@ class Platform:
     laptop: bool | Unknown = Unknown("not asked")
     address_space: int | None = None
     """``ulimit -v`` in bytes; ``None`` where there is no limit."""
+    memory: int = -1
+    """Bytes of memory this process may have: the machine's, or less where a container is given less. -1: not known."""
+    memory_free: int = -1
+    """How many of them are to be had without swapping."""
     suspends: int = 0
     """How often the machine was suspended since it booted."""
     prime: str = ""

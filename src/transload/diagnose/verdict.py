@@ -102,9 +102,10 @@ def decide(machine: Machine, rows: Sequence[Row]) -> Diagnosis:
 
 def _heeding(machine: Machine, row: Row, found: Finding) -> Finding:
     """No rule overrules an observation: what works is not broken, whatever else is odd about it."""
-    seen_at_work = row.layer in _MACHINE and machine.driver.cuda.works
     run = machine.torch_run
-    computes = row.layer != "extensions" and run.cuda_works and all(step.ok for step in run.steps)
+    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
+    seen_at_work = row.layer in _MACHINE and machine.driver.cuda.works and not died
+    computes = row.layer != "extensions" and run.cuda_works and not died
     return replace(found, severity="note") if found.severity == "error" and (seen_at_work or computes) else found
 
 

@@ -180,12 +180,16 @@ _DRIVER = {
 
 def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
-    tee = "tee" if machine.platform.root else "sudo tee"
     module = line.split()[1]
-    return (
-        *on_host(machine),
-        f"$ echo '{line}' | {tee} /etc/modprobe.d/{file}",
+    steps = (
+        f"echo '{line}' | tee /etc/modprobe.d/{file}",
         "With no program using the GPU:",
-        sudo(machine, f"modprobe -r {module}"),
-        sudo(machine, f"modprobe {module}"),
+        f"modprobe -r {module}",
+        f"modprobe {module}",
     )
+    # Root in a container is nobody on its host.
+    rooted = machine.platform.root and not machine.surroundings.container
+    with_sudo = [
+        step if rooted else step.replace("modprobe ", "sudo modprobe ").replace("| tee", "| sudo tee") for step in steps
+    ]
+    return (*on_host(machine), *(step if step.startswith("With") else f"$ {step}" for step in with_sudo))

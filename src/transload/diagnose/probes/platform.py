@@ -6,6 +6,7 @@ import os
 import re
 
 from transload.diagnose.host import Host
+from transload.diagnose.probes.memory import memory
 from transload.machine import Platform, Unknown
 
 __all__ = ["platform"]
@@ -39,6 +40,7 @@ def platform(host: Host) -> Platform:
         return Platform(system, machine, kernel, root=host.uid == 0, shell=_shell(host))
     release = _os_release(host)
     like = tuple(release.get("ID_LIKE", "").split())
+    total, free = memory(host)
     return Platform(
         system,
         machine,
@@ -54,6 +56,8 @@ def platform(host: Host) -> Platform:
         groups=_groups(host),
         laptop=_laptop(host),
         address_space=_address_space(host),
+        memory=total,
+        memory_free=free,
         suspends=_number(host.line("/sys/power/suspend_stats/success")),
         prime=_prime(host),
     )

@@ -1,0 +1,100 @@
+"""How often the doctor is right, and how long it takes.
+
+Usage: python bench/doctor.py
+
+Over the forged driver: every answer of cuInit and every answer of NVML that decides, on four kinds of host. Over the
+healthy matrix: every torch, every card it has code for, the oldest driver that will do. And the time of a run without
+torch, against the start of the interpreter, and of one whose driver hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+sys.path[0] = ROOT  # for the tests' worlds; and the standard library's `inspect` is not our neighbour
+
+import statistics
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.diagnose.scenarios import diagnose, named, scenarios
+from tests.diagnose.test_healthy_matrix import AROUND, combinations
+from tests.fake_driver import fake_libcuda, hangs
+
+from transload.diagnose import judge_machine
+
+GOAL_RIGHT = 0.95
+GOAL_SECONDS = 0.3
+GOAL_HANGING = 10.0
+REPEATS = 15
+
+
+def main() -> int:
+    """Print the tables; fail where a goal is missed."""
+    goals = [causes(), false_alarms(), run_time(), hanging()]
+    return 0 if all(goals) else 1
+
+
+def causes() -> bool:
+    """Whether the right cause was named often enough."""
+    right: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for name, around, world in scenarios():
+        with TemporaryDirectory() as folder:
+            told = named(diagnose(world, around, Path(folder)))
+        total[around] += 1
+        right[around] += told in world.truth.split("|")
+        if told not in world.truth.split("|"):
+            print(f"  wrong: {name}, {around}: named {told or 'nothing'}, true is {world.truth or 'nothing'}")
+    for around in total:
+        print(f"cause named, {around:<8} {right[around]:3} of {total[around]}")
+    share = right.total() / total.total()
+    print(f"cause named, all      {right.total():3} of {total.total()}: {share:.1%} (goal {GOAL_RIGHT:.0%})")
+    return share >= GOAL_RIGHT
+
+
+def false_alarms() -> bool:
+    """Whether the healthy matrix raised none."""
+    machines = [machine for _, machine in combinations()]
+    judged = [judge_machine(change(machine)) for change in AROUND.values() for machine in machines]
+    alarms = sum(diagnosis.status != "ok" for diagnosis in judged)
+    print(f"false alarms         {alarms:4} of {len(judged)} healthy machines (goal 0)")
+    return not alarms
+
+
+def run_time() -> bool:
+    """Whether a run without torch stays under its goal beyond the start of the interpreter."""
+    bare = seconds([sys.executable, "-c", "pass"])
+    run = seconds([sys.executable, "-m", "transload", "doctor", "--no-torch", "--json"])
+    print(f"run without torch   {run:.3f} s, interpreter {bare:.3f} s: {run - bare:.3f} s beyond (goal {GOAL_SECONDS})")
+    return run - bare < GOAL_SECONDS
+
+
+def hanging() -> bool:
+    """Whether a driver that never answers is given up in time, torch included."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "libcuda.so.1").write_bytes(fake_libcuda(overrides={"cuInit": hangs()}))
+        run = once([sys.executable, "-m", "transload", "doctor", "--json"], {"LD_LIBRARY_PATH": folder})
+    print(f"a driver that hangs  {run:.1f} s (goal {GOAL_HANGING:.0f})")
+    return run < GOAL_HANGING
+
+
+def seconds(command: list[str]) -> float:
+    """The median of some runs."""
+    return statistics.median(once(command) for _ in range(REPEATS))
+
+
+def once(command: list[str], environ: dict[str, str] | None = None) -> float:
+    """How long one run takes, whatever its exit code."""
+    begun = time.perf_counter()
+    subprocess.run(command, env={**os.environ, **(environ or {})}, stdout=subprocess.DEVNULL, check=False)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    sys.exit(main())

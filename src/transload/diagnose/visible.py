@@ -1,0 +1,146 @@
+"""CUDA_VISIBLE_DEVICES as the CUDA driver reads it.
+
+The grammar is the driver's, seen on driver 580.159 (Linux, one card) value by value; ``tests/diagnose/test_visible.py``
+holds what was seen. torch has a reader of its own for ``device_count()``, which differs: it knows no upper case in a
+UUID, no UUID without dashes and no 32-bit numbers, and it takes an id that comes twice for an empty list even behind
+the place where the driver stopped reading. Then ``is_available()`` is True and ``device_count()`` is 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Visible", "Why", "visible_devices"]
+
+Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice", "no-such-uuid", "ambiguous", "mixed"]
+
+NO_DEVICE, INVALID_DEVICE = 100, 101
+_NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_NIBBLES = 32  # of a UUID; the driver reads no further
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The devices a process gets, and what of the value was not used.
+
+    ``indices`` are positions among the GPUs, ``mig`` among the MIG devices. ``why`` is what ended the reading at
+    ``token`` (empty where all was read), ``dropped`` the rest from there on. ``error`` is what ``cuInit`` answers: 0,
+    100 (no device) or 101 (an id comes twice). ``known`` is false where it depends on a UUID that nobody told us.
+    """
+
+    indices: tuple[int, ...] = ()
+    mig: tuple[int, ...] = ()
+    why: Why = ""
+    token: str = ""
+    dropped: tuple[str, ...] = ()
+    error: int = 0
+    known: bool = True
+
+    @property
+    def count(self) -> int:
+        """How many devices are left."""
+        return len(self.indices) + len(self.mig)
+
+
+def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] = ()) -> Visible:
+    """What a value of CUDA_VISIBLE_DEVICES leaves of the GPUs with these UUIDs; an empty UUID is one not known.
+
+    A list is of numbers, or of UUIDs, by its first element. Reading stops at the first element that is of the other
+    kind, makes no sense or names nothing that is there. A number is what C's ``strtol`` reads of the element's
+    beginning, cut to 32 bits. A UUID begins with ``GPU-`` or ``MIG-`` and may be a beginning of one, if only one
+    device has it.
+
+    >>> gpus = ("GPU-6e1b1a3c-0000-4000-8000-00000000000a", "GPU-77aa0000-0000-4000-8000-00000000000b")
+    >>> visible_devices("1,7,0", gpus)
+    Visible(indices=(1,), mig=(), why='no-such-index', token='7', dropped=('7', '0'), error=0, known=True)
+    >>> visible_devices("GPU-77", gpus).indices, visible_devices("", gpus).error, visible_devices("0,0", gpus).error
+    ((1,), 100, 101)
+    """
+    if value is None:
+        return Visible(indices=tuple(range(len(gpus))), mig=tuple(range(len(mig))))
+    tokens = value.split(",")
+    read = _Uuids(gpus, mig) if value.startswith(("GPU-", "MIG-")) else _Numbers(len(gpus))
+    taken: list[tuple[bool, int]] = []
+    for place, token in enumerate(tokens):
+        found = read.device(token)
+        if isinstance(found, str):
+            return _cut(taken, found, tokens[place:], known=read.known)
+        if found in taken:
+            return Visible(why="twice", token=token, dropped=tuple(tokens), error=INVALID_DEVICE)
+        taken.append(found)
+    return _cut(taken, "", [], known=read.known)
+
+
+def _cut(taken: list[tuple[bool, int]], why: Why, rest: list[str], *, known: bool) -> Visible:
+    return Visible(
+        indices=tuple(index for is_mig, index in taken if not is_mig),
+        mig=tuple(index for is_mig, index in taken if is_mig),
+        why=why,
+        token=rest[0] if rest else "",
+        dropped=tuple(rest),
+        error=0 if taken or not known else NO_DEVICE,
+        known=known,
+    )
+
+
+class _Numbers:
+    """Reads a list of numbers."""
+
+    known = True
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def device(self, token: str) -> tuple[bool, int] | Why:
+        """Whether it is a MIG device, and its index; or what is wrong with the token."""
+        digits = _NUMBER.match(token)
+        if digits is None:
+            return "mixed" if token.startswith(("GPU-", "MIG-")) else "not-a-number" if token.strip() else "empty"
+        number = _as_int32(int(digits[1]))
+        if number < 0:
+            return "negative"
+        return (False, number) if number < self.count else "no-such-index"
+
+
+def _as_int32(number: int) -> int:
+    """What is left of a number after ``strtol``, which stops at the ends of 64 bits, and a cast to ``int``."""
+    low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF
+    return low - 2**32 if low >= 2**31 else low
+
+
+class _Uuids:
+    """Reads a list of UUIDs."""
+
+    def __init__(self, gpus: Sequence[str], mig: Sequence[str]) -> None:
+        self.known = True
+        self.ids = [((False, index), _hex(uuid[4:])) for index, uuid in enumerate(gpus)]
+        self.ids += [((True, index), _hex(uuid[4:])) for index, uuid in enumerate(mig)]
+
+    def device(self, token: str) -> tuple[bool, int] | Why:
+        """Whether it is a MIG device, and its index; or what is wrong with the token."""
+        if not token.startswith(("GPU-", "MIG-")):
+            return "mixed"
+        wanted = _hex(token[4:])
+        found = [device for device, uuid in self.ids if wanted and uuid.startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        # ``MIG-GPU-…/1/0`` is how drivers before 470 named a MIG device: by parts that NVML does not list.
+        if not found and (token.startswith("MIG-GPU-") or (wanted and any(not uuid for _, uuid in self.ids))):
+            self.known = False
+        return "ambiguous" if found else "no-such-uuid"
+
+
+def _hex(text: str) -> str:
+    """The hexadecimal digits the driver reads: dashes do not count, and anything else spoils what is not yet whole."""
+    digits = ""
+    for char in text:
+        if len(digits) == _NIBBLES:
+            break
+        if char in "0123456789abcdefABCDEF":
+            digits += char.lower()
+        elif char != "-":
+            return ""
+    return digits

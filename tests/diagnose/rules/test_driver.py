@@ -1,0 +1,296 @@
+"""The CUDA driver at its start: fabric, MPS, MIG, hangs, and what no row explains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, refused
+from tests.diagnose.rules.machine_rows import (
+    BY_CODE,
+    ROWS,
+    alarms,
+    blind_nvml,
+    cause,
+    causes,
+    missing,
+    no_libcuda,
+    relieved_by,
+    seen,
+    told,
+    with_gpu,
+)
+
+from transload.machine import Answer, Cuda, Hardware, Machine, Node, Nodes, Nvml, PciDevice, Step, Unknown
+
+NVSWITCH = PciDevice("0000:07:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch")
+FAMILIES = {
+    "H": range(1, 7),
+    "K": range(1, 13),
+    "C": range(1, 12),
+    "D": range(1, 7),
+    "U": range(1, 14),
+    "M": range(1, 4),
+    "N": range(1, 3),
+}
+
+
+def variables(machine: Machine, **values: str) -> Machine:
+    return changed(machine, variables__values={**machine.variables.values, **values})
+
+
+def test_every_row_of_the_machine_exists_once() -> None:
+    wanted = {f"{family}{number:02}" for family, numbers in FAMILIES.items() for number in numbers}
+    wanted |= {"S01", "S02", "S03", "S04", "S07", "X02", "X03", "X04", "X08"}
+    codes = [row.code for row in ROWS]
+    assert sorted(codes) == sorted(set(codes))
+    assert wanted <= set(codes)
+    assert [row.code for row in ROWS if row.check is None] == ["C06", "X03"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code)
+def test_every_row_has_a_page(row: Any) -> None:
+    assert len(row.about) > 80
+    assert row.fix
+    assert not row.title.endswith(".")
+    assert row.title == row.title.strip()
+    assert all(source.startswith("https://") for source in row.sources)
+
+
+def test_symptoms_come_last() -> None:
+    assert [row.code for row in ROWS if row.symptom] == ["X08"]
+    assert ROWS[-1].code == "X08"
+
+
+# -- 802
+
+
+def not_ready() -> Machine:
+    return refused(healthy(), 802)
+
+
+def test_the_fabric_is_down_by_its_state() -> None:
+    machine = with_gpu(not_ready(), fabric="in-progress")
+    assert causes(machine) == ["S01"]
+    assert "NVML says the fabric is in-progress" in told("S01", machine).evidence
+    assert not told("S01", machine).title.startswith("probably")
+
+
+def test_the_fabric_is_down_by_its_switches() -> None:
+    machine = changed(not_ready(), hardware__pci=(*healthy().hardware.gpus, NVSWITCH))
+    assert not told("S01", machine).title.startswith("probably")
+    assert "$ sudo systemctl enable --now nvidia-fabricmanager" in told("S01", machine).fix
+    assert any("nvidia-fabricmanager-580=580.159.04" in line for line in told("S01", machine).fix)
+
+
+def test_802_alone_makes_it_likely() -> None:
+    assert cause(not_ready()) == "S01"
+    assert told("S01", not_ready()).title.startswith("probably: ")
+    assert cause(refused(in_wsl(healthy()), 802)) == "X08"
+
+
+def test_a_running_fabric_manager_is_restarted() -> None:
+    machine = with_gpu(changed(not_ready(), kernel__daemons=("nv-fabricmanager",)), fabric="in-progress")
+    assert "although the fabric manager runs" in told("S01", machine).title
+    assert "$ sudo systemctl restart nvidia-fabricmanager" in told("S01", machine).fix
+
+
+def test_a_fabric_manager_of_another_version() -> None:
+    machine = changed(not_ready(), kernel__fabric_manager="570.26")
+    assert causes(machine) == ["S02"]
+    assert seen("S02", changed(not_ready(), kernel__fabric_manager="580.159.04")) is None
+    assert causes(changed(healthy(), kernel__fabric_manager="570.26")) == []
+
+
+def test_confidential_computing() -> None:
+    machine = changed(not_ready(), driver__nvml__confidential="not-ready", kernel__fabric_manager="570.26")
+    assert causes(machine) == ["S03"]
+    assert "$ sudo nvidia-smi conf-compute -srs 1" in told("S03", machine).fix
+    assert cause(changed(not_ready(), driver__nvml__confidential="ready")) == "S01"
+
+
+# -- MPS
+
+
+@pytest.mark.parametrize("code", range(805, 811))
+@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm], ids=["host", "box", "slurm"])
+def test_mps(code: int, around: Any) -> None:
+    machine = around(refused(healthy(), code))
+    assert causes(machine) == ["S04"]
+
+
+def test_mps_by_a_variable() -> None:
+    machine = variables(refused(healthy(), 805), CUDA_MPS_PIPE_DIRECTORY="/run/mps")
+    machine = relieved_by(machine, "CUDA_MPS_PIPE_DIRECTORY")
+    found = told("S04", machine)
+    assert found.fix[1] == "$ unset CUDA_MPS_PIPE_DIRECTORY"
+    assert "without CUDA_MPS_PIPE_DIRECTORY the driver starts and finds 1 GPU" in found.evidence
+    assert causes(machine) == ["S04"]
+
+
+def test_mps_by_a_directory_that_was_left_over() -> None:
+    machine = changed(refused(healthy(), 805), kernel__mps_directory="/var/run/mps")
+    assert "$ sudo rm -r /var/run/mps" in told("S04", machine).fix
+    assert causes(changed(healthy(), kernel__mps_directory="/var/run/mps")) == []
+
+
+# -- vGPU, MIG
+
+
+@pytest.mark.parametrize("code", [35, 100])
+def test_a_virtual_card_without_its_driver(code: int) -> None:
+    machine = with_gpu(refused(healthy(), code), virtualization="vgpu")
+    assert cause(machine) == "S07"
+    assert told("S07", machine).title.startswith("probably: ")
+    assert cause(with_gpu(machine, virtualization="passthrough")) == "X08"
+
+
+def test_mig_without_instances() -> None:
+    machine = with_gpu(refused(healthy(), 100), mig="enabled")
+    assert causes(machine) == ["M01"]
+    assert "$ sudo nvidia-smi mig -cgi 0 -C" in told("M01", machine).fix
+    started = changed(machine, driver__cuda=replace(healthy().driver.cuda, count=0, gpus=()))
+    assert causes(started) == ["M01"]
+    assert seen("M01", with_gpu(machine, mig_devices=("MIG-1",))) is None
+    assert seen("M01", with_gpu(machine, mig="disabled")) is None
+    assert causes(with_gpu(healthy(), mig="enabled")) == []
+
+
+def test_mig_nodes_that_are_closed() -> None:
+    machine = with_gpu(refused(healthy(), 100), mig="enabled")
+    cap = Node("/dev/nvidia-caps/nvidia-cap21", major=241, minor=21, mode=0o400, error="EACCES")
+    closed = changed(machine, nodes__found=(*machine.nodes.found, cap))
+    assert causes(closed) == ["M03"]
+    config = replace(cap, path="/dev/nvidia-caps/nvidia-cap1")
+    assert causes(changed(machine, nodes__found=(*machine.nodes.found, config))) == ["M01"]
+
+
+def test_a_mig_name_of_the_old_form() -> None:
+    machine = variables(refused(healthy(), 100), CUDA_VISIBLE_DEVICES="MIG-GPU-6e1b1a3c/1/0")
+    assert causes(machine) == ["M03"]
+    assert causes(relieved_by(machine, "CUDA_VISIBLE_DEVICES")) == ["M03"]
+    old = changed(machine, driver__nvml__driver="460.32.03")
+    assert seen("M03", old) is None
+
+
+def test_several_mig_names_and_one_device() -> None:
+    machine = variables(healthy(), CUDA_VISIBLE_DEVICES="MIG-1, MIG-2")
+    assert told("M02", machine).severity == "warning"
+    assert seen("M02", variables(healthy(), CUDA_VISIBLE_DEVICES="MIG-1")) is None
+    assert seen("M02", changed(machine, driver__cuda__count=2)) is None
+
+
+# -- memory, hangs, NVML alone
+
+
+def test_a_limit_on_the_address_space() -> None:
+    machine = changed(refused(healthy(), 2), platform__address_space=8 << 30)
+    assert causes(machine) == ["X04"]
+    assert "limited to 8192 MB" in told("X04", machine).evidence[0]
+    assert not told("X04", machine).title.startswith("probably")
+    assert told("X04", changed(machine, platform__address_space=256 << 30)).title.startswith("probably: ")
+    assert cause(refused(healthy(), 2)) == "X08"
+    assert causes(changed(healthy(), platform__address_space=8 << 30)) == []
+
+
+def test_a_limit_that_fails_at_the_first_kernel() -> None:
+    error = "torch.AcceleratorError: CUDA error: out of memory"
+    steps = (Step("import", ok=True), Step("init", ok=True), Step("kernel", ok=False, error=error))
+    machine = changed(healthy(), platform__address_space=16 << 30, torch_run__steps=steps)
+    assert told("X04", machine).severity == "error"
+    assert seen("X04", changed(machine, platform__address_space=None)) is None
+    assert seen("X04", changed(machine, platform__address_space=256 << 30)) is None
+
+
+def test_several_cards_under_wsl() -> None:
+    machine = changed(refused(in_wsl(healthy()), 2), driver__nvml__count=2)
+    assert cause(machine) == "U10"
+    assert told("U10", machine).title.startswith("probably: ")
+    assert seen("U10", changed(machine, driver__nvml__count=1)) is None
+    assert cause(changed(machine, platform__address_space=8 << 30)) == "X04"
+
+
+def hung(machine: Machine) -> Machine:
+    return dead(changed(machine, driver__cuda=Cuda(Answer("hung", "in cuInit", 5.0))))
+
+
+@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm, in_wsl], ids=["host", "box", "slurm", "wsl"])
+def test_a_driver_that_hangs(around: Any) -> None:
+    machine = changed(hung(around(healthy())), kernel__stuck=("python (4711)",))
+    assert causes(machine) == ["X02"]
+    found = told("X02", machine)
+    assert "the CUDA driver gave no answer within 5 s: in cuInit" in found.evidence
+    assert "python (4711) is stuck in the driver, in state D" in found.evidence
+
+
+def test_nvml_that_hangs_is_a_warning() -> None:
+    machine = changed(healthy(), driver__nvml=Nvml(Answer("hung", "in nvmlInit_v2", 5.0)))
+    assert told("X02", machine).severity == "warning"
+
+
+def test_a_hang_that_a_variable_causes_is_not_the_drivers() -> None:
+    assert seen("X02", relieved_by(hung(healthy()), "LD_PRELOAD")) is None
+
+
+@pytest.mark.parametrize("code", [9, 4, 18, 999])
+def test_nvml_that_fails_alone_is_a_note(code: int) -> None:
+    machine = changed(in_wsl(healthy()), driver__nvml=Nvml(Answer("answered"), init=code))
+    assert told("U12", machine).severity == "note"
+    assert alarms(machine) == []
+    assert seen("U12", refused(machine, 100)) is None
+
+
+# -- what no row explains
+
+
+@pytest.mark.parametrize("code", [1, 46, 101, 102, 222, 304, 999, 12345])
+def test_an_answer_without_a_reason_is_told_as_one(code: int) -> None:
+    machine = refused(healthy(), code)
+    assert causes(machine) == ["X08"]
+    found = told("X08", machine)
+    assert found.evidence[0].startswith(f"cuInit answered {code}")
+    assert "the kernel driver is loaded (580.159.04)" in found.evidence
+    assert "the device nodes are there and open" in found.evidence
+    assert "NVML answers and sees 1 GPU" in found.evidence
+    assert "the kernel's log could not be read: /dev/kmsg: operation not permitted" in found.evidence
+
+
+def test_what_is_not_in_order_is_not_called_so() -> None:
+    machine = changed(blind_nvml(missing(refused(healthy(), 46), "/dev/nvidia-uvm")), kernel__loaded=Unknown("no /sys"))
+    text = " ".join(told("X08", machine).evidence)
+    assert "the device nodes" not in text
+    assert "is loaded" not in text
+
+
+def test_a_crash_is_told_as_one() -> None:
+    machine = dead(changed(healthy(), driver__cuda=Cuda(Answer("crashed", "SIGSEGV in cuInit", 0.2))))
+    assert causes(machine) == ["X08"]
+    assert "crashes" in told("X08", machine).title
+
+
+def test_a_symptom_is_muted_by_any_cause() -> None:
+    assert causes(relieved_by(refused(healthy(), 100), "CUDA_VISIBLE_DEVICES")) == ["X08"]  # no row of ours explains it
+    machine = with_gpu(refused(healthy(), 100), mig="enabled")
+    assert BY_CODE["X08"].finding(machine) is not None
+    assert causes(machine) == ["M01"]
+
+
+def test_no_library_for_no_known_reason() -> None:
+    machine = changed(no_libcuda(healthy()), kernel__loaded=Unknown("/sys is not mounted"))
+    assert causes(machine) == ["X08"]
+    assert causes(no_libcuda(bare())) == []
+
+
+def test_without_a_sign_of_a_card_no_device_is_no_fault() -> None:
+    blind = changed(
+        refused(healthy(), 100),
+        hardware=Hardware(pci=Unknown("/sys is not mounted")),
+        kernel__loaded=Unknown("/sys is not mounted"),
+        kernel__gpus=(),
+        nodes=Nodes(),
+        driver__nvml=Nvml(Answer("answered"), init=9),
+    )
+    assert alarms(blind) == []
+    assert seen("H01", blind) is not None
+    assert causes(refused(blind, 999)) == ["X08"]

@@ -1,0 +1,95 @@
+"""Packages beside torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.diagnose.machines import bare, changed, healthy
+from tests.diagnose.rules.torch_rows import alarms, seen, told
+
+from transload.machine import Extension, Machine
+
+SYMBOL = "_ZN3c104cuda9SetDeviceEi"
+
+
+def beside(package: str, version: str = "1.0", machine: Machine | None = None, **facts: Any) -> Machine:
+    return changed(machine or healthy(), extensions=(Extension(package, version, **facts),))
+
+
+def test_torchvision_is_made_for_another_torch() -> None:
+    machine = beside("torchvision", "0.23.0", wants_torch="==2.8.0")
+    assert alarms(machine) == ["P05"]
+    found = told("P05", machine, "warning")
+    assert found.evidence == ("torchvision 0.23.0 needs torch 2.8.0, and 2.13.0 is installed",)
+    assert any(
+        "torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cu130" in line for line in found.fix
+    )
+
+
+@pytest.mark.parametrize(
+    ("wants", "local"),
+    [
+        ("==2.13.0", "cu130"),
+        ("==2.13.0", ""),
+        ("==2.13", ""),
+        ("==2.13.0+cu130", "cu130"),
+        (">=2.0", ""),
+        ("", ""),
+        ("==2.13.0", "cu126"),
+        ("==2.13.0.dev20260101", ""),
+    ],
+)
+def test_torchvision_fits(wants: str, local: str) -> None:
+    assert alarms(beside("torchvision", wants_torch=wants, local=local)) == []
+
+
+def test_a_cpu_build_beside_a_cuda_build() -> None:
+    machine = beside("torchvision", "0.28.0", wants_torch="==2.13.0", local="cpu")
+    assert alarms(machine) == ["P05"]
+    assert alarms(beside("torchvision", wants_torch="==2.13.0", local="cpu", machine=bare())) == []
+
+
+def test_a_package_compiled_against_another_torch() -> None:
+    machine = beside("flash-attn", "2.8.3", library="flash_attn_2_cuda.so", undefined=(SYMBOL,))
+    assert alarms(machine) == ["P06"]
+    found = told("P06", machine, "warning")
+    assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch has not",)
+    assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
+
+
+def test_a_package_that_needs_a_missing_library() -> None:
+    assert alarms(beside("xformers", missing=("libcudart.so.12",))) == ["P06"]
+    assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's
+
+
+@pytest.mark.parametrize(
+    ("architectures", "poor"),
+    [
+        (("sm_80", "sm_86"), True),
+        (("sm_120",), True),
+        (("sm_80", "sm_90"), False),
+        (("sm_90a",), False),
+        (("sm_80", "compute_80"), False),
+        ((), False),
+    ],
+)
+def test_code_of_a_package_for_the_card(architectures: tuple[str, ...], poor: bool) -> None:
+    machine = beside("flash-attn", "2.8.3", architectures=architectures)
+    assert alarms(machine) == (["A03"] if poor else [])
+    if poor:
+        found = told("A03", machine, "warning")
+        assert "$ export TORCH_CUDA_ARCH_LIST=9.0" in found.fix
+        assert "NVIDIA H200 has compute capability 9.0" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("library", "poor"), [("libbitsandbytes_cuda130.so", True), ("libbitsandbytes_cuda126.so", False)]
+)
+def test_bitsandbytes_is_judged_by_the_library_it_loads(library: str, poor: bool) -> None:
+    machine = beside("bitsandbytes", "0.50.2", library=library, architectures=("sm_75",), missing=("libcublas.so.12",))
+    assert alarms(machine) == (["P06", "A03"] if poor else [])
+
+
+def test_without_a_card_nothing_is_said_of_code() -> None:
+    assert seen("A03", beside("flash-attn", architectures=("sm_80",), machine=bare())) is None

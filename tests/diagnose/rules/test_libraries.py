@@ -1,0 +1,283 @@
+"""Which libcuda.so.1 a process gets, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, library, refused
+from tests.diagnose.rules.machine_rows import (
+    NO_LIBRARY,
+    alarms,
+    cause,
+    causes,
+    no_libcuda,
+    relieved_by,
+    seen,
+    told,
+    unloaded,
+    with_gpu,
+)
+
+from transload.machine import Answer, Cuda, Library, Machine, Nvml, Step
+
+STUBS = "/usr/local/cuda/lib64/stubs"
+COMPAT = "/usr/local/cuda/compat"
+
+
+def taking(machine: Machine, lib: Library, *others: Library) -> Machine:
+    """The machine whose processes get ``lib``."""
+    return changed(machine, driver__libraries__cuda=(lib, *others), driver__cuda__library=lib.target or lib.path)
+
+
+def stub(via: str = "LD_LIBRARY_PATH") -> Library:
+    return Library("libcuda.so.1", f"{STUBS}/libcuda.so.1", f"{STUBS}/libcuda.so", via, "", "stub")
+
+
+def compat(version: str = "570.26", via: str = "LD_LIBRARY_PATH") -> Library:
+    return replace(library("libcuda.so.1", version, via, COMPAT), kind="compat")
+
+
+def searching(machine: Machine, value: str) -> Machine:
+    return changed(machine, variables__values={**machine.variables.values, "LD_LIBRARY_PATH": value})
+
+
+# -- U04
+
+
+@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm], ids=["host", "container", "slurm"])
+def test_a_stub(around: Any) -> None:
+    machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
+    assert causes(machine) == ["U04"]
+    found = told("U04", machine)
+    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, by LD_LIBRARY_PATH" in found.evidence
+    assert "cuInit answered 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
+    assert found.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
+
+
+def test_the_experiment_is_the_proof() -> None:
+    machine = relieved_by(taking(refused(healthy(), 34), stub()), "LD_LIBRARY_PATH")
+    assert causes(machine) == ["U04"]
+    assert "without LD_LIBRARY_PATH the driver starts and finds 1 GPU" in told("U04", machine).evidence
+
+
+def test_a_stub_in_the_loaders_cache() -> None:
+    machine = taking(refused(healthy(), 34), stub("ld.so.cache"))
+    assert "$ sudo ldconfig" in told("U04", machine).fix
+
+
+def test_the_answer_34_needs_no_file() -> None:
+    assert cause(changed(refused(healthy(), 34), driver__libraries__cuda=(), driver__cuda__library="")) == "U04"
+
+
+def test_a_stub_on_a_machine_without_a_card_is_no_fault() -> None:
+    machine = changed(bare(), driver__cuda=refused(healthy(), 34).driver.cuda, driver__libraries__cuda=(stub(),))
+    assert alarms(machine) == []
+
+
+# -- U02, U03
+
+
+def test_a_compat_library_that_does_not_fit() -> None:
+    machine = searching(in_container(taking(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT)
+    assert causes(machine) == ["U02"]
+    found = told("U02", machine)
+    assert "it is of 570.26, the kernel driver of 580.159.04" in found.evidence
+    assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
+
+
+def test_a_compat_library_without_which_the_driver_works() -> None:
+    machine = taking(refused(healthy(), 999), compat())
+    assert seen("U02", machine) is None
+    assert causes(relieved_by(machine, "LD_LIBRARY_PATH")) == ["U02"]
+
+
+def test_a_compat_library_that_works_is_left_alone() -> None:
+    assert causes(taking(healthy(), compat())) == []
+
+
+def test_forward_compatibility_on_a_plain_card() -> None:
+    machine = with_gpu(taking(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
+    assert causes(machine) == ["U03"]
+    assert "NVIDIA GeForce RTX 4090 is no data-centre card" in told("U03", machine).evidence
+    assert not told("U03", machine).title.startswith("probably")
+
+
+def test_804_by_a_library_that_is_not_known_is_likely() -> None:
+    machine = refused(healthy(), 804)
+    assert cause(machine) == "U03"
+    assert told("U03", machine).title.startswith("probably: ")
+
+
+# -- U01
+
+
+@pytest.mark.parametrize("code", [803, 804, 999, 100])
+def test_libraries_of_another_release(code: int) -> None:
+    machine = taking(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
+    assert causes(machine) == ["U01"]
+    assert told("U01", machine).fix[0] == "$ sudo reboot"
+
+
+def test_nvml_says_so_itself() -> None:
+    machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
+    assert causes(machine) == ["U01"]
+    assert "nvmlInit answered 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
+
+
+def test_803_means_it_whatever_the_files_are() -> None:
+    unknown = replace(library("libcuda.so.1"), version="", target="/opt/shim/libcuda.so.1")
+    assert cause(taking(refused(healthy(), 803), unknown)) == "U01"
+
+
+def test_libraries_older_than_the_module_are_brought_to_its_version() -> None:
+    machine = taking(refused(healthy(), 803), library("libcuda.so.1", "570.26"))
+    assert "$ sudo reboot" not in told("U01", machine).fix[:1]
+    assert "580.159.04" in told("U01", machine).fix[0]
+
+
+def test_a_second_driver_on_the_search_path_is_dropped() -> None:
+    old = library("libcuda.so.1", "570.26", "LD_LIBRARY_PATH", "/opt/old")
+    machine = searching(taking(refused(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
+    assert causes(machine) == ["U01"]
+    assert told("U01", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
+
+
+def test_the_same_release_is_no_mismatch() -> None:
+    assert seen("U01", refused(healthy(), 999)) is None
+    assert causes(taking(healthy(), library("libcuda.so.1", "570.26"))) == []
+    tegra = replace(library("libcuda.so.1"), version="1.1")
+    assert seen("U01", taking(refused(healthy(), 999), tegra)) is None
+
+
+def test_a_variable_that_hides_the_card_is_no_mismatch() -> None:
+    machine = taking(refused(healthy(), 100), library("libcuda.so.1", "570.26"))
+    assert seen("U01", relieved_by(machine, "CUDA_VISIBLE_DEVICES")) is None
+
+
+# -- U13
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")]
+)
+@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm, in_wsl], ids=["host", "box", "slurm", "wsl"])
+def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> None:
+    machine = around(healthy())
+    lib = replace(machine.driver.libraries.libcuda, problem=problem)
+    answer = Answer(state, "libcuda.so.1: file too short")
+    machine = dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
+    assert causes(machine) == ["U13"]
+    assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in told("U13", machine).evidence
+
+
+@pytest.mark.parametrize("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
+def test_an_impostor_on_the_search_path(answer: Answer) -> None:
+    other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
+    cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
+    machine = taking(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
+    machine = relieved_by(searching(machine, "/opt/shim"), "LD_LIBRARY_PATH")
+    assert causes(machine) == ["U13"]
+    assert "takes the place" in told("U13", machine).title
+    assert told("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
+    assert seen("U13", changed(machine, driver__experiments=())) is None
+
+
+# -- U05, U06
+
+
+def test_a_library_where_the_loader_does_not_look() -> None:
+    hidden = library("libcuda.so.1", via="disk", folder="/opt/nvidia/lib64")
+    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
+    assert causes(machine) == ["U05"]
+    assert "$ echo /opt/nvidia/lib64 | sudo tee /etc/ld.so.conf.d/nvidia.conf" in told("U05", machine).fix
+    nixos = told("U05", changed(machine, platform__distribution="nixos"))
+    assert nixos.fix[0] == "$ export LD_LIBRARY_PATH=/opt/nvidia/lib64"
+
+
+@pytest.mark.parametrize("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}], ids=str)
+def test_what_lies_on_the_disk_must_be_a_driver(facts: dict[str, Any]) -> None:
+    hidden = replace(library("libcuda.so.1", via="disk"), **facts)
+    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
+    assert cause(machine) == "U06"
+
+
+def test_only_half_of_the_driver_is_installed() -> None:
+    machine = no_libcuda(healthy())
+    assert causes(machine) == ["U06"]
+    assert told("U06", machine).fix[0] == "$ sudo apt install libnvidia-compute-580 nvidia-utils-580"
+    neither = changed(machine, driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
+    assert told("U06", neither).title == "the driver's libraries are not installed"
+    assert seen("U06", no_libcuda(unloaded(healthy()))) is None
+
+
+def test_cuda_without_nvml_is_a_note() -> None:
+    machine = changed(healthy(), driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
+    assert told("U06", machine).severity == "note"
+    assert alarms(machine) == []
+    assert seen("U06", changed(machine, hardware__tegra="Orin")) is None
+
+
+# -- U07
+
+
+def test_a_missing_compiler_is_a_note_until_something_needs_it() -> None:
+    machine = changed(healthy(), driver__libraries__ptx_compiler=())
+    assert told("U07", machine).severity == "note"
+    error = "RuntimeError: CUDA error: PTX JIT compiler library not found"
+    died = changed(machine, torch_run__steps=(Step("import", ok=True), Step("kernel", ok=False, error=error)))
+    assert told("U07", died).severity == "error"
+    assert cause(refused(healthy(), 221)) == "U07"
+    assert seen("U07", in_wsl(machine)) is None
+
+
+# -- WSL
+
+
+def test_wsl_with_a_linux_driver_inside() -> None:
+    machine = refused(in_wsl(healthy()), 803)
+    own = machine.driver.libraries.libcuda
+    assert own is not None
+    machine = taking(machine, library("libcuda.so.1", "535.104.05"), replace(own, via="disk"))
+    assert causes(machine) == ["U09"]
+    assert "$ sudo apt purge 'libnvidia-*' 'nvidia-*' 'libcuda1*'" in told("U09", machine).fix
+    assert causes(taking(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
+
+
+def test_wsl_whose_library_the_loader_misses() -> None:
+    machine = in_wsl(healthy())
+    own = machine.driver.libraries.libcuda
+    assert own is not None
+    hidden = changed(no_libcuda(machine), driver__libraries__cuda=(replace(own, via="disk"),))
+    assert causes(hidden) == ["U08"]
+    assert any("/usr/lib/wsl/lib" in line and "LD_LIBRARY_PATH" in line for line in told("U08", hidden).fix)
+
+
+def test_wsl_without_the_road_to_the_card() -> None:
+    machine = changed(refused(in_wsl(healthy()), 100), hardware__dxg=False)
+    assert causes(machine) == ["U08"]
+    assert "$ wsl --update" in told("U08", machine).fix
+
+
+def test_wsl_whose_driver_has_no_device_is_likely_out_of_date() -> None:
+    machine = refused(in_wsl(healthy()), 100)
+    assert causes(machine) == ["U08"]
+    assert told("U08", machine).title.startswith("probably: ")
+    assert cause(refused(in_wsl(healthy()), 999)) == "X08"
+    assert seen("U08", relieved_by(machine, "CUDA_VISIBLE_DEVICES")) is None
+
+
+def test_wsl_without_a_driver_is_a_fault_only_for_a_cuda_build() -> None:
+    machine = no_libcuda(in_wsl(healthy()))
+    assert causes(machine) == ["U08"]
+    assert "no NVIDIA card" in told("U08", machine).title
+    assert told("U08", changed(machine, torch=bare().torch)).severity == "note"
+
+
+def test_the_first_wsl() -> None:
+    machine = no_libcuda(changed(in_wsl(bare()), surroundings__wsl=1, hardware__dxg=False))
+    assert told("U11", machine).severity == "note"
+    assert "$ wsl --set-version DISTRIBUTION 2" in told("U11", machine).fix
+    assert seen("U11", in_wsl(healthy())) is None
+    assert seen("U08", machine) is None

@@ -1,0 +1,166 @@
+"""Device nodes: each fault of each node, and who it is a fault for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.diagnose.machines import changed, healthy, in_container, in_wsl, refused
+from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, missing, node, relieved_by, seen, told
+
+from transload.machine import Hardware, Machine, Node
+
+CONTROL, CARD, UVM = "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm"
+ANSWERS = {CONTROL: 100, CARD: 100, UVM: 999}
+
+
+def spoilt(path: str, **facts: Any) -> Machine:
+    """A machine with one bad node, and the answers that a live card gives for it."""
+    machine = refused(healthy(), ANSWERS[path])
+    if path == CONTROL:
+        machine = blind_nvml(machine, 17 if facts.get("major") else 4)
+    elif path == CARD:
+        machine = blind_nvml(machine)
+    return node(machine, path, **facts)
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        pytest.param({"error": "EACCES", "mode": 0o600}, "D03", id="0600"),
+        pytest.param({"error": "EACCES", "nodev": True}, "D03", id="nodev"),
+        pytest.param({"major": 1, "minor": 3}, "D02", id="null"),
+        pytest.param({"kind": "file", "major": 0}, "D02", id="file"),
+        pytest.param({"kind": "directory", "major": 0}, "D02", id="directory"),
+        pytest.param({"error": "EPERM"}, "D04", id="EPERM"),
+        pytest.param({"error": "ENXIO"}, "D02", id="ENXIO"),
+        pytest.param({"exists": False, "kind": "", "error": "ENOENT", "major": 0}, "D01", id="missing"),
+    ],
+)
+def test_each_fault_of_each_node(path: str, facts: dict[str, Any], code: str) -> None:
+    machine = spoilt(path, **facts)
+    assert causes(machine) == [code]
+    assert told(code, machine).evidence[0].startswith(path)
+    assert causes(in_container(machine)) == [code]
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+def test_as_root_the_library_makes_a_missing_node(path: str) -> None:
+    root = changed(missing(refused(healthy(), ANSWERS[path]), path), platform__root=True)
+    assert seen("D01", root) is None
+    assert cause(root) == "X08"
+    works = changed(missing(healthy(), path), platform__root=True)
+    assert causes(works) == []
+
+
+def test_in_a_container_root_cannot_make_it() -> None:
+    machine = in_container(missing(refused(healthy(), 999), UVM))
+    assert cause(machine) == "D01"
+    assert "$ sudo nvidia-modprobe -u -c=0" in told("D01", machine).fix
+    assert told("D01", machine).fix[0] == "On the host, not in this container:"
+
+
+def test_without_the_module_even_root_cannot_make_it() -> None:
+    machine = changed(missing(refused(healthy(), 999), UVM), platform__root=True, nodes__majors={"nvidia": 195})
+    machine = changed(machine, kernel__modules=("nvidia", "nvidia_modeset"))
+    assert cause(machine) == "D01"
+    assert "the module nvidia_uvm is not loaded" in told("D01", machine).evidence
+
+
+def test_a_node_of_another_major_than_the_modules() -> None:
+    machine = node(refused(healthy(), 999), UVM, major=511)
+    assert cause(machine) == "D02"
+    assert "/proc/devices gives nvidia-uvm the number 238" in told("D02", machine).evidence
+    lxc = told("D02", in_container(machine, "lxc"))
+    assert "| lxc.cgroup2.devices.allow: c 238:* rwm" in lxc.fix
+    assert any("cdi generate" in line for line in told("D02", in_container(machine)).fix)
+
+
+def test_without_proc_devices_only_memory_devices_are_surely_wrong() -> None:
+    machine = changed(refused(healthy(), 999), nodes__majors={})
+    assert seen("D02", node(machine, UVM, major=511)) is None
+    assert cause(node(machine, UVM, major=1, minor=3)) == "D02"
+
+
+def test_the_answer_must_be_the_one_that_the_node_gives() -> None:
+    denied = {"error": "EACCES", "mode": 0o600}
+    assert seen("D03", node(refused(healthy(), 100), UVM, **denied)) is None
+    assert seen("D03", node(refused(healthy(), 999), CARD, **denied)) is None
+    assert seen("D03", node(refused(healthy(), 34), CONTROL, **denied)) is None
+    assert causes(node(healthy(), UVM, **denied)) == []
+
+
+def test_one_good_card_is_enough() -> None:
+    other = Node("/dev/nvidia3", major=195, minor=3)
+    machine = changed(refused(healthy(), 100), nodes__found=(*healthy().nodes.found, other))
+    assert seen("D01", missing(machine, CARD)) is None
+    assert seen("D03", node(machine, CARD, error="EACCES", mode=0o600)) is None
+
+
+def test_a_variable_exonerates_the_nodes() -> None:
+    assert seen("D03", relieved_by(spoilt(CONTROL, error="EACCES", mode=0o600), "CUDA_VISIBLE_DEVICES")) is None
+
+
+# -- D03: who is let in, and how
+
+
+def test_a_group_to_join() -> None:
+    machine = spoilt(CONTROL, error="EACCES", mode=0o660, gid=44, group="video")
+    assert told("D03", machine).fix[0] == "$ sudo usermod -aG video $USER"
+
+
+def test_a_mode_to_change() -> None:
+    machine = changed(spoilt(UVM, error="EACCES", mode=0o600), kernel__parameters={"DeviceFileMode": "384"})
+    found = told("D03", machine)
+    assert "$ sudo chmod 0666 /dev/nvidia-uvm" in found.fix
+    assert any("NVreg_DeviceFileMode=0666" in line for line in found.fix)
+    assert "the module was told DeviceFileMode=0600" in found.evidence
+
+
+def test_a_mount_without_devices() -> None:
+    machine = spoilt(CARD, error="EACCES", nodev=True)
+    assert "nodev" in told("D03", machine).title
+    assert "$ sudo mount -o remount,dev /dev" in told("D03", machine).fix
+    assert any("--gpus all" in line for line in told("D03", in_container(machine)).fix)
+
+
+def test_a_refusal_against_the_mode_is_not_understood() -> None:
+    assert told("D03", spoilt(CONTROL, error="EACCES")).title.startswith("probably: ")
+    assert not told("D03", spoilt(CONTROL, error="EACCES", mode=0o600)).title.startswith("probably: ")
+
+
+def test_selinux_against_the_mode() -> None:
+    machine = changed(spoilt(CONTROL, error="EACCES"), surroundings__selinux="enforcing")
+    assert causes(machine) == ["D06"]
+    assert told("D06", machine).title.startswith("probably: ")
+    assert cause(changed(machine, surroundings__selinux="permissive")) == "D03"
+    assert cause(node(machine, CONTROL, mode=0o600)) == "D03"
+    assert cause(node(machine, CONTROL, nodev=True)) == "D03"
+
+
+# -- D04
+
+
+def test_a_cgroup_that_took_the_right_away() -> None:
+    machine = changed(in_container(spoilt(CONTROL, error="EPERM")), nodes__cgroup=("c 195:* m", "c 1:3 rwm"))
+    assert cause(machine) == "D04"
+    assert "the devices cgroup allows: c 195:* m, c 1:3 rwm" in told("D04", machine).evidence
+    assert "create-dev-char-symlinks" in " ".join(told("D04", machine).fix)
+
+
+# -- other drivers' nodes
+
+
+def test_wsl_has_one_node() -> None:
+    machine = refused(in_wsl(healthy()), 100)
+    assert cause(node(machine, "/dev/dxg", error="EACCES", mode=0o600)) == "D03"
+    assert cause(machine) == "U08"
+
+
+def test_a_jetson_has_nodes_of_its_own() -> None:
+    orin = changed(refused(healthy(), 999), hardware=Hardware(pci=(), tegra="Orin"))
+    denied = Node("/dev/nvhost-gpu", mode=0o660, gid=44, group="video", error="EACCES")
+    machine = changed(orin, nodes__found=(*missing(orin, CONTROL).nodes.found, denied))
+    assert cause(machine) == "D03"
+    assert cause(changed(machine, nodes__found=missing(orin, CONTROL).nodes.found)) == "X08"

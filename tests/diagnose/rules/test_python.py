@@ -1,0 +1,184 @@
+"""Which torch an import takes, if any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
+from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, without_torch
+
+from transload.machine import Machine, Torch, Unknown
+
+USER = "/home/user/.local/lib/python3.11/site-packages/torch"
+
+
+def python(machine: Machine, **facts: object) -> Machine:
+    return changed(machine, **{f"python__{name}": value for name, value in facts.items()})
+
+
+def test_torch_is_not_installed() -> None:
+    machine = python(without_torch(healthy()), others=("/usr/bin/python3: torch 2.8.0+cu128",))
+    assert cause(machine) == "P01"
+    found = told("P01", machine)
+    assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in found.evidence
+    assert "there is one in /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
+    assert any("/opt/venv/bin/python -m pip install torch==" in line for line in found.fix)
+    assert seen("P01", healthy()) is None
+
+
+def test_without_a_gpu_any_torch_will_do() -> None:
+    assert told("P01", without_torch(bare())).fix == ("$ /opt/venv/bin/python -m pip install torch",)
+
+
+@pytest.mark.parametrize(
+    "torch",
+    [
+        Torch(installs=Unknown("not asked")),
+        Torch(installs=(), shadow="/work/torch.py"),
+        Torch(installs=(), dangling=(f"{SITE}/torch-2.13.0.dist-info",)),
+    ],
+)
+def test_what_is_not_known_to_be_absent_is_not_called_absent(torch: Torch) -> None:
+    assert seen("P01", changed(without_torch(healthy()), torch=torch)) is None
+
+
+def test_the_interpreter_does_not_answer() -> None:
+    machine = changed(no_torch_run(healthy()), torch=Torch(installs=Unknown("it is not there")))
+    machine = python(machine, problem="/opt/venv/bin/python is not there")
+    assert cause(machine) == "P09"
+    assert seen("P09", python(healthy(), problem="it took too long")) is None  # torch was seen to be imported
+
+
+# -- another torch
+
+
+def test_a_file_of_ones_own_is_imported_as_torch() -> None:
+    shadow = {"torch__shadow": "/work/torch.py", "torch__shadow_via": "the current directory"}
+    machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
+    assert cause(machine) == "P03"
+    assert told("P03", machine).evidence[0] == "import torch takes /work/torch.py, by the current directory"
+    assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
+    assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
+
+
+def test_in_the_source_tree_one_is_told_to_leave_it() -> None:
+    machine = changed(no_torch_run(healthy()), torch__shadow="/src/pytorch/torch", torch__shadow_kind="source")
+    assert "source tree" in told("P03", machine).fix[0]
+
+
+def two(first: str, second: str) -> Machine:
+    ahead = replace(
+        install(first, "" if "cpu" in first else "13.0"), location=USER, dist_version=first.partition("+")[0]
+    )
+    behind = install(second, "" if "cpu" in second else "13.0")
+    return changed(no_torch_run(healthy()), torch=Torch(installs=(ahead, behind)))
+
+
+def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
+    machine = two("2.9.0+cpu", "2.13.0+cu130")
+    assert cause(machine) == "P02"
+    assert told("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
+    assert f"behind it lies {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
+
+
+@pytest.mark.parametrize("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
+def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
+    assert told("P02", machine, "note").title == "there are two torches on the path"
+    assert alarms(machine) == []
+
+
+def test_without_a_gpu_the_cpu_build_may_come_first() -> None:
+    machine = changed(bare(), torch=two("2.9.0+cpu", "2.13.0+cu130").torch)
+    assert alarms(machine) == []
+
+
+# -- half of one and half of another
+
+
+def test_two_versions_in_one_folder() -> None:
+    mixed = (replace(install("2.15.0+cu132", "13.2"), dist_version="2.13.0"),)
+    broken = changed(unimportable(healthy(), "ImportError: cannot import name 'x'"), torch__installs=mixed)
+    assert cause(broken) == "P04"
+    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, its metadata 2.13.0"
+    told("P04", changed(healthy(), torch__installs=mixed), "warning")
+
+
+@pytest.mark.parametrize(
+    ("version", "metadata"),
+    [
+        ("2.13.0+cu130", "2.13.0"),
+        ("2.13.0+cu130", "2.13.0+cu130"),
+        ("2.6.0a0+ecf3bae40a.nv25.01", "2.6.0a0+ecf3bae40a.nv25.1"),
+        ("2.9.0.dev20250801+cu128", "2.9.0.dev20250801+cu128"),
+        ("2.5.1.post303", "2.5.1"),
+        ("2.13.0+cu130", ""),
+        ("nonsense", "2.13.0"),
+    ],
+)
+def test_spellings_of_one_version(version: str, metadata: str) -> None:
+    same = (replace(install(version), dist_version=metadata),)
+    assert seen("P04", changed(healthy(), torch__installs=same)) is None
+
+
+def test_strange_files_explain_a_failing_import_only_if_no_cuda_library_is_missing() -> None:
+    strange = (replace(install(), unlisted=("lib/libtorch_cuda_old.so",)),)
+    error = "ImportError: undefined symbol: _ZN3c105ErrorC2E"
+    broken = changed(unimportable(healthy(), error), torch__installs=strange)
+    assert cause(broken) == "P04"
+    told("P04", broken).title.startswith("probably: ")
+    error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
+    assert seen("P04", changed(unimportable(healthy(), error), torch__installs=strange)) is None
+    assert seen("P04", changed(healthy(), torch__installs=strange)) is None
+
+
+def test_leftovers_are_only_mentioned() -> None:
+    machine = changed(healthy(), torch__leftovers=(f"{SITE}/~orch",))
+    told("P04", machine, "note")
+    assert alarms(machine) == []
+
+
+# -- no wheel for it
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"version": "3.6.9"},
+        {"version": "3.11.7", "implementation": "pypy"},
+        {"version": "3.12.1", "free_threaded": True},
+        {"version": "3.30.0"},
+    ],
+)
+def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> None:
+    machine = python(without_torch(healthy()), **facts)
+    assert cause(machine) == "P07"
+    # what is newer than the table may have got wheels since
+    assert told("P07", machine).title.startswith("probably: ") == (facts["version"] == "3.30.0")
+    assert seen("P07", python(healthy(), **facts)) is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"version": "3.8.1"}, {"version": "3.14.0", "free_threaded": True}, {"version": "3.15.0"}, {"version": ""}],
+)
+def test_some_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> None:
+    assert seen("P07", python(without_torch(healthy()), **facts)) is None
+
+
+def test_the_system_is_none_that_torch_runs_on() -> None:
+    bits = python(without_torch(healthy()), bits=32)
+    musl = changed(without_torch(healthy()), platform__libc="musl 1.2", platform__distribution="alpine")
+    assert (cause(bits), cause(musl)) == ("P08", "P08")
+    assert seen("P08", changed(healthy(), platform__libc="musl 1.2")) is None  # someone has built it
+    error = "ImportError: /lib64/libc.so.6: version `GLIBC_2.28' not found (required by …/libtorch_cpu.so)"
+    assert cause(changed(unimportable(healthy(), error), platform__libc="glibc 2.17")) == "P08"
+    needs = ("GLIBC_2.28 of libc.so.6, needed by libtorch_cpu.so",)
+    assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=needs)) == "P08"
+
+
+def test_an_old_glibc_matters_only_if_no_old_release_will_do() -> None:
+    old = changed(without_torch(healthy()), platform__libc="glibc 2.17")
+    assert seen("P08", old) is None  # torch 2.6 has a wheel for Python 3.11
+    told("P08", python(old, version="3.14.0"))
+    assert seen("P08", changed(python(old, version="3.14.0"), platform__libc="glibc 2.28")) is None

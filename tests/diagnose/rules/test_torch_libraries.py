@@ -1,0 +1,246 @@
+"""The libraries torch loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
+from tests.diagnose.rules.torch_rows import alarms, cause, ended, failing, seen, told, tried, unimportable, variables
+
+from transload.machine import Machine, Resolved
+
+CUDNN = needed("libcudnn.so.9", "nvidia/cudnn/lib")
+LINK = replace(needed("libnvJitLink.so.13", "nvidia/cu13/lib"), package="nvidia-nvjitlink")
+TOOLKIT = "/usr/local/cuda-12.0/lib64"
+NO_CUDNN = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
+NO_SYMBOL = (
+    f"ImportError: {SITE}/torch/lib/../../nvidia/cu13/lib/libcusparse.so.12: undefined symbol: "
+    "__nvJitLinkAddData_13_0, version libnvJitLink.so.13"
+)
+LACKING = "__nvJitLinkAddData_13_0 of libnvJitLink.so.13, needed by libcusparse.so.12"
+
+
+def with_libraries(machine: Machine, *libraries: Resolved, **facts: Any) -> Machine:
+    return changed(machine, torch_libraries__needed=libraries, **facts)
+
+
+def taken(lib: Resolved, folder: str, via: str, version: str = "") -> Resolved:
+    return replace(lib, path=f"{folder}/{lib.name}", via=via, version=version)
+
+
+# -- missing
+
+
+def test_a_library_is_missing() -> None:
+    gone = replace(CUDNN, path="", via="", package="nvidia-cudnn-cu13")
+    machine = with_libraries(unimportable(healthy(), NO_CUDNN), gone)
+    assert cause(machine) == "L04"
+    found = told("L04", machine)
+    assert "libcudnn.so.9, needed by libtorch_cuda.so, is nowhere to be found" in found.evidence
+    assert found.fix == (
+        "$ /opt/venv/bin/python -m pip install --force-reinstall --no-deps nvidia-cudnn-cu13==9.20.0.48",
+    )
+    assert cause(with_libraries(no_torch_run(healthy()), gone)) == "L04"
+    assert seen("L04", with_libraries(healthy(), gone)) is None  # torch was imported: the search is wrong
+
+
+def test_the_error_alone_is_enough() -> None:
+    assert cause(unimportable(healthy(), NO_CUDNN)) == "L04"
+
+
+def test_a_missing_driver_library_is_not_torchs_fault() -> None:
+    error = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
+    assert seen("L04", unimportable(healthy(), error)) is None
+
+
+def test_a_library_of_the_system() -> None:
+    error = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
+    assert told("L04", unimportable(healthy(), error)).fix == ("$ sudo apt install libgomp1",)
+    odd = "ImportError: libodd.so.3: cannot open shared object file: No such file or directory"
+    assert told("L04", unimportable(healthy(), odd)).fix == ("Install what provides libodd.so.3 on this system.",)
+
+
+def test_a_library_that_is_cut_off() -> None:
+    cut = replace(CUDNN, problem="cut off", package="nvidia-cudnn-cu13")
+    machine = with_libraries(unimportable(healthy(), f"ImportError: {CUDNN.path}: file too short"), cut)
+    assert cause(machine) == "L04"
+    assert any("cannot be loaded: cut off" in line for line in told("L04", machine).evidence)
+    crashed = with_libraries(ended(healthy(), "crashed", "SIGBUS in import"), cut)
+    assert cause(crashed) == "L04"
+
+
+# -- another in its place
+
+
+def test_an_older_library_by_ld_library_path() -> None:
+    machine = variables(with_libraries(healthy(), taken(LINK, TOOLKIT, "LD_LIBRARY_PATH")), LD_LIBRARY_PATH=TOOLKIT)
+    broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(LACKING,))
+    assert cause(broken) == "L01"
+    found = told("L01", broken)
+    assert f"libnvJitLink.so.13 is taken from {TOOLKIT}/libnvJitLink.so.13, by LD_LIBRARY_PATH" in found.evidence
+    assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
+    unrun = changed(no_torch_run(machine), torch_libraries__unresolved=(LACKING,))
+    assert cause(unrun) == "L01"
+    assert alarms(machine) == []  # torch works with it
+
+
+def test_symbols_are_missing_and_nothing_is_shadowed() -> None:
+    assert told("L01", unimportable(healthy(), NO_SYMBOL)).title == (
+        "the CUDA libraries of this environment do not fit one another"
+    )
+    likely = variables(unimportable(healthy(), NO_SYMBOL), LD_LIBRARY_PATH="/opt/x")
+    assert told("L01", likely).title.startswith("probably: ")
+
+
+@pytest.mark.parametrize("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
+def test_other_import_errors_are_not_cudas(error: str) -> None:
+    assert seen("L01", unimportable(healthy(), error)) is None
+
+
+def test_torch_refuses_another_cudnn() -> None:
+    error = (
+        "RuntimeError: cuDNN version incompatibility: PyTorch was compiled  against (8, 7, 0) but found runtime "
+        "version (8, 2, 4)."
+    )
+    other = taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", "9.1.0")
+    machine = variables(with_libraries(healthy(), other), LD_LIBRARY_PATH="/opt/a:/usr/lib/cudnn")
+    broken = failing(machine, "convolution", error)
+    assert cause(broken) == "L02"
+    assert told("L02", broken).fix[0] == "$ export LD_LIBRARY_PATH=/opt/a"
+    told("L02", machine, "note")
+    assert alarms(machine) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")]
+)
+def test_a_cudnn_that_is_too_old_is_told_without_running_torch(version: str, severity: str) -> None:
+    other = replace(taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
+    found = told("L02", with_libraries(no_torch_run(healthy()), other), severity)
+    assert found.title.startswith("probably: ") == (severity == "error")
+
+
+def test_parts_of_two_cudnns() -> None:
+    parts = (
+        "libcudnn_engines_tensor_ir.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_engines_tensor_ir.so.9, by ld.so.cache",
+    )
+    error = "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH"
+    broken = changed(failing(healthy(), "convolution", error), torch_libraries__split_cudnn=parts)
+    assert cause(broken) == "L03"
+    assert any("'nvidia-cudnn-cu13>=9.21'" in line for line in told("L03", broken).fix)
+    unrun = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
+    assert told("L03", unrun).title.startswith("probably: ")
+    assert seen("L03", changed(healthy(), torch_libraries__split_cudnn=parts)) is None
+
+
+def test_parts_of_a_cudnn_on_the_path() -> None:
+    parts = ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
+    machine = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
+    assert told("L03", variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
+
+
+def test_a_system_library_fills_the_gap() -> None:
+    machine = with_libraries(healthy(), taken(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache"))
+    assert alarms(machine) == ["L05"]
+    assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 is not there" in told("L05", machine, "warning").evidence
+    fine = with_libraries(
+        healthy(), replace(needed("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
+    )
+    assert alarms(fine) == []  # a torch that is meant to use the system's
+
+
+def test_two_packages_own_a_file() -> None:
+    overlap = (f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.10.2.21, nvidia-cudnn-cu13 9.20.0.48",)
+    machine = changed(healthy(), torch_libraries__overlaps=overlap)
+    assert alarms(machine) == ["L06"]
+    fix = told("L06", machine, "warning").fix
+    assert fix[0] == "$ /opt/venv/bin/python -m pip uninstall -y nvidia-cudnn-cu12 nvidia-cudnn-cu13"
+    assert cause(failing(machine, "convolution", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")) == "L06"
+    assert alarms(changed(healthy(), torch_libraries__overlaps=("nvidia/__init__.py: a 1, b 2",))) == []
+
+
+def test_conda_and_pip_are_mixed() -> None:
+    machine = changed(healthy(), python__environment="conda", python__prefix="/opt/conda")
+    mixed = with_libraries(machine, taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))
+    assert alarms(mixed) == []
+    told("L07", mixed, "note")
+    told("L07", unimportable(mixed, NO_SYMBOL))
+    assert seen("L07", with_libraries(healthy(), taken(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))) is None
+
+
+# -- the loader
+
+
+def test_a_preloaded_library_that_an_experiment_convicts() -> None:
+    machine = variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
+    assert told("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library comes between torch and CUDA"
+    assert told("L08", machine).title.startswith("probably: ")
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),
+        variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        variables(bare(), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        refused(healthy(), 999),
+    ],
+)
+def test_what_is_preloaded_is_not_to_blame(machine: Machine) -> None:
+    assert "L08" not in alarms(machine)
+
+
+def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
+    reason = ("LD_LIBRARY_PATH has an empty element",)
+    machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib")
+    assert told("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
+    assert alarms(machine) == []
+    own = ("libcusparseLt.so.0: RUNPATH has an empty element",)
+    assert seen("L09", changed(healthy(), driver__libraries__cwd_searched=own)) is None
+
+
+def test_a_library_out_of_the_current_directory() -> None:
+    reason = ("LD_LIBRARY_PATH has an empty element",)
+    machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
+    found = replace(CUDNN, path="libcudnn.so.9", via="LD_LIBRARY_PATH")
+    told("L09", with_libraries(unimportable(machine, "ImportError: boom"), found))
+    assert alarms(with_libraries(machine, found)) == []
+
+
+def test_an_old_libstdcpp() -> None:
+    error = "ImportError: /opt/conda/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by …/libtorch.so)"
+    machine = unimportable(healthy(), error)
+    assert cause(machine) == "L12"
+    dropped = told("L12", variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
+    assert dropped[0] == "$ unset LD_LIBRARY_PATH"
+    lacking = ("GLIBCXX_3.4.30 of libstdc++.so.6, needed by libtorch_cpu.so",)
+    assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
+    assert seen("L12", changed(healthy(), torch_libraries__unresolved=lacking)) is None
+
+
+def test_a_newer_mkl() -> None:
+    error = "ImportError: …/libtorch_cpu.so: undefined symbol: iJIT_NotifyEvent"
+    assert cause(unimportable(healthy(), error)) == "L13"
+    assert seen("L13", unimportable(healthy(), "ImportError: boom")) is None
+
+
+def test_windows_cannot_load_a_library() -> None:
+    error = (
+        "OSError: [WinError 126] The specified module could not be found. "
+        'Error loading "C:\\venv\\torch\\lib\\fbgemm.dll" or one of its dependencies.'
+    )
+    windows = changed(unimportable(healthy(), error), platform__system="Windows")
+    assert cause(windows) == "L10"
+    assert "vc_redist" in told("L10", windows).fix[0]
+    old = changed(windows, torch__installs=(replace(install("2.4.0+cu124", "12.4"), dist_version="2.4.0"),))
+    assert any("torch>=2.4.1" in line for line in told("L10", old).fix)
+
+
+def test_windows_took_a_library_from_path() -> None:
+    windows = changed(failing(healthy(), "kernel", "RuntimeError: boom"), platform__system="Windows")
+    other = changed(windows, torch_run__libraries=("C:\\cuda\\bin\\cudart64_12.dll",))
+    assert told("L11", other).title.startswith("probably: ")
+    assert seen("L11", windows) is None
+    assert seen("L11", changed(other, platform__system="Linux")) is None

@@ -1,0 +1,127 @@
+"""The rows about torch, and short ways to ask them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.diagnose.machines import (
+    ANSWERED,
+    STEPS,
+    bare,
+    changed,
+    healthy,
+    in_container,
+    in_slurm,
+    in_wsl,
+    no_torch_run,
+)
+
+from transload.diagnose.rules import environment, extensions, fit, others, python, run, torch_build, torch_libraries
+from transload.diagnose.verdict import decide
+from transload.findings import Finding
+from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
+
+FILES = (python, torch_build, torch_libraries, environment, fit, run, extensions, others)
+ROWS = [row for file in FILES for row in file.TABLE.rows]
+BY_CODE = {row.code: row for row in ROWS}
+
+FINE: dict[str, Machine] = {
+    "healthy": healthy(),
+    "healthy, torch not run": no_torch_run(healthy()),
+    "container": in_container(healthy()),
+    "slurm": in_slurm(healthy()),
+    "wsl": in_wsl(healthy()),
+    "no GPU, CPU build": bare(),
+    "no GPU, torch not run": no_torch_run(bare()),
+    "no GPU, CUDA build": changed(
+        bare(),
+        torch=healthy().torch,
+        torch_libraries=healthy().torch_libraries,
+        torch_run=TorchRun(
+            ANSWERED,
+            "2.13.0+cu130",
+            cuda="13.0",
+            available=False,
+            count=0,
+            steps=(
+                Step("import", ok=True),
+                Step("available", ok=True),
+                Step("init", ok=False, error="RuntimeError: Found no NVIDIA driver on your system."),
+                Step("cpu", ok=True),
+            ),
+        ),
+    ),
+}
+
+
+def seen(code: str, machine: Machine) -> Finding | None:
+    """What one row says of a machine."""
+    return BY_CODE[code].finding(machine)
+
+
+def told(code: str, machine: Machine, severity: str = "error") -> Finding:
+    """What one row says, where it must say something."""
+    found = seen(code, machine)
+    assert found is not None
+    assert found.severity == severity
+    assert found.evidence
+    assert found.fix
+    assert all(line and line == line.strip() for line in (*found.evidence, *found.fix))
+    return found
+
+
+def cause(machine: Machine) -> str:
+    """The code of the one cause among the rows about torch; empty where there is none."""
+    found = decide(machine, ROWS).cause
+    return found.code if found else ""
+
+
+def alarms(machine: Machine) -> list[str]:
+    """Codes of all errors and warnings."""
+    return [found.code for found in decide(machine, ROWS).findings if found.severity != "note"]
+
+
+def variables(machine: Machine, **values: str) -> Machine:
+    return changed(machine, variables__values={**machine.variables.values, **values})
+
+
+def unimportable(machine: Machine, error: str) -> Machine:
+    """The machine on which the import of torch raises."""
+    run = TorchRun(ANSWERED, steps=(Step("import", ok=False, error=error),))
+    return replace(machine, torch_run=run)
+
+
+def failing(machine: Machine, name: str, error: str, **facts: Any) -> Machine:
+    """The machine on which torch comes as far as one step, which raises."""
+    steps = [Step(each, ok=True) for each in STEPS[: STEPS.index(name)]]
+    run = replace(machine.torch_run, steps=(*steps, Step(name, ok=False, error=error)))
+    return changed(replace(machine, torch_run=run), **facts)
+
+
+def ended(machine: Machine, state: Any, detail: str, step: str = "import") -> Machine:
+    """The machine on which torch does not come back."""
+    steps = [Step(each, ok=True) for each in STEPS[: STEPS.index(step)]]
+    run = TorchRun(Answer(state, detail), steps=(*steps, Step(step, ok=False, error=detail)))
+    return replace(machine, torch_run=run)
+
+
+def without_torch(machine: Machine) -> Machine:
+    """The machine whose Python has no torch."""
+    return changed(
+        unimportable(machine, "ModuleNotFoundError: No module named 'torch'"),
+        torch=Torch(installs=()),
+        torch_libraries=TorchLibraries(),
+    )
+
+
+def tried(machine: Machine, *left_out: str) -> Machine:
+    """The machine whose driver was seen to work without some variables."""
+    return changed(machine, driver__experiments=(Experiment(left_out, healthy().driver.cuda),))
+
+
+def amd(detail: str = "gfx1100", *, integrated: bool = False) -> Machine:
+    """A machine with an AMD card, its compute driver, and a torch without a GPU."""
+    gpu = Accelerator("rocm", "Radeon", detail, usable=True, integrated=integrated)
+    card = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
+    return changed(bare(), accelerators=(gpu,), hardware__pci=(card,))

@@ -1,0 +1,118 @@
+"""No false alarm: every torch, on every card it has code for, with the oldest driver that will do, everywhere.
+
+The machines are judged without the torch child, which would be an observation that overrules any rule: here the rules
+must hold their peace by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from tests.diagnose.machines import (
+    card,
+    changed,
+    cuda_gpu,
+    healthy,
+    in_container,
+    in_slurm,
+    in_wsl,
+    install,
+    library,
+    no_torch_run,
+    nvml_gpu,
+)
+
+from transload.diagnose import judge_machine
+from transload.diagnose.tables import (
+    Build,
+    chip_of,
+    cuda_of_branch,
+    driver_floor,
+    first_branch,
+    generation_of,
+    index_builds,
+    parse_version,
+    releases,
+)
+from transload.diagnose.tables.cubins import TEGRA
+from transload.machine import Machine
+
+PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
+AROUND = {"host": lambda machine: machine, "docker": in_container, "slurm": in_slurm, "wsl": in_wsl}
+
+
+@cache
+def cards() -> dict[tuple[int, int], int]:
+    """A PCI device id for each compute capability of the table."""
+    chips = ((device, chip_of(device)) for device in range(0x0FC0, 0x3500))
+    return {chip.capability: device for device, chip in chips if chip is not None and chip.capability is not None}
+
+
+def builds(platform: str) -> Iterator[Build]:
+    for release in releases():
+        yield from (build for build in index_builds(release, platform) if build.cuda)
+
+
+def floor(build: Build, capability: tuple[int, int]) -> str:
+    """The oldest driver that runs the build on the card."""
+    least = driver_floor(build.cuda)
+    first = first_branch(capability)
+    return least if parse_version(least)[0] >= first else f"{first}.10"
+
+
+def machine_with(build: Build, capability: tuple[int, int], driver: str) -> Machine:
+    name = f"a card of {capability}"
+    announced = parse_version(cuda_of_branch(int(driver.partition(".")[0])) or build.cuda)
+    version = announced[0] * 1000 + announced[1] * 10
+    kind = generation_of(capability)
+    local = f"{build.torch}+{build.build}"
+    python = ".".join(map(str, build.python[1]))
+    return no_torch_run(
+        changed(
+            healthy(),
+            platform__machine=PLATFORMS[build.platform],
+            hardware__pci=(card(cards()[capability]),),
+            kernel__version=driver,
+            kernel__flavour="proprietary" if kind is None or kind.open_module == "impossible" else "open",
+            driver__libraries__cuda=(library("libcuda.so.1", driver),),
+            driver__libraries__nvml=(library("libnvidia-ml.so.1", driver),),
+            driver__nvml__driver=driver,
+            driver__nvml__cuda=version,
+            driver__nvml__gpus=(nvml_gpu(0, name, capability),),
+            driver__cuda__version=version,
+            driver__cuda__gpus=(cuda_gpu(0, name, capability),),
+            python__version=f"{python}.1",
+            torch__installs=(install(local, build.cuda),),
+            torch_libraries__architectures=build.archs,
+            torch_libraries__cubins=dict.fromkeys(build.archs, 100),
+        )
+    )
+
+
+def combinations() -> Iterator[tuple[str, Machine]]:
+    for platform in PLATFORMS:
+        for build in builds(platform):
+            for capability in sorted(cards()):
+                if capability not in TEGRA and build.supports_card(capability):
+                    label = f"{build.torch}+{build.build} on {platform}, {capability}"
+                    yield label, machine_with(build, capability, floor(build, capability))
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_no_false_alarm_with_the_oldest_driver_that_will_do(around: str) -> None:
+    judged = 0
+    for label, machine in combinations():
+        diagnosis = judge_machine(AROUND[around](machine))
+        told = [(found.code, found.title) for found in diagnosis.findings if found.severity != "note"]
+        assert (diagnosis.status, told) == ("ok", []), label
+        judged += 1
+    assert judged > 300
+
+
+def test_the_matrix_holds_every_release_and_the_cards_that_matter() -> None:
+    labels = [label for label, _ in combinations()]
+    assert all(any(label.startswith(f"{release}+") for label in labels) for release in releases())
+    for build, capability in (("2.15.0+cu126", (6, 1)), ("2.15.0+cu132", (8, 9)), ("2.15.0+cu132", (12, 1))):
+        assert f"{build} on linux-x86_64, {capability}" in labels or capability not in cards()
