@@ -1,0 +1,456 @@
+"""The interpreter to examine: ours, another, one that cannot be asked; what manages it, and which one to take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.diagnose.probes.installs import plant, script, wheel
+
+import transload
+from transload.diagnose.host import Host
+from transload.diagnose.probes import interview
+from transload.diagnose.probes.environment import environment
+from transload.diagnose.probes.interpreters import interpreter, others, usual
+from transload.diagnose.probes.python import choose, python
+
+SOURCE = Path(transload.__file__).parent.parent
+LIB = "lib/python3.11/site-packages"
+PROGRAM = """
+import json, sys
+sys.path.append({source!r})
+from transload.diagnose.host import Host
+from transload.diagnose.probes import interview
+from transload.diagnose.probes.python import python
+found = python(Host(), deadline=60.0)
+told = interview.asked(Host(), sys.executable, 60.0)
+paths = [[entry for entry in path if entry != {source!r}] for path in (found.path, told["path"])]
+print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], found.problem]))
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    plant(tmp_path, {"/home/user/project/": ""})
+    return Host(root=str(tmp_path), environ={"HOME": "/home/user"}, python="/opt/bin/python", cwd="/home/user/project")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment without pip."""
+    folder = tmp_path_factory.mktemp("environments") / "bare"
+    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
+    return folder
+
+
+# -- our own interpreter -----------------------------------------------------------------------------------------------
+
+
+def started(how: str, folder: Path) -> list[str]:
+    """A command that runs the program above, started in one of the ways Python knows."""
+    text = PROGRAM.format(source=str(SOURCE))
+    if how.endswith("zipapp"):
+        with zipfile.ZipFile(folder / "app.pyz", "w") as archive:
+            archive.writestr("__main__.py", text)
+        return [sys.executable, "app.pyz"]
+    plant(folder, {"program.py": text, "elsewhere/program.py": text, "extra/module.py": text})
+    (folder / "link.py").symlink_to("elsewhere/program.py")
+    return {
+        "script": [sys.executable, str(folder / "program.py")],
+        "link": [sys.executable, "link.py"],
+        "module": [sys.executable, "-m", "program"],
+        "module of the path": [sys.executable, "-m", "module"],
+        "safe script": [sys.executable, "program.py"],
+        "text": [sys.executable, "-c", text],
+        "isolated": [sys.executable, "-I", "program.py"],
+        "without site": [sys.executable, "-S", "program.py"],
+        "without user site": [sys.executable, "-s", "program.py"],
+        "without environment": [sys.executable, "-E", "program.py"],
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("script", "link", "module", "module of the path", "text", "zipapp", "safe script", "safe zipapp"),
+        *("isolated", "without site", "without user site", "without environment"),
+    ],
+)
+def test_however_we_were_started_a_users_program_is_described(how: str, tmp_path: Path) -> None:
+    plant(tmp_path, {"extra/": "", "also/": ""})
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}/extra{os.pathsep}also", "PYTHONSAFEPATH": "1" * ("safe" in how)}
+    command = started(how, tmp_path)
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, check=True, timeout=60)
+    path, told, enabled, user_site, problem = json.loads(done.stdout)
+    assert problem == ""
+    assert path == told
+    assert enabled is user_site
+    assert path[:2] == [f"{tmp_path}/extra", f"{tmp_path}/also"]
+    assert not {str(tmp_path), f"{tmp_path}/elsewhere", f"{tmp_path}/app.pyz"} & set(path)
+
+
+def test_ours_is_looked_at_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interview, "asked", lambda *_: pytest.fail("a child was started"))
+    found = python(Host(), "as told")
+    assert found.executable == sys.executable
+    assert (found.version, found.prefix, found.why) == (sys.version.split()[0], sys.prefix, "as told")
+    assert (found.implementation, found.bits) == (sys.implementation.name, 64 if sys.maxsize > 2**32 else 32)
+
+
+def test_another_environment_variable_needs_a_child(tmp_path: Path) -> None:
+    found = python(Host(environ={**os.environ, "PYTHONPATH": str(tmp_path)}), deadline=60.0)
+    assert found.path[0] == str(tmp_path)
+
+
+def test_a_python_path_that_is_no_utf8(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    found = python(Host(environ={**os.environ, "PYTHONPATH": str(odd), "LC_ALL": "C"}), deadline=60.0)
+    assert os.fsencode(found.path[0]) == os.fsencode(odd)
+
+
+# -- another interpreter -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "bin/python", "bin/python3"])
+@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+def test_an_environment_is_named_by_its_folder_or_its_interpreter(bare: Path, name: str) -> None:
+    found = python(Host(python=str(bare / name), cwd=str(bare)), deadline=60.0)
+    assert found.problem == ""
+    assert (found.prefix, found.environment, found.tool) == (str(bare), "venv", "pip")
+    assert not found.pip
+    assert not found.externally_managed
+    assert found.base_prefix == sys.base_prefix
+    assert found.path[-1].endswith("site-packages")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+def test_it_is_named_relative_to_the_current_folder_home_or_path(bare: Path) -> None:
+    host = Host(cwd=str(bare.parent), environ={**os.environ, "HOME": str(bare.parent), "PATH": f"{bare}/bin"})
+    for name in ("bare", "bare/bin/python", "./bare", "~/bare", "python3"):
+        assert python(replace(host, python=name), deadline=60.0).prefix == str(bare), name
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the layout of POSIX")
+def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
+    plant(
+        tmp_path, {f"{name}.py": "raise SystemExit('imported')" for name in ("json", "site", "os", "signal", "torch")}
+    )
+    assert python(Host(python=str(bare), cwd=str(tmp_path)), deadline=60.0).problem == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("exec sleep 60", "did not answer within 0.5 s"),
+        ("sleep 60 & sleep 60", "did not answer within 0.5 s"),
+        ("while :; do echo yes; done", "did not answer within 0.5 s"),
+        ("echo 'Segmentation fault'; exit 3", "did not answer: exit status 3; it printed: Segmentation fault"),
+        ("echo no such version; echo; echo try another; exit 127", "exit status 127; it printed: no such version"),
+        ("printf '\\377\\376\\000'", "did not answer: exit status 0"),
+        ("kill -9 $$", "did not answer: SIGKILL"),
+        ("exit 0", "did not answer: exit status 0"),
+        ("echo 'Fatal Python error: no encodings'; echo more; exit 1", "it printed: Fatal Python error: no encodings"),
+        ("printf '\\036{\"done\": true}\\n'", "is no Python: its answer makes no sense"),
+        ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
+    ],
+)
+def test_what_is_no_interpreter_is_told_apart(tmp_path: Path, text: str, problem: str) -> None:
+    program = script(tmp_path / "python", text)
+    found = python(Host(python=str(program)), deadline=0.5 if "within" in problem else 60.0)
+    assert found.problem.startswith(str(program))
+    assert problem in found.problem
+    assert (found.executable, found.path, found.packages) == (str(program), (), {})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes")
+@pytest.mark.parametrize(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
+def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
+    program = tmp_path / "python"
+    program.write_bytes(content)
+    program.chmod(mode)
+    assert f"{program} could not be started: " in python(Host(python=str(program))).problem
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "python3.9")
+    host = Host(cwd=str(tmp_path), environ={"PATH": ""})
+    assert python(replace(host, python=f"{tmp_path}/no")).problem == f"{tmp_path}/no is not there"
+    assert python(replace(host, python="no")).problem == "no is neither in the current folder nor on PATH"
+    gone = f"leads to {tmp_path}/python3.9, which is not there"
+    assert python(replace(host, python="./link")).problem == f"{tmp_path}/link {gone}"
+    assert python(replace(host, python=str(tmp_path))).problem.startswith(f"{tmp_path} holds no Python")
+    assert python(replace(host, python="")).problem == "no Python was named"
+
+
+def test_an_environment_whose_interpreter_was_removed(tmp_path: Path) -> None:
+    plant(tmp_path, layout("venv"))
+    (tmp_path / "venv/bin/python").unlink()
+    (tmp_path / "venv/bin/python").symlink_to("/nowhere/python3.9")
+    found = python(Host(python=f"{tmp_path}/venv"))
+    assert found.problem == f"{tmp_path}/venv/bin/python leads to /nowhere/python3.9, which is not there"
+
+
+def test_an_interpreter_that_does_not_know_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    found = python(Host(python=""))
+    assert (found.problem, found.prefix) == ("", sys.prefix)
+
+
+ANSWER = {
+    "executable": "",
+    "version": "2.7.18",
+    "implementation": "cpython",
+    "bits": 32,
+    "free_threaded": True,
+    "prefix": "/usr",
+    "base_prefix": "/usr",
+    "stdlib": "/usr/lib/python2.7",
+    "user_site": "/u",
+    "user_site_enabled": True,
+    "path": ["/usr/lib/python2.7", "relative"],
+    "done": True,
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
+    root = Path(host.root)
+    script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' '{json.dumps(ANSWER)}'; sleep 60")
+    plant(root, {"/usr/lib/python2.7/EXTERNALLY-MANAGED": "", "/usr/lib/python2.7/pip/__main__.py": ""})
+    plant(root, {"/home/user/project/relative/torch-1.4.0-py2.7.egg-info": ""})
+    found = python(host)
+    assert found.problem == ""
+    assert (found.executable, found.version, found.bits) == ("/opt/bin/python", "2.7.18", 32)
+    assert (found.free_threaded, found.user_site, found.user_site_enabled) == (True, "/u", True)
+    assert found.path == ("/usr/lib/python2.7", "/home/user/project/relative")
+    assert (found.environment, found.pip, found.externally_managed) == ("system", True, True)
+    assert found.packages == {"torch": "1.4.0"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) -> None:
+    answer = json.dumps({**ANSWER, "prefix": "/opt/venv"})
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{answer}'")
+    plant(Path(host.root), {"/usr/lib/python2.7/EXTERNALLY-MANAGED": ""})
+    found = python(host)
+    assert (found.prefix, found.externally_managed) == ("/opt/venv", False)
+
+
+@pytest.mark.parametrize("change", [{"path": [1]}, {"path": "x"}, {"bits": "64"}, {"prefix": None}, {"stdlib": 1}])
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_an_answer_of_the_wrong_kinds(host: Host, change: dict[str, object]) -> None:
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{json.dumps({**ANSWER, **change})}'")
+    assert "makes no sense" in python(host).problem
+
+
+def test_packages_are_those_that_matter_and_the_first_of_each(tmp_path: Path) -> None:
+    first = ("nvidia_cudnn_cu13-9.26.0.51.dist-info/", "torch-2.1.0+cpu.dist-info/", "requests-2.0.dist-info/")
+    second = ("Flash_Attn-2.8.dist-info/", "torch-2.8.0.dist-info/", "~orch-2.7.0.dist-info/", "numpy-2.4.6.dist-info/")
+    unnamed = {"b/triton.egg-info/PKG-INFO": "Metadata-Version: 2.1\nVersion: 3.9\n\nVersion: 4\n"}
+    plant(tmp_path, {f"a/{name}": "" for name in first} | {f"b/{name}": "" for name in second} | unnamed)
+    path = os.pathsep.join((f"{tmp_path}/a", f"{tmp_path}/b"))
+    found = python(Host(environ={**os.environ, "PYTHONPATH": path}), deadline=60.0)
+    ours = {"torch": "2.1.0+cpu", "nvidia-cudnn-cu13": "9.26.0.51", "flash-attn": "2.8", "triton": "3.9"}
+    assert found.packages.items() >= {**ours, "numpy": "2.4.6"}.items()
+    assert "requests" not in found.packages
+
+
+# -- what manages it ---------------------------------------------------------------------------------------------------
+
+CONFIG = "home = /usr/bin\nversion = 3.11.7\n"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "files", "expected"),
+    [
+        ("/opt/venv", {"/opt/venv/pyvenv.cfg": CONFIG}, ("venv", "pip")),
+        ("/opt/venv", {"/opt/venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"}, ("venv", "uv")),
+        ("/opt/venv", {"/opt/venv/pyvenv.cfg": b"\xff\0\n=\n"}, ("venv", "pip")),
+        ("/opt/virtualenv", {}, ("venv", "pip")),
+        ("/app/.venv", {"/app/.venv/pyvenv.cfg": CONFIG, "/app/uv.lock": ""}, ("venv", "uv")),
+        ("/app/.venv", {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 1\n", "/app/poetry.lock": ""}, ("venv", "poetry")),
+        ("/app/.venv", {"/app/pyproject.toml": "[project]\n[tool.pdm.scripts]\n"}, ("venv", "pdm")),
+        ("/opt/venv", {"/home/user/project/poetry.lock": ""}, ("venv", "poetry")),
+        ("/opt/venv", {"/home/user/project/uv.lock": ""}, ("venv", "pip")),
+        ("/opt/venv", {"/home/user/project/pyproject.toml": "[tool.poetry]\nname = 'x'\n"}, ("venv", "poetry")),
+        ("/home/user/.cache/pypoetry/virtualenvs/x-py3.11", {}, ("venv", "poetry")),
+        ("/home/user/.local/pipx/venvs/x", {"/home/user/.local/pipx/venvs/x/pipx_metadata.json": ""}, ("pipx", "pip")),
+        (
+            "/home/user/.local/share/uv/tools/transload",
+            {"/home/user/.local/share/uv/tools/transload/pyvenv.cfg": f"{CONFIG}uv = 1\n"},
+            ("uv-tool", "uv"),
+        ),
+        ("/home/user/.cache/uv/archive-v0/Xyz", {}, ("uv-tool", "pip")),
+        ("/opt/conda", {"/opt/conda/conda-meta/history": ""}, ("conda", "conda")),
+        ("/app/.pixi/envs/default", {"/app/.pixi/envs/default/conda-meta/history": ""}, ("pixi", "pixi")),
+    ],
+)
+def test_kinds_of_environments(
+    host: Host, prefix: str, files: dict[str, str | bytes], expected: tuple[str, str]
+) -> None:
+    plant(Path(host.root), files)
+    assert environment(host, prefix, "/usr") == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("/usr", ("system", "pip")),
+        ("/home/user/.pyenv/versions/3.11.7", ("pyenv", "pip")),
+        ("/home/user/.local/share/uv/python/cpython-3.12.1-linux-x86_64-gnu", ("system", "uv")),
+        ("/nix/store/abc-python3-3.11.7", ("nix", "pip")),
+    ],
+)
+def test_kinds_of_interpreters_without_an_environment(host: Host, prefix: str, expected: tuple[str, str]) -> None:
+    assert environment(host, prefix, prefix) == expected
+
+
+# -- other interpreters ------------------------------------------------------------------------------------------------
+
+
+def layout(prefix: str, version: str = "", cuda: str | None = None) -> dict[str, str | bytes]:
+    """A virtual environment's files, with a torch of that version if one is named."""
+    torch = wheel(f"{prefix}/{LIB}", version, cuda) if version else {}
+    return torch | {f"{prefix}/bin/python": "", f"{prefix}/pyvenv.cfg": CONFIG, f"{prefix}/{LIB}/": ""}
+
+
+def test_others_are_found_by_their_files_alone(host: Host) -> None:
+    project, home = "/home/user/project", "/home/user"
+    kernel = json.dumps({"argv": ["/opt/kernel/bin/python", "-m", "ipykernel_launcher"]})
+    files = {
+        **layout("/opt/active", "2.8.0+cu128", "12.8"),
+        **layout(f"{project}/.venv", "2.9.0+cpu"),
+        **layout("/opt/empty"),
+        **layout("/opt/kernel", "2.7.1+cu126", "12.6"),
+        **layout("/opt/env", "2.6.0"),
+        **wheel("/usr/lib/python3/dist-packages", "1.13.1", None),
+        **wheel(f"{home}/.pyenv/versions/3.12.1/lib/python3.12/site-packages", "2.5.1", "12.4"),
+        f"{home}/.pyenv/versions/3.12.1/bin/python": "",
+        "/usr/bin/python3.11": "",
+        f"{home}/.local/share/jupyter/kernels/k/kernel.json": kernel,
+        f"{home}/.local/share/jupyter/kernels/bad/kernel.json": b"\xff{",
+        f"{home}/.local/share/jupyter/kernels/odd/kernel.json": '{"argv": [7]}',
+        f"{home}/.local/share/jupyter/kernels/nul/kernel.json": '{"argv": ["/a\\u0000b/bin/python"]}',
+        f"{home}/.conda/environments.txt": "/opt/env\nnonsense\n/nowhere\n",
+    }
+    plant(Path(host.root), files)
+    (Path(host.root) / "usr/bin/python3").symlink_to("python3.11")
+    environ = {**host.environ, "VIRTUAL_ENV": "/opt/active", "PATH": "/opt/empty/bin::/usr/bin:/nowhere:/usr/bin"}
+    host = replace(host, environ=environ)
+    assert others(host, "/opt/examined", ()) == (
+        "/opt/active/bin/python: torch 2.8.0+cu128",
+        f"{project}/.venv/bin/python: torch 2.9.0+cpu",
+        "/usr/bin/python3: torch 1.13.1",
+        "/opt/kernel/bin/python: torch 2.7.1+cu126",
+        "/opt/env/bin/python: torch 2.6.0",
+        f"{home}/.pyenv/versions/3.12.1/bin/python: torch 2.5.1",
+    )
+    assert "/opt/active/bin/python: torch 2.8.0+cu128" not in others(host, "/opt/active", ())
+    assert "/opt/env/bin/python: torch 2.6.0" not in others(host, "/opt/x", (f"/opt/env/{LIB}",))
+
+
+def test_a_torch_of_the_user_counts_for_the_system_but_not_for_an_environment(host: Host) -> None:
+    plant(Path(host.root), wheel("/home/user/.local/lib/python3.11/site-packages") | layout("/opt/venv"))
+    plant(Path(host.root), {"/usr/bin/python3.11": "", "/usr/lib/python3.11/os.py": ""})
+    (Path(host.root) / "opt/venv/bin/python").unlink()
+    (Path(host.root) / "opt/venv/bin/python").symlink_to("/usr/bin/python3.11")
+    system, inside = interpreter(host, "/usr/bin/python3.11"), interpreter(host, "/opt/venv/bin/python")
+    assert system is not None
+    assert inside is not None
+    assert system.torch(host) == "/home/user/.local/lib/python3.11/site-packages/torch"
+    assert (inside.prefix, inside.torch(host)) == ("/opt/venv", "")
+    alone = interpreter(replace(host, environ={**host.environ, "PYTHONNOUSERSITE": "1"}), "/usr/bin/python3.11")
+    assert alone is not None
+    assert alone.torch(host) == ""
+
+
+def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
+    plant(Path(host.root), layout("/opt/venv") | wheel("/usr/lib/python3.11/site-packages"))
+    plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = true\n"})
+    found = interpreter(host, "/opt/venv/bin/python")
+    assert found is not None
+    assert found.torch(host) == "/usr/lib/python3.11/site-packages/torch"
+    plant(Path(host.root), {"/opt/venv/pyvenv.cfg": f"{CONFIG}include-system-site-packages = false\n"})
+    alone = interpreter(host, "/opt/venv/bin/python")
+    assert alone is not None
+    assert alone.torch(host) == ""
+
+
+def test_behind_the_scripts_of_pyenv(host: Host) -> None:
+    pyenv = "/home/user/.pyenv"
+    plant(Path(host.root), {f"{pyenv}/shims/python3": "#!/bin/sh\n", f"{pyenv}/version": "3.11.7\n"})
+    plant(Path(host.root), {f"{pyenv}/versions/{v}/bin/python3": "" for v in ("3.11.7", "3.12.1", "3.13.0")})
+    host = replace(host, environ={"PATH": f"{pyenv}/shims"})
+    assert [each.prefix for each in usual(host)] == [f"{pyenv}/versions/3.11.7"]
+    plant(Path(host.root), {"/home/user/project/.python-version": "3.12.1\n"})
+    assert [each.prefix for each in usual(host)] == [f"{pyenv}/versions/3.12.1"]
+    chosen = replace(host, environ={**host.environ, "PYENV_VERSION": "3.13.0:3.12.1"})
+    assert [each.prefix for each in usual(chosen)] == [f"{pyenv}/versions/3.13.0"]
+
+
+def test_no_home_no_path_no_current_folder() -> None:
+    host = Host(root="/nowhere-at-all", environ={}, cwd="")
+    assert list(usual(host)) == []
+    assert others(host, "", ("", "/x")) == ()
+
+
+# -- which one to take -------------------------------------------------------------------------------------------------
+
+
+def own_torch(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
+    monkeypatch.setattr(interview, "own", lambda: {"path": list(path)})
+
+
+def test_ours_is_taken_where_it_has_a_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(Path(host.root), wheel("/opt/ours") | layout("/opt/active", "2.8.0"))
+    own_torch(monkeypatch, "/opt/ours")
+    assert choose(replace(host, environ={"VIRTUAL_ENV": "/opt/active"}))[0].python == host.python
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "how"),
+    [
+        ({"VIRTUAL_ENV": "/opt/a", "CONDA_PREFIX": "/opt/b", "PATH": "/opt/d/bin"}, "/opt/a/bin/python", "VIRTUAL_ENV"),
+        ({"VIRTUAL_ENV": "/opt/no", "CONDA_PREFIX": "/opt/b"}, "/opt/b/bin/python", "CONDA_PREFIX"),
+        ({"VIRTUAL_ENV": "/opt/no", "PATH": "/opt/d/bin"}, "/home/user/project/.venv/bin/python", "./.venv"),
+    ],
+)
+def test_else_the_first_of_the_usual_ones_that_has_one(
+    host: Host, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str, how: str
+) -> None:
+    own_torch(monkeypatch, "/opt/ours")
+    for prefix in ("/opt/a", "/opt/b", "/home/user/project/.venv", "/opt/d"):
+        plant(Path(host.root), layout(prefix, "2.8.0"))
+    plant(Path(host.root), layout("/opt/no"))
+    chosen, why = choose(replace(host, environ=environ))
+    assert (chosen.python, why) == (expected, f"transload's own environment has no torch; {how} has one")
+
+
+def test_a_python_on_path_is_taken_last(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_torch(monkeypatch)
+    plant(Path(host.root), layout("/opt/d", "2.8.0"))
+    chosen, why = choose(replace(host, environ={"PATH": "/nowhere:/opt/d/bin"}))
+    assert (chosen.python, why.split("; ")[1]) == ("/opt/d/bin/python", "python on PATH has one")
+
+
+def test_where_no_torch_is_at_all_ours_is_taken_unless_it_is_transloads_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_torch(monkeypatch)
+    plant(Path(host.root), layout("/opt/a"))
+    prefix = "/home/user/.local/pipx/venvs/transload"
+    monkeypatch.setattr(sys, "prefix", prefix)
+    host = replace(host, environ={"VIRTUAL_ENV": prefix, "PATH": "/opt/a/bin"})
+    assert choose(host)[0].python == host.python
+    plant(Path(host.root), layout(prefix) | {f"{prefix}/pipx_metadata.json": "{}"})
+    chosen, why = choose(host)
+    assert chosen.python == "/opt/a/bin/python"
+    assert "python on PATH" in why

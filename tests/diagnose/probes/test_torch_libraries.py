@@ -1,0 +1,459 @@
+"""What torch's binaries say, over forged wheels: architectures, and which of NVIDIA's libraries it would be given."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.diagnose.trees import Content, Link, tree_host
+from tests.elf_forge import CUBIN, PTX, fatbin, library
+from tests.fake_driver import returns
+
+from transload.diagnose.host import Host
+from transload.diagnose.probes.nvidia_packages import package_of
+from transload.diagnose.probes.torch_libraries import torch_libraries
+from transload.diagnose.torch_import import Preload, Preloads, preloads
+from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
+
+SITE = "/opt/venv/lib/python3.12/site-packages"
+TORCH = f"{SITE}/torch"
+NVIDIA = f"{SITE}/nvidia/cu13/lib"
+CUDNN = f"{SITE}/nvidia/cudnn/lib"
+SYSTEM = "/usr/lib/x86_64-linux-gnu"
+RPATH = "$ORIGIN/../../nvidia/cudnn/lib:$ORIGIN/../../nvidia/cu13/lib:$ORIGIN"
+
+RESCUE_ONLY = """
+def _preload_cuda_deps(lib_folder, lib_name):
+    pass
+def _load_global_deps():
+    try:
+        ctypes.CDLL(path)
+    except OSError as err:
+        cuda_libs = {
+            'cublas': 'libcublas.so.*[0-9]',
+            'cuda_runtime': 'libcudart.so.*[0-9].*[0-9]',  # a comment
+        }
+        cuda_libs["cufile"] = "libcufile.so.*[0-9]"
+if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
+    pass
+"""
+SOME = """
+def _preload_cuda_deps(lib_folder, lib_name):
+    pass
+def _load_global_deps():
+    try:
+        ctypes.CDLL(path)
+        if "nvidia/cuda_runtime/lib/libcudart.so" not in _maps:
+            return
+        _preload_cuda_deps("nvjitlink", "libnvJitLink.so.*[0-9]")
+    except OSError as err:
+        cuda_libs = {"cublas": "libcublas.so.*[0-9]"}
+if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
+    pass
+"""
+EVERYTHING = """
+def _preload_cuda_lib(lib_folder, lib_name, required=True):
+    pass
+def _preload_cuda_deps(err=None, required=True):
+    cuda_libs = [
+        ("cublas", "libcublasLt.so.*[0-9]"),
+        ("nvjitlink", "libnvJitLink.so.*[0-9]"),
+        ("cusparse", "libcusparse.so.*[0-9]"),
+    ]
+    _preload_cuda_lib("nvtx", "libnvToolsExt.so.*[0-9]", required=False)
+def _load_global_deps():
+    try:
+        ctypes.CDLL(path)
+        if "libcudart.so" not in _maps:
+            return
+        _preload_cuda_deps(required=False)
+    except OSError as err:
+        _preload_cuda_deps(err)
+if (USE_RTLD_GLOBAL_WITH_LIBTORCH or os.getenv('TORCH_USE_RTLD_GLOBAL')):
+    pass
+"""
+
+
+def lib(soname: str, *needed: str, **more: Any) -> bytes:
+    return library(soname=soname, needed=needed, machine="x86_64", **more)
+
+
+def record(name: str, version: str, *paths: str) -> dict[str, Content]:
+    lines = "".join(f"{path.removeprefix(f'{SITE}/')},sha256=x,1\n" for path in paths)
+    return {f"{SITE}/{name}-{version}.dist-info/RECORD": lines}
+
+
+def wheel(start: str = RESCUE_ONLY, rpath: str = RPATH) -> dict[str, Content | None]:
+    """A torch with CUDA 13, and NVIDIA's wheels beside it."""
+    kernels = fatbin([(CUBIN, 75, b"a" * 8), (CUBIN, 90, b"b" * 8), (PTX, 90, b"c" * 8)])
+    constants = b"x\0sm_75 sm_90 compute_90\0sm_\0sm_75 and more\0"
+    asks = ("libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libc10.so")
+    return {
+        f"{TORCH}/__init__.py": start,
+        f"{TORCH}/_C.cpython-312-x86_64-linux-gnu.so": lib("", "libtorch_python.so", rpath="$ORIGIN/lib"),
+        f"{TORCH}/lib/libtorch_global_deps.so": lib("libtorch_global_deps.so", "libcudart.so.13", rpath=rpath),
+        f"{TORCH}/lib/libtorch_python.so": lib(
+            "libtorch_python.so", "libtorch_cuda.so", rpath=rpath, sections={".rodata": constants}
+        ),
+        f"{TORCH}/lib/libtorch_cuda.so": lib(
+            "libtorch_cuda.so", *asks, rpath=rpath, sections={".nv_fatbin": kernels}, undefined=["run@libcudart.so.13"]
+        ),
+        f"{TORCH}/lib/libc10.so": lib("libc10.so"),
+        f"{NVIDIA}/libcudart.so.13": lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
+        f"{NVIDIA}/libcusparse.so.12": lib(
+            *("libcusparse.so.12", "libnvJitLink.so.13"),
+            runpath="$ORIGIN",
+            undefined=["__link_13_1@libnvJitLink.so.13"],
+        ),
+        f"{NVIDIA}/libnvJitLink.so.13": lib(
+            "libnvJitLink.so.13", functions={"__link_13_1@@libnvJitLink.so.13": returns(0)}
+        ),
+        f"{CUDNN}/libcudnn.so.9": lib("libcudnn.so.9", runpath="$ORIGIN", sections={".rodata": b"libcudnn_ops.so\0"}),
+        **record("nvidia_cuda_runtime", "13.2.86", f"{NVIDIA}/libcudart.so.13"),
+        **record("nvidia_cusparse", "12.7.10", f"{NVIDIA}/libcusparse.so.12"),
+        **record("nvidia_nvjitlink", "13.5.37", f"{NVIDIA}/libnvJitLink.so.13"),
+        **record("nvidia_cudnn_cu13", "9.20.0.48", f"{CUDNN}/libcudnn.so.9"),
+    }
+
+
+INSTALL = TorchInstall(TORCH, "2.15.0+cu132", "13.2")
+PYTHON = Python(path=("/usr/lib/python3.12", SITE))
+
+
+def probe(
+    root: Path, tree: Mapping[str, Content | None], *, install: TorchInstall = INSTALL, **environ: str
+) -> TorchLibraries:
+    return torch_libraries(tree_host(root, tree, environ), PYTHON, install)
+
+
+def needed(found: TorchLibraries) -> dict[str, Resolved]:
+    return {each.name: each for each in found.needed}
+
+
+# -- a wheel that is whole
+
+
+def test_a_whole_wheel(tmp_path: Path) -> None:
+    found = probe(tmp_path, wheel())
+    assert found.architectures == ("sm_75", "sm_90", "compute_90")
+    assert found.cubins == {"sm_75": 1, "sm_90": 1, "compute_90": 1}
+    assert (found.unresolved, found.overlaps, found.split_cudnn, found.cwd_searched) == ((), (), (), ())
+    path = f"{NVIDIA}/libcudart.so.13"
+    assert needed(found)["libcudart.so.13"] == Resolved(
+        *("libcudart.so.13", path, "RPATH", "libtorch_global_deps.so", "13.2.86", path, "nvidia-cuda-runtime")
+    )
+    assert needed(found)["libnvJitLink.so.13"].via == "RUNPATH"
+    assert needed(found)["libnvJitLink.so.13"].needed_by == "libcusparse.so.12"
+    assert set(needed(found)) == {"libcudart.so.13", "libcusparse.so.12", "libcudnn.so.9", "libnvJitLink.so.13"}
+    assert not any(each.shadowed for each in found.needed)
+
+
+def test_the_current_directory_in_a_run_path(tmp_path: Path) -> None:
+    path = f"{NVIDIA}/libnvJitLink.so.13"
+    found = probe(tmp_path, {**wheel(), path: lib("libnvJitLink.so.13", runpath="$ORIGIN:")})
+    assert found.cwd_searched == ("libnvJitLink.so.13: RUNPATH has an empty element",)
+
+
+# -- what is missing or broken
+
+
+def test_a_missing_library_and_the_package_that_has_it(tmp_path: Path) -> None:
+    found = needed(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": None}))["libcudnn.so.9"]
+    assert (found.path, found.needed_by) == ("", "libtorch_cuda.so")
+    assert (found.expected, found.package) == (f"{CUDNN}/libcudnn.so.9", "nvidia-cudnn-cu13")
+
+
+def test_a_package_that_was_never_installed(tmp_path: Path) -> None:
+    gone = {f"{CUDNN}/libcudnn.so.9": None, f"{SITE}/nvidia_cudnn_cu13-9.20.0.48.dist-info": None}
+    found = needed(probe(tmp_path, {**wheel(), **gone}))["libcudnn.so.9"]
+    assert (found.path, found.expected, found.package) == ("", "", "nvidia-cudnn-cu13")
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"", "empty"), (b"text", "not an ELF file")])
+def test_a_broken_library(tmp_path: Path, content: bytes, problem: str) -> None:
+    found = needed(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": content}))["libcudnn.so.9"]
+    assert (found.path, found.problem, found.shadowed) == (f"{CUDNN}/libcudnn.so.9", problem, False)
+
+
+def test_a_library_that_is_not_nvidias_and_missing(tmp_path: Path) -> None:
+    found = needed(probe(tmp_path, {**wheel(), f"{TORCH}/lib/libc10.so": None}))["libc10.so"]
+    assert (found.path, found.package, found.needed_by) == ("", "", "libtorch_cuda.so")
+
+
+def test_the_drivers_libraries_are_not_torchs(tmp_path: Path) -> None:
+    lazy = {f"{TORCH}/lib/libcaffe2_nvrtc.so": lib("libcaffe2_nvrtc.so", "libcuda.so.1", "libnvrtc.so.13")}
+    found = needed(probe(tmp_path, {**wheel(), **lazy}))
+    assert "libcuda.so.1" not in found
+    assert (found["libnvrtc.so.13"].path, found["libnvrtc.so.13"].package) == ("", "nvidia-cuda-nvrtc")
+
+
+def test_nothing_but_a_folder(tmp_path: Path) -> None:
+    found = probe(tmp_path, {f"{TORCH}/version.py": ""})
+    assert isinstance(found.architectures, Unknown)
+    assert found.cubins == Unknown("libtorch_cuda.so: not there, or not for this machine")
+    assert [each.name for each in found.needed] == ["libtorch_global_deps.so"]
+
+
+def test_libraries_of_another_machine(tmp_path: Path) -> None:
+    tree = {**wheel(), f"{TORCH}/lib/libtorch_cuda.so": library(machine="aarch64")}
+    found = probe(tmp_path, tree)
+    assert isinstance(found.cubins, Unknown)
+    assert needed(found)["libtorch_cuda.so"].path == ""
+
+
+# -- what comes from elsewhere
+
+
+def test_the_systems_copy_where_the_wheels_is_gone(tmp_path: Path) -> None:
+    tree = {
+        **wheel(),
+        f"{NVIDIA}/libcudart.so.13": None,
+        f"{SYSTEM}/libcudart.so.13": Link("libcudart.so.13.0.96"),
+        f"{SYSTEM}/libcudart.so.13.0.96": lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
+    }
+    found = needed(probe(tmp_path, tree))["libcudart.so.13"]
+    assert (found.path, found.via, found.version) == (f"{SYSTEM}/libcudart.so.13", "default folder", "13.0.96")
+    assert found.shadowed
+    assert found.expected == f"{NVIDIA}/libcudart.so.13"
+
+
+OLD_LINKER = {
+    "/opt/cuda/lib64/libnvJitLink.so.13": lib(
+        "libnvJitLink.so.13", functions={"__link_13_0@@libnvJitLink.so.13": returns(0)}
+    )
+}
+LACKS = ("__link_13_1 of libnvJitLink.so.13, needed by libcusparse.so.12",)
+
+
+def test_the_library_path_gets_between_nvidias_libraries(tmp_path: Path) -> None:
+    found = probe(tmp_path, {**wheel(), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    linker = needed(found)["libnvJitLink.so.13"]
+    assert (linker.path, linker.via, linker.shadowed) == ("/opt/cuda/lib64/libnvJitLink.so.13", "LD_LIBRARY_PATH", True)
+    assert found.unresolved == LACKS
+
+
+def test_a_torch_that_preloads_is_safe_from_it(tmp_path: Path) -> None:
+    found = probe(tmp_path, {**wheel(EVERYTHING), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    linker = needed(found)["libnvJitLink.so.13"]
+    assert (linker.path, linker.via) == (f"{NVIDIA}/libnvJitLink.so.13", "loaded")
+    assert found.unresolved == ()
+
+
+def test_the_first_that_cannot_be_preloaded_ends_it(tmp_path: Path) -> None:
+    broken = {f"{NVIDIA}/libcublasLt.so.13": lib("libcublasLt.so.13", "libnowhere.so")}
+    found = probe(tmp_path, {**wheel(EVERYTHING), **OLD_LINKER, **broken}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    assert found.unresolved == LACKS
+
+
+def test_a_torch_that_preloads_only_beside_its_own_runtime(tmp_path: Path) -> None:
+    """The path of this libcudart has no ``nvidia/cuda_runtime`` in it, so that torch does not preload."""
+    found = probe(tmp_path, {**wheel(SOME), **OLD_LINKER}, LD_LIBRARY_PATH="/opt/cuda/lib64")
+    assert found.unresolved == LACKS
+    runtime = f"{SITE}/nvidia/cuda_runtime/lib/libcudart.so.13"
+    tree = {
+        **wheel(SOME, rpath=f"$ORIGIN/../../nvidia/cuda_runtime/lib:{RPATH}"),
+        runtime: lib("libcudart.so.13", functions={"run@@libcudart.so.13": returns(0)}),
+        **OLD_LINKER,
+    }
+    assert probe(tmp_path / "other", tree, LD_LIBRARY_PATH="/opt/cuda/lib64").unresolved == ()
+
+
+def test_torch_rescues_itself_where_its_run_path_leads_nowhere(tmp_path: Path) -> None:
+    """As where torch and NVIDIA's packages are in different folders of the path."""
+    tree = wheel(rpath="$ORIGIN")
+    tree[f"{TORCH}/lib/libtorch_global_deps.so"] = lib("", "libcudart.so.13", rpath="$ORIGIN")
+    tree[f"{TORCH}/__init__.py"] = RESCUE_ONLY.replace("'cublas': 'libcublas.so.*[0-9]',", "")
+    tree[f"{NVIDIA}/libcufile.so.0"] = lib("libcufile.so.0")
+    found = needed(probe(tmp_path, tree))
+    assert (found["libcudart.so.13"].path, found["libcudart.so.13"].via) == (f"{NVIDIA}/libcudart.so.13", "loaded")
+
+
+def test_a_preloaded_runtime(tmp_path: Path) -> None:
+    tree = {**wheel(), "/opt/libcudart.so.13": lib("libcudart.so.13")}
+    found = probe(tmp_path, tree, LD_PRELOAD="/opt/libcudart.so.13")
+    assert (needed(found)["libcudart.so.13"].via, needed(found)["libcudart.so.13"].shadowed) == ("LD_PRELOAD", True)
+
+
+def test_conda_takes_its_own_although_wheels_are_there(tmp_path: Path) -> None:
+    tree = {**wheel(rpath="$ORIGIN/../../../..:$ORIGIN"), "/opt/venv/lib/libcudart.so.13": lib("libcudart.so.13")}
+    found = needed(probe(tmp_path, tree))["libcudart.so.13"]
+    assert (found.path, found.expected, found.shadowed) == ("/opt/venv/lib/libcudart.so.13", "", False)
+
+
+def test_libraries_that_torch_brings_itself(tmp_path: Path) -> None:
+    tree = wheel()
+    name = "libcudart-e409450e.so.11.0"
+    tree[f"{TORCH}/lib/libtorch_global_deps.so"] = lib("", name, rpath="$ORIGIN")
+    tree[f"{TORCH}/lib/{name}"] = lib(name)
+    found = needed(probe(tmp_path, tree))[name]
+    assert (found.path, found.expected, found.package) == (f"{TORCH}/lib/{name}",) * 2 + ("torch",)
+
+
+def test_a_library_of_the_system_that_is_too_old(tmp_path: Path) -> None:
+    tree = {
+        **wheel(),
+        f"{TORCH}/lib/libc10.so": lib("libc10.so", "libstdc++.so.6", undefined=["f@GLIBCXX_3.4.32@libstdc++.so.6"]),
+        f"{SYSTEM}/libstdc++.so.6": lib("libstdc++.so.6", functions={"f@@GLIBCXX_3.4.28": returns(0)}),
+    }
+    assert probe(tmp_path, tree).unresolved == ("GLIBCXX_3.4.32 of libstdc++.so.6, needed by libc10.so",)
+
+
+def test_two_packages_with_the_same_files(tmp_path: Path) -> None:
+    tree = {
+        **wheel(),
+        **record("nvidia_cudnn_cu12", "9.1.0.70", f"{CUDNN}/libcudnn.so.9", f"{CUDNN}/libcudnn_adv.so.9"),
+    }
+    assert probe(tmp_path, tree).overlaps == (
+        f"{CUDNN}/libcudnn.so.9: nvidia-cudnn-cu12 9.1.0.70, nvidia-cudnn-cu13 9.20.0.48",
+    )
+
+
+# -- the parts of cuDNN
+
+
+def test_parts_of_cudnn_from_the_library_path(tmp_path: Path) -> None:
+    parts: dict[str, Content] = {
+        f"{CUDNN}/libcudnn_ops.so.9": lib("libcudnn_ops.so.9"),
+        "/opt/cudnn/libcudnn_ops.so.9": Link("libcudnn_ops.so.9.5.1"),
+        "/opt/cudnn/libcudnn_ops.so.9.5.1": lib("libcudnn_ops.so.9"),
+        "/opt/cudnn/libcudnn_adv.so.9": lib("libcudnn_adv.so.9"),  # which this release does not know
+    }
+    found = probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn")
+    assert found.split_cudnn == ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
+
+
+def test_parts_of_the_same_release_do_no_harm(tmp_path: Path) -> None:
+    parts: dict[str, Content] = {
+        "/opt/cudnn/libcudnn_ops.so.9": Link("libcudnn_ops.so.9.20.0"),
+        "/opt/cudnn/libcudnn_ops.so.9.20.0": lib("libcudnn_ops.so.9"),
+    }
+    assert probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn").split_cudnn == ()
+
+
+def test_a_cudnn_with_an_rpath_finds_its_own_parts(tmp_path: Path) -> None:
+    parts: dict[str, Content] = {
+        f"{CUDNN}/libcudnn.so.9": lib("libcudnn.so.9", rpath="$ORIGIN", sections={".rodata": b"libcudnn_ops.so\0"}),
+        f"{CUDNN}/libcudnn_ops.so.9": lib("libcudnn_ops.so.9"),
+        "/opt/cudnn/libcudnn_ops.so.9": lib("libcudnn_ops.so.9"),
+    }
+    assert probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn").split_cudnn == ()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_part_that_the_wheel_lacks_and_the_system_has(tmp_path: Path, *, knows: bool) -> None:
+    constants = b"libcudnn_engines_tensor_ir.so\0" if knows else b"nothing\0"
+    parts: dict[str, Content] = {
+        f"{CUDNN}/libcudnn_graph.so.9": lib("libcudnn_graph.so.9", runpath="$ORIGIN", sections={".rodata": constants}),
+        f"{SYSTEM}/libcudnn_engines_tensor_ir.so.9": lib("libcudnn_engines_tensor_ir.so.9"),
+    }
+    name = "libcudnn_engines_tensor_ir.so.9"
+    wanted = (f"{name}: {SYSTEM}/{name}, by default folder",) if knows else ()
+    assert probe(tmp_path, {**wheel(), **parts}).split_cudnn == wanted
+
+
+# -- other builds and other systems
+
+
+def test_a_build_without_cuda(tmp_path: Path) -> None:
+    found = probe(tmp_path, wheel(), install=TorchInstall(TORCH, "2.13.0+cpu"))
+    assert (found.architectures, found.cubins) == ((), {})
+
+
+def test_a_build_of_one_architecture(tmp_path: Path) -> None:
+    python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0sm_90a\0"})}
+    assert probe(tmp_path, {**wheel(), **python}).architectures == ("sm_90a",)
+
+
+def test_rocm(tmp_path: Path) -> None:
+    python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0gfx906 gfx90a gfx1100\0"})}
+    found = probe(tmp_path, {**wheel(), **python}, install=TorchInstall(TORCH, "2.13.0+rocm7.1", hip="7.1"))
+    assert found.architectures == ("gfx906", "gfx90a", "gfx1100")
+    assert found.cubins == {}
+
+
+def test_kernels_in_several_libraries(tmp_path: Path) -> None:
+    """torch 1.13 had them in three."""
+    more = {
+        f"{TORCH}/lib/libtorch_cuda.so": lib("libtorch_cuda.so"),
+        f"{TORCH}/lib/libtorch_cuda_cu.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 37, b"x")])}),
+        f"{TORCH}/lib/libtorch_cuda_cpp.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 37, b"x")])}),
+        f"{TORCH}/lib/libtorch_cuda_linalg.so": lib("", sections={".nv_fatbin": fatbin([(CUBIN, 20, b"x")])}),
+    }
+    assert probe(tmp_path, {**wheel(), **more}).cubins == {"sm_37": 2}
+
+
+def test_windows(tmp_path: Path) -> None:
+    tree = {f"{TORCH}/lib/torch_python.dll": b"MZ\0\0sm_75 sm_120\0"}
+    host = tree_host(tmp_path, tree, uname=("Windows", "10", "AMD64"))
+    assert torch_libraries(host, PYTHON, INSTALL).architectures == ("sm_75", "sm_120")
+
+
+def test_constants_full_of_beginnings(tmp_path: Path) -> None:
+    python = {f"{TORCH}/lib/libtorch_python.so": lib("", sections={".rodata": b"\0sm_" * 100_000})}
+    assert isinstance(probe(tmp_path, {**wheel(), **python}).architectures, Unknown)
+
+
+# -- what torch preloads
+
+
+def test_what_torch_says_it_preloads() -> None:
+    runtime = Preload("cuda_runtime", "libcudart.so.*[0-9].*[0-9]")
+    rescue = (Preload("cublas", "libcublas.so.*[0-9]"), runtime, Preload("cufile", "libcufile.so.*[0-9]"))
+    assert preloads(RESCUE_ONLY) == Preloads(rescue=rescue)
+    linker = Preload("nvjitlink", "libnvJitLink.so.*[0-9]")
+    assert preloads(SOME) == Preloads((linker,), "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
+    every = preloads(EVERYTHING)
+    assert [each.stem for each in every.always] == ["libcublasLt", "libnvJitLink", "libcusparse", "libnvToolsExt"]
+    assert [each.required for each in every.always] == [False] * 4
+    assert [each.required for each in every.rescue] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("source", ["", "import torch", "def _preload_cuda_deps(", "\0" * 100])
+def test_a_torch_that_says_nothing(source: str) -> None:
+    assert preloads(source) == Preloads()
+
+
+def test_the_installed_torch_says_it_in_a_known_way() -> None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("no torch")
+    plan = preloads(Path(spec.origin).read_text(encoding="utf-8"))
+    assert {"libcublas", "libcudnn", "libnvJitLink", "libnccl"} <= {each.stem for each in plan.rescue}
+    assert plan.marker.endswith("libcudart.so")
+
+
+def test_patterns_of_names() -> None:
+    assert Preload("cudnn", "libcudnn.so.*[0-9]").matches("libcudnn.so.9")
+    assert not Preload("cudnn", "libcudnn.so.*[0-9]").matches("libcudnn_ops.so.9")
+    assert Preload("cudnn", "libcudnn.so.8").matches("libcudnn.so.8")
+    assert not Preload("cudnn", "libcudnn.so.8").matches("libcudnn.so.89")
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "package"),
+    [
+        ("libcudnn_ops_infer.so.8", "12.1", "nvidia-cudnn-cu12"),
+        ("libnvToolsExt.so.1", "12.4", "nvidia-nvtx-cu12"),
+        ("libnvshmem_host.so.3", "13.2", "nvidia-nvshmem-cu13"),
+        ("libgomp.so.1", "13.2", ""),
+        ("libcudart.so.13", "", ""),
+    ],
+)
+def test_packages_of_libraries(name: str, cuda: str, package: str) -> None:
+    assert package_of(name, cuda) == package
+
+
+def test_the_installed_torch() -> None:
+    """A real torch of whatever build: nothing it needs is missing, as this very suite imports it."""
+    spec = importlib.util.find_spec("torch")
+    if sys.platform != "linux" or spec is None or spec.origin is None:
+        pytest.skip("no torch of Linux")
+    found = torch_libraries(
+        Host(), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
+    )
+    assert [each for each in found.needed if not each.path or each.problem] == []
+    assert found.unresolved == ()
