@@ -4,6 +4,8 @@
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+CUDA_VENV := .venv-cuda
+REQUIREMENTS := requirements/test.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 
@@ -14,24 +16,35 @@ checksum = $(shell { pwd; echo '$(PYTHON_VERSION)'; $(1); } 2>&1 | cksum | tr ' 
 SOURCES := $(sort $(shell find src -type f -not -name '*.pyc'))
 VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
 DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat pyproject.toml $(SOURCES))
-TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/test.txt pyproject.toml src/transload/_version.py)
+TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/suite.txt $(REQUIREMENTS) pyproject.toml src/transload/_version.py)
 BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench format zipapp clean
+.PHONY: help demo test test-cuda-build suite-with-cuda bench format zipapp clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
-		printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  make %-15s %s\n' "$$name" "$$text"; done
 
-demo: $(DEMO_STAMP) ## Install transload into .venv and read a checkpoint that was saved on a GPU
+# The doctor exits with 1 where something is broken; it has said what, and that is the demo.
+demo: $(DEMO_STAMP) ## Install transload into .venv, examine this machine, and read a checkpoint saved on a GPU
+	$(BIN)/transload doctor --python '$(PYTHON)' || [ $$? -eq 1 ]
+	@echo
 	$(BIN)/transload inspect examples/model_cuda0.pt
 
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
+	$(BIN)/pytest -q -n $(JOBS)
+
+test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
+	$(MAKE) suite-with-cuda VENV=$(CUDA_VENV) REQUIREMENTS=requirements/cuda-build.txt
+
+suite-with-cuda: $(TEST_STAMP)
+	@$(BIN)/python -c 'import torch; raise SystemExit(torch.version.cuda is None and "make: pip took torch " + \
+		torch.__version__ + ", which is not built with CUDA; its settings choose where torch comes from")'
 	$(BIN)/pytest -q -n $(JOBS)
 
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools
@@ -45,7 +58,7 @@ zipapp: ## Write dist/transload.pyz: one file, runs anywhere without an installa
 	$(PYTHON) scripts/build_zipapp.py dist/transload.pyz
 
 clean: ## Remove everything made here
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The demo shows the package as a user installs it, the tests use the sources in place: one replaces the other.
@@ -55,7 +68,7 @@ $(DEMO_STAMP): | $(VENV_STAMP)
 	@touch $@
 
 $(TEST_STAMP): | $(VENV_STAMP)
-	$(PIP) install -r requirements/test.txt -e .
+	$(PIP) install -r $(REQUIREMENTS) -e .
 	@rm -f $(VENV)/.stamp-demo-* $(VENV)/.stamp-test-*
 	@touch $@
 

@@ -1,7 +1,8 @@
 """Machine code put together by hand, and drivers made of it: ``libcuda.so.1`` and ``libnvidia-ml.so.1`` without a card.
 
 A function stores constants where its arguments point and returns a code. Arguments are counted from 0 and are no more
-than six: all of them are in registers.
+than six: all of them are in registers. The CUDA runtime of a true torch asks the driver for functions by name and for
+tables of them; with both it goes as far as ``cuInit``, and tells its code in its own words.
 """
 
 from __future__ import annotations
@@ -74,6 +75,58 @@ def only_if(argument: int, value: int, then: Function) -> Function:
     skip = struct.pack("<2sI", b"\x0f\x85", len(then.x86_64))
     over = 0x54000001 | (len(then.aarch64) // 4 + 1) << 5
     return Function(compare + skip, a64_load(9, value) + a64(0x6B09001F | argument << 5, over)) + then
+
+
+def only_if_named(argument: int, name: str, then: Function) -> Function:
+    """``then``, where the argument points to that C string; no byte behind the first that differs is read."""
+    text = name.encode() + b"\0"
+    rex, rm = 0x40 | X86[argument] >> 3, 0xB8 | X86[argument] & 7
+    x86, over = b"", len(then.x86_64)
+    aarch64, words = b"", len(then.aarch64) // 4
+    for at, byte in reversed([*enumerate(text)]):
+        x86 = struct.pack("<3BiB2si", rex, 0x80, rm, at, byte, b"\x0f\x85", over + len(x86)) + x86
+        skip = 0x54000001 | (words + len(aarch64) // 4 + 1) << 5
+        aarch64 = a64(0x39400009 | at << 10 | argument << 5, 0x7100013F | byte << 10, skip) + aarch64
+    return Function(x86, aarch64) + then
+
+
+def points(argument: int, body: Function) -> Function:
+    """Stores the address of a function, which stands right behind it, where the argument points."""
+    done = returns(0)
+    rex, rm = 0x48 | X86[argument] >> 3, 0x80 | X86[argument] & 7
+    x86 = struct.pack("<3si3Bi", b"\x48\x8d\x05", 7 + len(done.x86_64), rex, 0x89, rm, 0)
+    adr = 0x10000009 | (8 + len(done.aarch64)) // 4 << 5
+    return Function(x86, a64(adr, 0xF9000009 | argument << 5)) + done + body
+
+
+def resolves(table: Mapping[str, Function], default: Function) -> Function:
+    """``cuGetProcAddress(name, &function, …)`` with functions of its own; it has the default for any other name."""
+    cases = (only_if_named(0, name, points(1, body)) for name, body in table.items())
+    return reduce(add, [*cases, points(1, default)])
+
+
+def tabulates(body: Function, count: int = 128) -> Function:
+    """``cuGetExportTable(&table, id)``: the size of the table, and one function all over it, in new memory."""
+    return Function(x86_table(count), a64_table(count)) + body
+
+
+def x86_table(count: int) -> bytes:
+    """mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), and the address of what comes next."""
+    size, last = u32(8 * count).hex(), u32(count - 1).hex()
+    mmap = f"57 31ff be{size} ba03000000 41ba22000000 49c7c0ffffffff 4531c9 b809000000 0f05 5f"
+    store = f"488914c8 ffc9 75f8 48c700{size} 488907 31c0 c3"  # rax[rcx] = rdx down to 1; rax[0] = size; *rdi = rax
+    behind = u32(len(bytes.fromhex(store))).hex()
+    return bytes.fromhex(f"{mmap} b9{last} 488d15{behind} {store}")
+
+
+def a64_table(count: int) -> bytes:
+    """The same: x10 keeps where the argument points, x9 counts, x11 is what is stored in the memory at x0."""
+    size = 8 * count
+    mmap = b"".join(a64_load(at, value) for at, value in enumerate((0, size, 3, 0x22, -1, 0)))
+    mmap = a64(0xAA0003EA) + mmap + a64_load(8, 222) + a64(0xD4000001) + a64_load(9, count - 1)
+    store = a64(0xF829780B, 0xF1000529, 0x54FFFFC1) + a64_load(11, size) + a64(0xF900000B, 0xF9000140)
+    store += returns(0).aarch64
+    return mmap + a64(0x1000000B | (4 + len(store)) // 4 << 5) + store
 
 
 def fills_by(selector: int, argument: int, blobs: Sequence[bytes], codes: Sequence[int] = ()) -> Function:
@@ -168,12 +221,24 @@ def fake_libcuda(
     overrides: Overrides = NOTHING,
     machine: str = "native",
 ) -> bytes:
-    """A ``libcuda.so.1``. Where ``cuInit`` fails, all but the version returns CUDA_ERROR_NOT_INITIALIZED."""
+    """A ``libcuda.so.1``. Where ``cuInit`` fails, all but the version returns CUDA_ERROR_NOT_INITIALIZED.
+
+    What torch is told of ``cuInit`` it tells us. A driver at work cannot be faked for it: the CUDA runtime finds the
+    tables wanting and calls the driver too old, whichever version it has.
+    """
     functions = dict.fromkeys(cuda_getters(()), returns(3)) if init else cuda_getters(devices)
     functions |= {"cuInit": returns(init), "cuDriverGetVersion": fills(0, u32(version))}
+    functions["cuGetExportTable"] = tabulates(returns(0))
     if count_code:
         functions["cuDeviceGetCount"] = returns(count_code)
-    return library(soname="libcuda.so.1", functions=kept(functions, overrides), machine=machine)
+    functions = kept(functions, overrides)
+    return library(soname="libcuda.so.1", functions=kept(functions | by_name(functions), overrides), machine=machine)
+
+
+def by_name(functions: Mapping[str, Function]) -> dict[str, Function]:
+    """The roads to them that the CUDA runtime takes. It asks for the asking itself by name, too."""
+    again = {"cuGetProcAddress": resolves(functions, returns(0))}
+    return dict.fromkeys(("cuGetProcAddress", "cuGetProcAddress_v2"), resolves({**functions, **again}, returns(0)))
 
 
 def kept(functions: Mapping[str, Function], overrides: Overrides) -> dict[str, Function]:

@@ -89,6 +89,43 @@ def test_functions_are_replaced_and_removed(tmp_path: Path) -> None:
         assert hasattr(cuda, "cuDeviceGetUuid")
 
 
+def asked_by_name(cuda: ctypes.CDLL, name: str, by: str = "cuGetProcAddress_v2") -> Any:
+    """The function that the driver has under a name."""
+    address = ctypes.c_void_p()
+    ask = getattr(cuda, by)
+    assert ask(name.encode(), ctypes.byref(address), 13000, ctypes.c_uint64(0), None) == 0
+    return ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)
+
+
+def test_libcuda_gives_its_functions_by_name(tmp_path: Path) -> None:
+    overrides = {"cuDeviceGetName": returns(46)}
+    with driver(tmp_path, fake_libcuda(init=803, version=12080, overrides=overrides)) as cuda:
+        assert asked_by_name(cuda, "cuInit")(0) == 803
+        assert asked_by_name(cuda, "cuInit", by="cuGetProcAddress")(0) == 803
+        assert number(asked_by_name(cuda, "cuDriverGetVersion")) == (0, 12080)
+        assert asked_by_name(cuda, "cuDeviceGetName")() == 46
+        assert [asked_by_name(cuda, name)() for name in ("", "c", "cuIni", "cuInitX", "cuGraphLaunch")] == [0] * 5
+
+
+def test_libcuda_gives_the_way_to_ask_by_name_too(tmp_path: Path) -> None:
+    address = ctypes.c_void_p()
+    with driver(tmp_path, fake_libcuda(init=999)) as cuda:
+        again = asked_by_name(cuda, "cuGetProcAddress")
+        assert again(b"cuInit", ctypes.byref(address), 2000, ctypes.c_uint64(0)) == 0
+        assert ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)() == 999
+
+
+@pytest.mark.parametrize("by", ["symbol", "name"])
+def test_libcuda_has_tables_of_functions_that_do_nothing(tmp_path: Path, by: str) -> None:
+    address = ctypes.c_void_p()
+    with driver(tmp_path, fake_libcuda(init=999)) as cuda:
+        ask = cuda.cuGetExportTable if by == "symbol" else asked_by_name(cuda, "cuGetExportTable")
+        assert ask(ctypes.byref(address), bytes(16)) == 0
+        size, *table = (ctypes.c_uint64 * 128).from_address(address.value or 0)
+        assert (size, len({*table})) == (1024, 1)
+        assert ctypes.CFUNCTYPE(ctypes.c_int)(table[-1])() == 0
+
+
 def test_nvml_tells_of_the_system(tmp_path: Path) -> None:
     buffer = ctypes.create_string_buffer(80)
     with driver(tmp_path, fake_nvml(driver="595.71.05", cuda=13020, confidential=(2, 1, 0), ready=0)) as nvml:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 import pytest
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "transload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Arrows point to a lower floor or stay on their own: cli → render → judge, read → the plain facts.
+# Arrows point to a lower floor or stay on their own: cli → render → judge, read, diagnose → the plain facts.
 # A new room gets its floor here before it gets its first import.
 FLOORS = {
     "_version": 0,
@@ -26,8 +28,12 @@ FLOORS = {
     "errors": 0,
     "findings": 0,
     "checkpoint": 0,
+    "machine": 0,
     "read": 1,
     "judge": 1,
+    "diagnose": 1,
+    "place": 1,
+    "loading": 2,
     "render": 2,
     "cli": 3,
     "__init__": 4,
@@ -35,8 +41,13 @@ FLOORS = {
 }
 
 
-# A checkpoint shows itself (`print(ckpt)`, a notebook cell): the one arrow that points up, and only inside a method.
-DEFERRED_UPWARD = {("checkpoint", "render")}
+# A checkpoint, a diagnosis and a plan show themselves (`print(ckpt)`, a notebook cell): the arrows that point up, and
+# only inside a method.
+DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "render")}
+
+
+# The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
+ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 
 
 class Import(NamedTuple):
@@ -101,11 +112,11 @@ every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 
 
 @every_module
-def test_only_render_imports_from_outside_and_only_rich_and_only_when_asked(path: Path) -> None:
+def test_nothing_is_imported_from_outside_but_what_is_allowed_and_only_when_asked(path: Path) -> None:
     foreign = [found for found in imports_of(path) if not is_ours(found.module) and not is_stdlib(found.module)]
-    if room_of(name_of(path)) == "render":
-        foreign = [found for found in foreign if not (found.module.partition(".")[0] == "rich" and found.deferred)]
-    assert foreign == []
+    module = name_of(path)
+    allowed = "rich" if room_of(module) == "render" else ALLOWED.get(module)
+    assert [found for found in foreign if not (found.module.partition(".")[0] == allowed and found.deferred)] == []
 
 
 @every_module
@@ -206,6 +217,20 @@ def test_zipapp_reads_a_checkpoint(zipapp: Path) -> None:
     done = run_zipapp(zipapp, "inspect", ROOT / "examples" / "model_cuda0.pt")
     assert (done.returncode, done.stderr) == (0, "")
     assert "cuda:0" in done.stdout
+
+
+def test_zipapp_examines_a_machine(zipapp: Path) -> None:
+    done = run_zipapp(zipapp, "doctor", "--no-torch", "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(done.stdout)["machine"]["python"]["version"]
+    assert run_zipapp(zipapp, "doctor", "--explain", "U04").stdout.startswith("U04 ")
+
+
+def test_zipapp_has_the_tables(zipapp: Path) -> None:
+    data = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.json")}
+    assert data
+    with ZipFile(zipapp) as archive:
+        assert data <= set(archive.namelist())
 
 
 def test_zipapp_passes_on_the_exit_code(zipapp: Path, tmp_path: Path) -> None:

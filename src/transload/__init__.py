@@ -1,7 +1,8 @@
-"""Land any PyTorch checkpoint on any machine, and say what is in it before anything is loaded.
+"""Land any PyTorch checkpoint on any machine, and say why CUDA is not there.
 
 >>> import transload
 >>> transload.inspect("model.pt")  # doctest: +SKIP
+>>> print(transload.doctor())  # doctest: +SKIP
 
 Importing this package costs next to nothing: each name is resolved when it is first used.
 """
@@ -11,31 +12,40 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from transload._version import __version__
     from transload.checkpoint import Checkpoint, Storage, Tensor
+    from transload.diagnose import doctor
+    from transload.diagnose.verdict import Diagnosis
     from transload.errors import CannotReadError, TransloadError, UsageError
     from transload.findings import Finding
+    from transload.machine import Machine
     from transload.read import inspect
 
 __all__ = [
     "CannotReadError",
     "Checkpoint",
+    "Diagnosis",
     "Finding",
+    "Machine",
     "Storage",
     "Tensor",
     "TransloadError",
     "UsageError",
     "__version__",
+    "doctor",
     "inspect",
 ]
 
 _HOMES = {
     "CannotReadError": "transload.errors",
     "Checkpoint": "transload.checkpoint",
+    "Diagnosis": "transload.diagnose.verdict",
     "Finding": "transload.findings",
+    "Machine": "transload.machine",
     "Storage": "transload.checkpoint",
     "Tensor": "transload.checkpoint",
     "TransloadError": "transload.errors",
     "UsageError": "transload.errors",
     "__version__": "transload._version",
+    "doctor": "transload.diagnose",
     "inspect": "transload.read",
 }
 

@@ -74,7 +74,9 @@ class Finding:
 
     @property
     def doc(self) -> str:
-        """Where the documentation explains this code."""
+        """Where the documentation explains this code: causes such as ``U04`` have a page each."""
+        if self.code[:1].isupper():
+            return f"docs/doctor/{self.code}.md"
         return f"docs/findings.md#{self.code}"
 
     def to_dict(self) -> dict[str, Any]:

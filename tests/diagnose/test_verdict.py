@@ -81,6 +81,22 @@ def test_a_symptom_is_muted_by_any_fault_but_stands_where_there_is_none() -> Non
         assert diagnosis.muted[0].because == fault.code
 
 
+def test_a_symptom_follows_from_a_cause_of_its_own_chain_where_there_is_one() -> None:
+    symptom, build, stub = row("X08", "driver", symptom=True), row("T01", "build"), row("U04", "libraries")
+    assert decide(BROKEN, [symptom, build, stub]).muted[0].because == "U04"
+    assert decide(BROKEN, [symptom, build, row("E01", "variables")]).muted[0].because == "E01"
+
+
+def test_a_driver_at_work_does_not_settle_what_torch_died_of() -> None:
+    machine = dead(healthy(), available=True, error="RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    assert codes(decide(machine, [row("H03", "hardware")])) == ["H03"]
+    assert decide(machine, [row("H03", "hardware")]).status == "broken"
+
+
+def test_it_shows_itself_in_a_line() -> None:
+    assert repr(decide(BROKEN, [row("K01", "kernel")])) == "<Diagnosis broken, cause=K01, 1 findings>"
+
+
 def test_packages_beside_torch_are_judged_each_for_itself() -> None:
     rows = [row("K01", "kernel"), row("P05", "extensions"), row("A03", "extensions")]
     assert codes(decide(BROKEN, rows)) == ["K01", "P05", "A03"]

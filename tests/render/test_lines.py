@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +27,18 @@ def test_a_word_longer_than_the_line_is_broken_for_eyes_only() -> None:
     block = Prose((("x" * 10, ""),), lead=(("  ", ""),))
     assert folded(block, 6) == ["  xxxx", "  xxxx", "  xx"]
     assert folded(block, 6, cut=False) == ["  " + "x" * 10]
+
+
+def test_what_is_to_be_copied_is_never_broken() -> None:
+    block = Prose(((f"some{GLUE}command " * 5, ""),), lead=(("  $ ", "dim"),), whole=True)
+    assert folded(block, 12) == ["  $ " + ("some command " * 5).rstrip()]
+
+
+def test_a_lead_of_more_than_half_the_width_gets_a_line_of_its_own() -> None:
+    block = Prose((("one two three", ""),), lead=(("a long label  ", "dim"),))
+    assert folded(block, 40) == ["a long label  one two three"]
+    assert folded(block, 20) == ["a long label", "      one two three"]
+    assert folded(replace(block, lead=((" " * 14, ""),)), 20) == ["      one two three"]
 
 
 def test_a_table_aligns_and_cuts_names_in_the_middle() -> None:

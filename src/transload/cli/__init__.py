@@ -1,6 +1,7 @@
 """The command line: a static table of commands, of which only the one that is named gets imported."""
 
 COMMANDS: dict[str, str] = {
+    "doctor": "why PyTorch does not see the GPU: the cause, the evidence, and the fix",
     "inspect": "what is in a checkpoint, who wrote it, and whether it is safe and whole",
 }
 """Each command and its line of help. Its module is of the same name in this package, and has

@@ -20,9 +20,9 @@ __all__ = ["main"]
 _USAGE = "usage: transload COMMAND [options]"
 _EXAMPLES = """\
 examples:
+  transload doctor                        why torch does not see the GPU, and the fix
   transload inspect model.pt              what is in it, and is it safe to load
-  transload inspect *.safetensors         several files in one table
-  transload inspect model.pt --json       everything, for programs
+  transload inspect *.pt --json           everything, for programs
 """
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it

@@ -16,7 +16,7 @@ __all__ = ["machine_from", "machine_in"]
 def machine_in(text: str, where: str) -> Machine:
     """The machine in the output of ``transload doctor --json``, which ``where`` names in an error."""
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"it is no JSON: {error}", where=where, fix=_FIX) from None
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
@@ -27,6 +27,10 @@ def machine_in(text: str, where: str) -> Machine:
         return machine_from(document["machine"])
     except ValueError as error:
         raise UsageError(str(error), where=where, fix=_FIX) from None
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
 
 
 _FIX = "Give the file that 'transload doctor --json > machine.json' wrote."

@@ -33,7 +33,7 @@ class Muted:
     because: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What is wrong with a machine, if anything, and what to do about it.
 
@@ -72,6 +72,10 @@ class Diagnosis:
             "muted": [{**muted.finding.to_dict(), "because": muted.because} for muted in self.muted],
             "machine": to_dict(self.machine),
         }
+
+    def __repr__(self) -> str:
+        cause = f", cause={self.cause.code}" if self.cause else ""
+        return f"<Diagnosis {self.status}{cause}, {len(self.findings)} findings>"
 
     def __str__(self) -> str:
         """The report as ``transload doctor`` prints it, without colour."""
@@ -112,13 +116,18 @@ def _heeding(machine: Machine, row: Row, found: Finding) -> Finding:
 def _because(row: Row, causes: Iterable[tuple[Row, Finding]]) -> str:
     """The code of the cause that already explains a fault, or nothing."""
     chain = _CHAIN[row.layer]
-    for cause, _ in causes:
+    for cause, _ in sorted(causes, key=lambda pair: _distance(_CHAIN[pair[0].layer], chain)):
         earlier = _CHAIN[cause.layer]
         same = earlier == chain and chain != "extensions"
         unjudgeable = chain == "fit" and (cause.layer in _BEFORE_FIT or earlier == "torch")
         if same or unjudgeable or ((row.symptom or chain == "run") and earlier != "extensions"):
             return cause.code
     return ""
+
+
+def _distance(earlier: str, chain: str) -> int:
+    """How likely a cause of one chain explains a fault of another: its own first, then what hides the cards."""
+    return 0 if earlier == chain else 1 if earlier == "variables" else 2
 
 
 def _status(machine: Machine, findings: Sequence[Finding]) -> Status:

@@ -30,15 +30,21 @@ Line = tuple[Span, ...]
 _LEAST_NAME = 30  # rather than cut names shorter than this, a column is left out;
 _LEAST = 10  # and when there is none left to leave out, names are cut down to this
 _WORD = regex(r" +|[^ ]+ *")
+_HANG = 6  # where words stand whose lead has a line of its own
 _WIDEST = 96  # one monstrous name shall not push the columns of all others off the screen
 
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """Words that fold at the width. ``lead`` stands before the first line; the others are indented as far."""
+    """Words that fold at the width. ``lead`` stands before the first line; the others are indented as far.
+
+    A lead that takes more than half of the width gets a line of its own. What is ``whole`` is one line, however long:
+    it is there to be copied.
+    """
 
     body: Line
     lead: Line = ()
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +119,19 @@ def _length(line: Line) -> int:
 
 
 def _folded(block: Prose, style: Style) -> Iterator[Line]:
-    """Greedy filling, word by word. A word longer than a line stays whole, except for eyes."""
     lead, body = _encodable(block.lead, style), _encodable(block.body, style)
+    if block.whole:
+        yield tuple((text.replace(GLUE, " "), role) for text, role in (*lead, *body))
+        return
+    if _length(lead) > style.width // 2:
+        if plain(lead):
+            yield lead
+        lead = ((" " * _HANG, ""),)
+    yield from _filled(lead, body, style)
+
+
+def _filled(lead: Line, body: Line, style: Style) -> Iterator[Line]:
+    """Greedy filling, word by word. A word longer than a line stays whole, except for eyes."""
     room = max(1, style.width - _length(lead))
     indent: Line = ((" " * _length(lead), ""),)
     line: list[Span] = list(lead)

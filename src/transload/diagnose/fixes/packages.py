@@ -32,7 +32,7 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
     driver = machine.driver.nvml.driver or machine.kernel.version
     return choose_wheel(
         driver=driver or None,
-        driver_cuda=machine.driver.cuda.version or machine.driver.nvml.cuda or None,
+        driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0) or None,
         capabilities=sorted(capabilities),
         platform=_wheel_platform(machine),
         python=_python_version(machine),

@@ -50,13 +50,20 @@ driver fail: cuInit answers 304 "OS call failed or operation not supported on th
 It is likely, not certain: what the sandbox supports cannot be seen from inside.""",
     fix="""gVisor: start runsc with --nvproxy and a driver version that "runsc nvproxy list-supported-drivers"
 names. Kata: a runtime class with GPU passthrough. Or run without the sandbox.""",
+    layer="driver",  # after the nodes: where one of them is at fault, the sandbox is not
     likely=True,
     sources=("https://github.com/google/gvisor/issues/9846", "https://github.com/google/gvisor/issues/10605"),
 )
 def sandboxed(machine: Machine) -> Seen | None:
-    """A sandbox, a GPU in sight, and an answer that a sandbox gives."""
+    """A sandbox, a GPU in sight, and an answer that a sandbox gives; not one with a driver of its own inside."""
     sandbox = machine.surroundings.sandbox
-    if not sandbox or not broken(machine) or absent(machine) or code(machine) not in (100, 304, 999):
+    if (
+        (machine.kernel.loaded and sandbox != "gvisor")
+        or not sandbox
+        or not broken(machine)
+        or absent(machine)
+        or code(machine) not in (100, 304, 999)
+    ):
         return None
     steps = {
         "gvisor": (

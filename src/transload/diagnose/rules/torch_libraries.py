@@ -202,7 +202,9 @@ def other_cudnn(machine: Machine) -> Seen | None:
     """torch complained; or was not run, and the one it would take is too old. A note where it works."""
     told = complaint(machine, r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
     lib = next((lib for lib in machine.torch_libraries.needed if lib.name.startswith("libcudnn.so")), None)
-    shadowed = lib if lib and lib.shadowed and lib.via not in _BEHIND else None
+    if lib and lib.shadowed and lib.via in _BEHIND:
+        return None  # the wheel's own is gone, which is L05
+    shadowed = lib if lib and lib.shadowed else None
     if "incompatibility" in told or (told and shadowed):
         evidence = (*said(told), *((line(lib), *means(lib)) if lib and lib.path else ()))
         return Seen(evidence, aside(machine, shadowed or lib) if lib else fixes.unset(machine, "LD_LIBRARY_PATH"))
@@ -289,8 +291,9 @@ def filled_in(machine: Machine) -> Seen | None:
     lost = [lib for lib in ours if lib.via in _BEHIND and lib not in _from_conda(machine)]
     if not lost:
         return None
+    told = complaint(machine, r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
     evidence = tuple(words for lib in lost[:4] for words in (line(lib), f"{lib.expected} is not there"))
-    return Seen(evidence, _bring(machine, lost), severity="warning")
+    return Seen((*said(told), *evidence), _bring(machine, lost), severity="error" if told else "warning")
 
 
 TABLE.rows.extend(torch_loader.TABLE.rows)

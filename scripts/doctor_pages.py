@@ -1,0 +1,237 @@
+"""Write what the manual says of the causes, from the rules' own text: docs/doctor/*.md and docs/doctor.schema.json.
+
+Usage: python scripts/doctor_pages.py [--check]
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import transload.machine
+from transload.diagnose.rules.catalogue import ROWS
+from transload.diagnose.rules.row import LAYERS, Row
+from transload.diagnose.verdict import Status
+from transload.findings import Severity
+from transload.machine import Machine, Unknown
+from transload.render.doctor_page import how_told, paragraphs
+
+DOCS = Path(__file__).parent.parent / "docs"
+WIDTH = 118
+INDEX = """\
+# Causes
+
+Everything that [`transload doctor`](../doctor.md) can name as the reason why PyTorch does not see the GPU, by the layer
+it breaks; layers in the order in which to mend them. Codes are stable between releases. `transload doctor --explain
+CODE` prints a page in the terminal. Written by `scripts/doctor_pages.py` from the text of the rules themselves.
+
+Causes in *italics* the doctor does not find by itself, because the facts of a machine do not show them.
+"""
+
+
+def main() -> int:
+    """Write all files, or with ``--check`` say whether they are up to date."""
+    files = {**pages(), DOCS / "doctor.schema.json": schema_text()}
+    stale = [path for path in (DOCS / "doctor").glob("*.md") if path not in files]
+    if "--check" in sys.argv[1:]:
+        return int(bool(stale) or any(text_of(path) != text for path, text in files.items()))
+    for path in stale:
+        path.unlink()
+    for path, text in files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+def text_of(path: Path) -> str:
+    """What a file holds now; nothing where there is none."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def pages(rows: tuple[Row, ...] = ROWS) -> dict[Path, str]:
+    """Every page and the list of them, by path."""
+    made = {DOCS / "doctor" / f"{row.code}.md": page(row) for row in rows}
+    return {DOCS / "doctor" / "README.md": index(rows), **made}
+
+
+def index(rows: tuple[Row, ...]) -> str:
+    """The list of all causes by layer."""
+    lines = [INDEX]
+    for layer in LAYERS:
+        own = sorted((row for row in rows if row.layer == layer.name), key=lambda row: row.code)
+        if own:
+            lines += [f"## {layer.words[0].upper()}{layer.words[1:]}", "", "| code | cause |", "|---|---|"]
+            lines += [f"| [{row.code}]({row.code}.md) | {_entry(row)} |" for row in own]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _entry(row: Row) -> str:
+    title = escaped(row.title).replace("|", "\\|")
+    return title if row.check is not None else f"*{title}*"
+
+
+def page(row: Row) -> str:
+    """All that is known of one cause."""
+    parts = [f"# {row.code}: {escaped(row.title)}", how_told(row), *_markdown(row.about), "## Fix", *_markdown(row.fix)]
+    if row.avoid:
+        parts += ["## What not to do", *_markdown(row.avoid)]
+    if row.sources:
+        parts += ["## Sources", "\n".join(f"- <{source}>" for source in row.sources)]
+    return "\n\n".join([*parts, "[All causes](README.md)"]) + "\n"
+
+
+def _markdown(text: str) -> Iterator[str]:
+    for copied, lines in paragraphs(text):
+        if copied:
+            yield "\n".join(f"    {line.removeprefix('| ')}" for line in lines)
+        else:
+            yield textwrap.fill(escaped(lines[0]), WIDTH, break_on_hyphens=False, break_long_words=False)
+
+
+def escaped(text: str) -> str:
+    r"""Plain text as Markdown shows it unchanged; what stands in backticks is code already.
+
+    >>> escaped("*a* <b> __c, `<d>`")
+    '\\*a\\* \\<b> \\_\\_c, `<d>`'
+    """
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(
+        piece if piece.startswith("`") else re.sub(r"([\\*<\[]|(?<!\w)_+)", _slashed, piece) for piece in pieces
+    )
+
+
+def _slashed(match: re.Match[str]) -> str:
+    return "".join(f"\\{char}" for char in match[0])
+
+
+# -- schema ------------------------------------------------------------------------------------------------------------
+
+
+def schema_text() -> str:
+    """The JSON schema of ``transload doctor --json``, with the docstring of each fact."""
+    return _dumped(schema()) + "\n"
+
+
+def _dumped(value: Any, indent: str = "") -> str:
+    """JSON with what fits on a line on one."""
+    line = json.dumps(value, ensure_ascii=False)
+    if len(indent) + len(line) <= WIDTH or not isinstance(value, dict):
+        return line
+    inside = f"{indent}  "
+    rows = (f"{inside}{json.dumps(key)}: {_dumped(each, inside)}" for key, each in value.items())
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
+def schema() -> dict[str, Any]:
+    """The schema as data."""
+    definitions: dict[str, Any] = {}
+    machine = _of(Machine, definitions)
+    finding = {
+        "code": {"type": "string", "pattern": "^[A-Z][0-9]{2}$"},
+        "severity": {"enum": list(get_args(Severity))},
+        "title": {"type": "string"},
+        "evidence": _texts("what shows it, a line each"),
+        "fix": _texts("what to do, in order: a command begins with '$ ', what belongs into a file with '| '"),
+        "doc": {"type": "string"},
+    }
+    definitions["Finding"] = _object(finding)
+    definitions["Muted"] = _object({**finding, "because": {"type": "string", "description": "the code of its cause"}})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "transload doctor --json, schema 1",
+        **_object(
+            {
+                "schema": {"const": 1},
+                "status": {"enum": list(get_args(Status))},
+                "cuda_usable": {"type": "boolean"},
+                "cause": {"anyOf": [{"$ref": "#/$defs/Finding"}, {"type": "null"}]},
+                "findings": {"type": "array", "items": {"$ref": "#/$defs/Finding"}},
+                "muted": {"type": "array", "items": {"$ref": "#/$defs/Muted"}},
+                "machine": machine,
+            }
+        ),
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _texts(description: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string"}, "description": description}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a type of ``transload.machine``; classes go into ``definitions``."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, UnionType):
+        return {"anyOf": [_of(each, definitions) for each in arguments]}
+    if origin is tuple:
+        return {"type": "array", "items": _of(arguments[0], definitions)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _of(arguments[1], definitions)}
+    if kind.__name__ not in definitions:
+        definitions[kind.__name__] = {}  # its place, for a class that should hold itself
+        definitions[kind.__name__] = _class(kind, definitions)
+    return {"$ref": f"#/$defs/{kind.__name__}"}
+
+
+def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    if kind is Unknown:
+        reason = {"type": "string", "description": "why it could not be found out"}
+        return {"description": _first(kind.__doc__), **_object({"unknown": reason})}
+    hints, words = get_type_hints(kind), _docstrings(kind.__name__)
+    properties = {}
+    for each in fields(kind):
+        told = {"description": words[each.name]} if each.name in words else {}
+        properties[each.name] = {**_of(hints[each.name], definitions), **told}
+    return {"description": _first(kind.__doc__), **_object(properties)}
+
+
+def _docstrings(name: str) -> dict[str, str]:
+    """The strings that stand below the fields of a class, which Python itself forgets."""
+    tree = ast.parse(inspect.getsource(transload.machine))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    out = {}
+    for field, below in pairwise(body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)):
+            continue
+        if isinstance(below.value, ast.Constant):
+            out[ast.unparse(field.target)] = _first(below.value.value)
+    return out
+
+
+def _first(text: object) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join(inspect.cleandoc(str(text)).split("\n\n")[0].replace("``", "`").split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""``transload doctor``: why PyTorch does not see the GPU. Nothing is changed, and torch runs in a child only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from transload.cli.output import complain, show, write
+from transload.errors import CannotReadError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Iterator
+
+    from transload.diagnose.verdict import Diagnosis
+    from transload.machine import Machine
+    from transload.render.lines import Block
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  transload doctor                         the cause and the fix, for this machine
+  transload doctor --python .venv          for another environment
+  transload doctor --json > machine.json   a report for a bug thread, without names
+  transload doctor --from machine.json     judge a report that somebody sent
+  transload doctor --require cuda && python train.py
+  transload doctor --explain U04           all about one cause
+
+exit codes:
+  0  nothing to repair; a machine without a GPU where torch works is no fault
+  1  something is broken, or what --require names is not usable
+  2  the command could not do its job
+"""
+_PATIENCE = 1.0  # seconds after which a person at a terminal is told what takes so long
+_LONGEST_REPORT = 1 << 26
+_INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``doctor``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("--verbose", action="store_true", help="also show all facts, and where each came from")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--require", choices=("cuda",), help="exit with 1 unless it is usable")
+    parser.add_argument("--python", metavar="PATH", help="examine the environment of another interpreter")
+    parser.add_argument("--no-torch", action="store_true", help="do not run torch, only look at its files")
+    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, help="the most that torch may take")
+    parser.add_argument("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
+    parser.add_argument("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
+    parser.add_argument("--explain", metavar="CODE", help="tell all about one cause, such as U04")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+
+
+def run(arguments: Namespace) -> int:
+    """Examine or read a machine, say what is wrong with it, return the exit code."""
+    _refuse_nonsense(arguments)
+    if arguments.explain is not None:
+        return _explain(arguments.explain, arguments.color)
+    diagnosis = _diagnosis(arguments)
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([diagnosis.to_dict()], several=False))
+    else:
+        show(_blocks(diagnosis, verbose=arguments.verbose), arguments.color)
+    if arguments.require and not diagnosis.cuda_usable:
+        complain(UsageError("CUDA is required, and is not usable here"))
+        return 1
+    return int(not diagnosis.ok)
+
+
+def _seconds(text: str) -> float:
+    from argparse import ArgumentTypeError
+    from math import isfinite
+
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not (isfinite(seconds) and seconds > 0):
+        raise ArgumentTypeError("it takes a number of seconds above 0")
+    return seconds
+
+
+def _refuse_nonsense(arguments: Namespace) -> None:
+    """Options that would silently do nothing beside others are refused."""
+    probing = {
+        "--python": arguments.python is not None,
+        "--no-torch": arguments.no_torch,
+        "--timeout": arguments.timeout is not None,
+    }
+    showing = {
+        "--verbose": arguments.verbose,
+        "--json": arguments.json,
+        "--require": arguments.require is not None,
+        "--from": arguments.saved is not None,
+        "--no-redact": arguments.no_redact,
+    }
+    if arguments.explain is not None:
+        _refuse("--explain", "only prints a page", {**probing, **showing})
+    if arguments.saved is not None:
+        _refuse("--from", "examines nothing on this machine", probing)
+    if arguments.no_torch:
+        _refuse("--no-torch", "runs no torch", {"--timeout": arguments.timeout is not None})
+    if arguments.json:
+        _refuse("--json", "has all facts anyway", {"--verbose": arguments.verbose})
+
+
+def _refuse(option: str, why: str, others: dict[str, bool]) -> None:
+    given = [name for name, is_given in others.items() if is_given]
+    if given:
+        raise UsageError(f"{option} {why}: {' and '.join(given)} cannot go with it", fix="See transload doctor --help.")
+
+
+def _diagnosis(arguments: Namespace) -> Diagnosis:
+    from transload.diagnose import judge_machine
+    from transload.diagnose.redact import Names, names_here, redacted
+
+    if arguments.saved is not None:
+        diagnosis, names = judge_machine(_saved(arguments.saved)), Names()
+    else:
+        diagnosis, names = _examined(arguments), names_here()
+    return diagnosis if arguments.no_redact else redacted(diagnosis, names)
+
+
+def _examined(arguments: Namespace) -> Diagnosis:
+    from transload.diagnose import doctor
+
+    python = _interpreter(arguments.python) if arguments.python is not None else ""
+    with _Patience("asking torch …" if not arguments.no_torch else ""):
+        return doctor(python, torch=not arguments.no_torch, timeout=arguments.timeout or 0.0)
+
+
+def _interpreter(given: str) -> str:
+    """The interpreter that is meant by a path, by the folder of an environment, or by a command on the PATH."""
+    from pathlib import Path
+
+    path = Path(given)
+    places = [path / place for place in _INTERPRETERS] if path.is_dir() else [path]
+    if path.name == given:
+        places += [Path(folder, given) for folder in os.get_exec_path()]
+    for place in places:
+        if place.is_file() and os.access(place, os.X_OK):
+            return str(place.absolute())  # not resolved: the link is what makes an environment of its own
+    what = "there is no Python interpreter in it" if path.exists() else "there is no such interpreter"
+    raise UsageError(what, where=given, fix="Name the file, such as .venv/bin/python.")
+
+
+def _saved(path: str) -> Machine:
+    from transload.diagnose.saved import machine_in
+
+    where = "standard input" if path == "-" else path
+    try:
+        data = _bytes(path)
+    except (OSError, ValueError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        raise CannotReadError(getattr(error, "strerror", None) or str(error), where=where, errno=number) from None
+    if len(data) > _LONGEST_REPORT:
+        raise UsageError("it is too long to be a report of transload doctor", where=where)
+    return machine_in(_decoded(data), where)
+
+
+def _bytes(path: str) -> bytes:
+    """The file, and a byte more than it may have where it is longer."""
+    if path == "-":
+        return sys.stdin.buffer.read(_LONGEST_REPORT + 1) if sys.stdin is not None else b""
+    from pathlib import Path
+
+    with Path(path).open("rb") as stream:
+        return stream.read(_LONGEST_REPORT + 1)
+
+
+def _decoded(data: bytes) -> str:
+    """The text of a file; the redirection of PowerShell writes UTF-16."""
+    wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return data.decode("utf-16" if wide else "utf-8-sig", "surrogateescape" if not wide else "replace")
+
+
+def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
+    from transload.render.doctor import report
+
+    yield from report(diagnosis)
+    if verbose:
+        from transload.render.doctor_facts import facts
+
+        yield from facts(diagnosis.machine)
+
+
+def _explain(word: str, colour: str) -> int:
+    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.render.doctor_page import page
+
+    row = BY_CODE.get(word.strip().upper())
+    if row is None:
+        raise UsageError(f"there is no cause {word!r}; {_near(word.upper(), sorted(BY_CODE))}")
+    show(page(row), colour)
+    return 0
+
+
+def _near(word: str, codes: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, codes, 3) or [code for code in codes if code[0] == word[:1]][:3]
+    return f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
+
+
+class _Patience:
+    """A word on stderr while something takes long, if a person is there to read it; wiped away afterwards."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word if sys.stderr is not None and sys.stderr.isatty() else ""
+
+    def __enter__(self) -> None:
+        if self.word:
+            from threading import Timer
+
+            self.timer = Timer(_PATIENCE, self._say)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def _say(self) -> None:
+        from transload.render.style import style_of
+
+        self.said = style_of(sys.stderr).text(self.word)
+        print(self.said, end="", file=sys.stderr, flush=True)
+
+    said = ""
+
+    def __exit__(self, *_: object) -> None:
+        if self.word:
+            self.timer.cancel()
+            self.timer.join()
+        if self.said:
+            print(f"\r{' ' * len(self.said)}\r", end="", file=sys.stderr, flush=True)

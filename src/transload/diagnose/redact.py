@@ -1,0 +1,279 @@
+"""A diagnosis without what names a person or a place: users and their homes, hosts, GPUs, serial numbers, addresses.
+
+Everything here is pure but ``names_here``. The same thing is replaced by the same word wherever it stands, and
+different things by different words, so that a redacted machine is judged as the true one is. Words are left alone: a
+user name counts as a step of a path or before an ``@``, a host name as a whole word, and neither where it is a word
+that machines use anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from transload.diagnose.verdict import Diagnosis
+    from transload.machine import Machine
+
+__all__ = ["Names", "names_here", "redacted", "redacted_machine"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What is known of who asks and where, beyond what the facts show. ``homes`` are all roads to one home."""
+
+    homes: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+def names_here() -> Names:
+    """Who runs this process, and where."""
+    environ = os.environ
+    homes = [environ.get("HOME", ""), environ.get("USERPROFILE", "")]
+    users = [environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "SUDO_USER")]
+    hosts = [environ.get(name, "") for name in ("HOSTNAME", "COMPUTERNAME", "SLURMD_NODENAME")]
+    if hasattr(os, "uname"):
+        hosts.append(os.uname().nodename)
+    try:
+        import pwd
+
+        entry = pwd.getpwuid(os.getuid())
+        homes.append(entry.pw_dir)
+        users.append(entry.pw_name)
+    except (ImportError, KeyError):  # Windows, or a user that is in no list
+        pass
+    homes += [os.path.realpath(home) for home in homes if home]
+    return Names(*(tuple(dict.fromkeys(filter(None, found))) for found in (homes, users, hosts)))
+
+
+_NONE = Names()
+
+
+def redacted(diagnosis: Diagnosis, names: Names = _NONE) -> Diagnosis:
+    """The diagnosis, redacted as a whole."""
+    return _mapped(diagnosis, _Redactor(diagnosis.machine, names).text)
+
+
+def redacted_machine(machine: Machine, names: Names = _NONE) -> Machine:
+    """The machine, redacted.
+
+    >>> from transload.machine import Machine, Python
+    >>> redacted_machine(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
+    '~/venv/bin/python'
+    """
+    return _mapped(machine, _Redactor(machine, names).text)
+
+
+def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
+    """The value with every text in it changed; ``change`` is also told the name of the innermost field or key."""
+    made: Any = value
+    if isinstance(value, str):
+        made = change(value, field)
+    elif isinstance(value, tuple):
+        made = tuple(_mapped(each, change, field) for each in value)
+    elif isinstance(value, dict):
+        made = {name: _mapped(each, change, name) for name, each in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        made = replace(
+            value, **{each.name: _mapped(getattr(value, each.name), change, each.name) for each in fields(value)}
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a value, in order."""
+    found: list[str] = []
+
+    def note(text: str, field: str) -> str:
+        del field
+        found.append(text)
+        return text
+
+    _mapped(value, note)
+    yield from found
+
+
+# -- what is looked for ------------------------------------------------------------------------------------------------
+
+_NAME = r"[\w@+-](?:[\w.@+-]*[\w@+-])?"
+_BEGIN = r"(?<![\w.~-])"  # a path does not begin inside a word
+_END = r"(?![\w@+-]|\.\w)"  # nor does a name end inside one
+_HOME = re.compile(
+    rf"{_BEGIN}(?:/mnt/[a-z]/Users/[^/:\r\n]+?(?=/|$)|(?:/[\w.+-]+){{0,4}}?/(?:home|Users)/{_NAME})"
+    r"|(?<![A-Za-z])[A-Za-z]:[\\/]+Users[\\/]+[^\\/:*?\"<>|\r\n]+?(?=[\\/\"']|$)",
+    re.IGNORECASE,
+)
+_CARD = re.compile(r"(?<=GPU-|MIG-)[0-9A-Fa-f][0-9A-Fa-f-]*")
+_UUID = re.compile(
+    r"(?:(?<=pod)|(?<![0-9A-Za-z]))(?<!GPU-)(?<!MIG-)"
+    r"[0-9A-Fa-f]{8}(?:[-_][0-9A-Fa-f]{4}){3}[-_][0-9A-Fa-f]{12}(?![0-9A-Za-z])"
+)
+_UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # an id that lacks its GPU-
+_CONTAINER = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])")
+_MAC = re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])")
+_SERIAL = re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}")
+_IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
+_ADDRESS = re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]")  # a version may look like one
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_PATH = re.compile(r"[^\s:;,'\"()<>=]*[/\\][^\s:;,'\"()<>]*")
+_SYSTEM = ("/usr/", "/lib", "/etc/", "/proc/", "/sys/", "/dev/", "/bin/", "/sbin/")
+_QUOTED = re.compile(r"'([^'\"$`\\!]*)'")
+_TILDE = re.compile(r"(?<![\w.~/-])~(?=[/:]|$)")
+_SAFE = re.compile(r"[\w@%+=:,./~-]*")
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_LONG_ID = 8  # shorter ones are only believed where they stand in a variable: 'GPU-add' is no id
+
+# Homes of nobody, and names that are no secret or mean something else on a machine.
+_NOBODY = frozenset({"shared", "public", "default", "all users", "linuxbrew"})
+_NO_HOME = re.compile(r"/(?:root|nonexistent|opt|tmp|var/empty|(?:usr|lib|etc|proc|sys|dev|bin|sbin)(?:/.*)?)")
+_ABSOLUTE = re.compile(r"/|[A-Za-z]:")
+_PLAIN = frozenset(
+    """
+    admin anaconda3 app apps bin build cache compat conda conda-meta container core cuda data debian default dev docker
+    ec2-user env envs etc fedora gpu home host hpc jovyan kaggle lib lib64 local localhost machine media miniconda3
+    miniforge3 mnt model models module modules nobody node nvidia opt pip project projects proc py python python3 ray
+    root run runner runs scratch server share site-packages src srv stubs sys system test tests tmp torch ubuntu user
+    users usr var venv vscode work workspace wsl
+    """.split()  # noqa: SIM905  a list of one word a line is as long as all the rest
+)
+_TECHNICAL = re.compile(r"(?:nvidia|cuda|torch|python|lib|sm_|compute_)[\w.]*|[\d.]+", re.IGNORECASE)
+_SHORTEST_HOST = 3
+
+
+class _Redactor:
+    """Knows the names on one machine and what to say instead of each."""
+
+    def __init__(self, machine: Machine, names: Names) -> None:
+        texts = list(_texts(machine))
+        self.own, self.others = _homes(machine, texts, names)
+        found = (_last(home) for home in (*self.own, *self.others))
+        self.users = frozenset(name for name in (*names.users, *found) if name.lower() not in _PLAIN)
+        self.spaced = _any_of(
+            (name for name in self.users if " " in name), before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"
+        )
+        self.login = _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)")
+        self.hosts = _any_of(_host_names(names.hosts), before=r"(?<![\w.-])", after=r"(?:\.[A-Za-z][\w-]*)*(?![\w-])")
+        self.home = _any_of(self.own, before=_BEGIN, after=_END)
+        values = machine.variables.values
+        self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
+        self.fakes = _Fakes()
+        _mapped(machine, self._ids)  # in the order of the facts, so that what is redacted already stays as it is
+
+    def text(self, text: str, field: str) -> str:
+        """A text without names. A command stays one that works: its shell knows the own home as ``~`` or ``$HOME``."""
+        if field in ("groups", "group"):
+            return "user" if text in self.users else text
+        text = self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
+        text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), text)
+        text = self._ids(text, field)
+        for pattern, word in _SUBSTITUTES:
+            text = pattern.sub(word, text)
+        if field.endswith(("_HOST", "_ADDR", "_IP")):
+            text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
+        text = _PATH.sub(self._path, self.spaced.sub("user", text))
+        return self.hosts.sub("host", self.login.sub("user", text))
+
+    def _command(self, line: str) -> str:
+        line = self.home.sub("~", line)
+        line = _QUOTED.sub(_unquoted, line)
+        return _TILDE.sub(lambda match: match[0] if line[match.start() - 1] == " " else "$HOME", line)
+
+    def _ids(self, text: str, field: str) -> str:
+        text = _CARD.sub(self._id, text)
+        if field not in _VISIBLE:
+            return _UUID.sub(self._id, text)
+        # The driver takes the digits in front for an index: they decide something, and they stay.
+        return _UNMARKED.sub(lambda match: match[1] + re.sub("[^-]", "a", match[2]), text)
+
+    def _id(self, match: re.Match[str]) -> str:
+        known = len(match[0]) >= _LONG_ID or match[0] in self.short
+        return self.fakes.of(match[0]) if known else match[0]
+
+    def _path(self, match: re.Match[str]) -> str:
+        if match[0].startswith(_SYSTEM):
+            return match[0]
+        return re.sub(r"[^/\\]+", lambda step: "user" if step[0] in self.users else step[0], match[0])
+
+
+_SUBSTITUTES = (
+    (_CONTAINER, "<id>"),
+    (_MAC, "00:00:00:00:00:00"),
+    (_SERIAL, r"\g<1>0"),
+    (_LOGIN, ""),
+    (_ADDRESS, "192.0.2.1"),
+)
+
+
+def _unquoted(match: re.Match[str]) -> str:
+    """A quoted word of a command such that its shell still finds the home in it."""
+    inside = match[1]
+    if not _TILDE.search(inside):
+        return match[0]
+    return inside if _SAFE.fullmatch(inside) else f'"{_TILDE.sub("$HOME", inside)}"'
+
+
+class _Fakes:
+    """Ids that are alike exactly as far as the true ones are: CUDA_VISIBLE_DEVICES may name a card by a prefix.
+
+    >>> fakes = _Fakes()
+    >>> [fakes.of(text) for text in ("6e1b-70", "6e1b-7f", "6e1", "6E1", "f00", "6e1b7")]
+    ['aaaa-aa', 'aaaa-ab', 'aaa', 'aAa', 'baa', 'aaaaa']
+    """
+
+    _DIGITS = "abcdef0123456789"
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+
+    def of(self, text: str) -> str:
+        """The fake for an id or for the beginning of one."""
+        branch, out = self.tree, ""
+        for char in text:
+            if char in "-_":  # the driver reads over them
+                out += char
+                continue
+            digit = char.lower()
+            branch.setdefault(digit, {})
+            fake = self._DIGITS[list(branch).index(digit)]
+            out += fake.upper() if char.isupper() else fake
+            branch = branch[digit]
+        return out
+
+
+def _homes(machine: Machine, texts: list[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The roads to the own home, and every other home with the word for it."""
+    found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
+    strange = [home for home in found if _last(home).lower() not in _NOBODY]
+    told = machine.variables.get("HOME") or ""
+    foreign = _ABSOLUTE.match(told) and told not in names.homes  # facts from elsewhere
+    own = [told] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
+    if not own:  # the packages of its user tell whose it is
+        likely = _HOME.match(machine.python.user_site)
+        own = [likely[0]] if likely else strange[:1]
+    own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
+    others = (home for home in strange if home not in own)
+    return tuple(own), {home: f"~user{place}" for place, home in enumerate(others, 2)}
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path)[-1]
+
+
+def _host_names(names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        for form in (name, name.partition(".")[0]):
+            if len(form) >= _SHORTEST_HOST and form.lower() not in _PLAIN and not _TECHNICAL.fullmatch(form):
+                yield form
+
+
+def _any_of(words: Iterable[str], *, before: str, after: str) -> re.Pattern[str]:
+    """Matches each of the words, the longest first; nothing where there are none."""
+    choices = "|".join(map(re.escape, sorted(set(words), key=len, reverse=True)))
+    return re.compile(f"{before}(?:{choices}){after}" if choices else r"(?!)")

@@ -1,0 +1,382 @@
+"""The command ``transload doctor``: its options, exit codes and streams. Machines are read from files, not examined."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
+
+import transload
+from transload.cli import doctor as command
+from transload.cli.main import main
+from transload.diagnose import judge_machine
+from transload.machine import Library, Machine, Variables, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cli.conftest import Transload
+
+    Saved = Callable[[Machine], str]
+
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "doctor.schema.json"
+STUB = Library("libcuda.so.1", "/usr/local/cuda/lib64/stubs/libcuda.so.1", via="LD_LIBRARY_PATH", kind="stub")
+STUBBED = changed(
+    refused(healthy(), 34),
+    driver__libraries__cuda=(STUB, *(healthy().driver.libraries.cuda or ())),
+    driver__cuda__library=STUB.path,
+    variables=Variables(
+        {"LD_LIBRARY_PATH": "/home/alice/lib:/usr/local/cuda/lib64/stubs", "HOME": "/home/alice"},
+        {"LD_LIBRARY_PATH": ("/home/alice/.bashrc:12",)},
+    ),
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Saved:
+    def save(machine: Machine) -> str:
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps(judge_machine(machine).to_dict()), encoding="utf-8")
+        return str(path)
+
+    return save
+
+
+def valid(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text)
+    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    return document
+
+
+# -- verdicts and exit codes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "status", "words"),
+    [
+        (healthy(), "ok", "CUDA works: torch 2.13.0+cu130 computed on NVIDIA H200"),
+        (bare(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. That is no fault."),
+        (STUBBED, "broken", "CUDA does not work: "),
+        (refused(healthy(), 999), "broken", "CUDA does not work: "),
+    ],
+)
+def test_the_verdict_makes_the_exit_code(
+    machine: Machine, status: str, words: str, saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, code = saved(machine), int(status == "broken")
+    assert main(["doctor", "--from", path]) == code
+    shown = capsys.readouterr()
+    assert shown.out.startswith(words)
+    assert not shown.err
+    assert main(["doctor", "--from", path, "--json"]) == code
+    document = valid(capsys.readouterr().out)
+    assert document["status"] == status
+    assert (document["cause"] is None) == (code == 0)
+
+
+def test_a_cause_has_its_code_its_fix_and_its_page(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--from", saved(STUBBED)])
+    text = capsys.readouterr().out
+    assert "[U04]" in text.splitlines()[0]
+    assert "\n  $ export LD_LIBRARY_PATH=$HOME/lib\n" in text
+    main(["doctor", "--from", saved(STUBBED), "--json"])
+    cause = valid(capsys.readouterr().out)["cause"]
+    assert (cause["code"], cause["doc"]) == ("U04", "docs/doctor/U04.md")
+
+
+@pytest.mark.parametrize(
+    ("machine", "code"),
+    [(healthy(), 0), (no_torch_run(healthy()), 0), (bare(), 1), (STUBBED, 1)],
+)
+def test_require_asks_for_more_than_no_fault(
+    machine: Machine, code: int, saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--from", saved(machine), "--require", "cuda", "--json"]) == code
+    shown = capsys.readouterr()
+    assert valid(shown.out)["cuda_usable"] == (code == 0)
+    assert shown.err == ("transload: CUDA is required, and is not usable here\n" if code else "")
+
+
+# -- machines from elsewhere ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [healthy(), bare(), STUBBED, refused(healthy(), 803)])
+def test_a_report_judged_elsewhere_says_the_same(
+    machine: Machine, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--from", saved(machine), "--json"])
+    first = capsys.readouterr().out
+    again = tmp_path / "again.json"
+    again.write_text(first, encoding="utf-8")
+    main(["doctor", "--from", str(again), "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads(first)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_reports_come_in_the_encodings_of_shells(
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(judge_machine(bare()).to_dict()), encoding=encoding)
+    assert main(["doctor", "--from", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("No GPU in this machine")
+
+
+def test_a_report_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = json.dumps(judge_machine(bare()).to_dict()).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main(["doctor", "--from", "-"]) == 0
+    assert capsys.readouterr().out.startswith("No GPU in this machine")
+
+
+def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = judge_machine(bare()).to_dict()
+    document["mood"] = document["machine"]["mood"] = "good"
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["doctor", "--from", str(path), "--json"]) == 0
+    assert valid(capsys.readouterr().out)["status"] == "no-gpu"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "it is no JSON"),
+        (b"\xff\xff\x00", "it is no JSON"),
+        (b"\xff\xfe\x00", "it is no JSON"),
+        (b"<html>", "it is no JSON"),
+        (b"[]", "it is no report of transload doctor"),
+        (b'{"schema": 2, "machine": {}}', "its schema is 2"),
+        (b'{"schema": 1, "machine": {"kernel": 3}}', "machine.kernel cannot be 3"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_bytes(content)
+    assert main(["doctor", "--from", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert words in shown.err
+    assert shown.err.startswith(f"transload: {path}: ")
+
+
+@pytest.mark.parametrize("path", ["no-such-file.json", ".", "a\0b"])
+def test_a_file_that_cannot_be_read_is_told(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--from", path]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("transload: ")
+    assert "bug" not in shown.err
+
+
+def test_a_machine_from_elsewhere_may_hold_anything(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = changed(STUBBED, python__prefix="/x\x1b[2J\n", kernel__version="\u202e")
+    main(["doctor", "--from", saved(hostile), "--verbose"])
+    assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
+
+
+# -- redaction --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"], ["--json"]])
+def test_names_are_left_out_unless_wanted(flags: list[str], saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(STUBBED)
+    main(["doctor", "--from", path, *flags])
+    assert "alice" not in capsys.readouterr().out
+    main(["doctor", "--from", path, *flags, "--no-redact"])
+    assert "/home/alice" in capsys.readouterr().out
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_verbose_adds_the_facts(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--from", saved(healthy())])
+    short = capsys.readouterr().out
+    main(["doctor", "--from", saved(healthy()), "--verbose"])
+    long = capsys.readouterr().out
+    assert long.startswith(short)
+    assert re.search(r"\n    gpus\[0\] +address 0000:17:00.0; model NVIDIA H200;", long)
+
+
+@pytest.mark.parametrize("code", ["U04", "u04", " u04 "])
+def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--explain", code]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("U04  ")
+    assert "\nFix\n" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")]
+)
+def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--explain", code]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "there is no cause" in shown.err
+    assert near in shown.err
+    assert "\x1b" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--explain"],
+        ["--timeout", "0"],
+        ["--timeout", "-1"],
+        ["--timeout", "nan"],
+        ["--timeout", "inf"],
+        ["--timeout", "soon"],
+        ["--require", "rocm"],
+        ["--frobnicate"],
+        ["extra"],
+        ["--from"],
+    ],
+)
+def test_bad_usage_is_told_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("usage: transload doctor")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--from", "x", "--python", "y"],
+        ["--from", "x", "--no-torch"],
+        ["--from", "x", "--timeout", "3"],
+        ["--explain", "U04", "--json"],
+        ["--explain", "U04", "--from", "x"],
+        ["--no-torch", "--timeout", "3"],
+        ["--json", "--verbose"],
+        ["--python", "/no/such/python"],
+        ["--python", ""],
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("transload: ")
+    assert "bug" not in shown.err
+
+
+class Asked:
+    """Stands in for the examination, and keeps what it was asked."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.arguments: tuple[Any, ...] = ()
+
+    def __call__(self, python: str = "", *, torch: bool = True, timeout: float = 0.0) -> transload.Diagnosis:
+        self.arguments = (python, torch, timeout)
+        time.sleep(self.seconds)
+        return judge_machine(bare())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    stand_in = Asked()
+    monkeypatch.setattr("transload.diagnose.doctor", stand_in)
+    return stand_in
+
+
+def test_options_reach_the_examination(asked: Asked, tmp_path: Path) -> None:
+    assert main(["doctor"]) == 0
+    assert asked.arguments == ("", True, 0.0)
+    main(["doctor", "--timeout", "2.5"])
+    assert asked.arguments == ("", True, 2.5)
+    main(["doctor", "--no-torch"])
+    assert asked.arguments == ("", False, 0.0)
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    for way in (str(python), str(tmp_path / "env")):
+        main(["doctor", "--python", way])
+        assert asked.arguments == (str(python), True, 0.0)
+
+
+def test_an_interpreter_on_the_path_is_found(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python9").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    main(["doctor", "--python", "python9"])
+    assert asked.arguments[0] == str(tmp_path / "python9")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_only_a_person_is_told_to_wait_and_nothing_of_it_stays(
+    terminal: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return terminal
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(command, "_PATIENCE", 0.01)
+    asked.seconds = 0.3
+    assert main(["doctor"]) == 0
+    word = "asking torch …"
+    assert stream.getvalue() == (f"{word}\r{' ' * len(word)}\r" if terminal else "")
+
+
+# -- the real thing ---------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_examined_whatever_it_is(program: Transload) -> None:
+    done = program("doctor", "--no-torch", "--json")
+    assert done.returncode in (0, 1), done.stderr
+    document = valid(done.stdout)
+    assert document["machine"]["torch_run"]["answer"]["state"] == "unasked"
+    assert document["machine"]["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
+    assert (done.returncode == 0) == (document["status"] in ("ok", "no-gpu"))
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"], ["--json"]])
+def test_streams_of_any_encoding(program: Transload, saved: Saved, flags: list[str]) -> None:
+    path = saved(STUBBED)
+    plain = program("doctor", "--from", path, *flags, PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert (plain.returncode, plain.stderr) == (1, "")
+    assert plain.stdout.isascii()
+
+
+def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(program: Transload, saved: Saved) -> None:
+    done = program("doctor", "--from", saved(healthy()), python=("-X", "importtime"))
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "transload.render.doctor" in modules
+    unwanted = {
+        "torch",
+        "rich",
+        "numpy",
+        "asyncio",
+        "importlib.metadata",
+        "logging",
+        "urllib.request",
+        "transload.read",
+    }
+    assert not modules & unwanted
+
+
+def test_the_public_function_returns_the_same(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transload, "doctor", asked, raising=False)
+    diagnosis = transload.doctor()
+    assert isinstance(diagnosis, transload.Diagnosis)
+    assert isinstance(diagnosis.machine, transload.Machine)
+    assert diagnosis.to_dict()["machine"] == to_dict(bare())
+    assert str(diagnosis).startswith("No GPU in this machine")

@@ -1,0 +1,123 @@
+"""A machine written as JSON and read back, and what may be wrong with such a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.diagnose.machines import bare, healthy, in_container, in_slurm, in_wsl, refused
+
+from transload.diagnose.saved import machine_from, machine_in
+from transload.errors import UsageError
+from transload.machine import Experiment, Extension, Machine, Unknown, to_dict
+
+
+def saved(machine: Machine) -> str:
+    return json.dumps({"schema": 1, "machine": to_dict(machine)})
+
+
+FULL = Machine(
+    problems={"x": "y"},
+    extensions=(Extension("flash-attn", architectures=("sm_90",)),),
+    driver=healthy().driver.__class__(experiments=(Experiment(("LD_LIBRARY_PATH",), healthy().driver.cuda),)),
+)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(),
+        FULL,
+        healthy(),
+        bare(),
+        in_container(healthy()),
+        in_slurm(healthy()),
+        in_wsl(healthy()),
+        refused(healthy(), 999),
+    ],
+)
+def test_what_is_written_is_read_back(machine: Machine) -> None:
+    assert machine_in(saved(machine), "x") == machine
+
+
+def test_another_version_may_know_more_or_less() -> None:
+    data = to_dict(healthy())
+    data["weather"] = {"sun": True}
+    data["kernel"]["mood"] = "good"
+    data["driver"]["nvml"]["gpus"][0]["taste"] = 1
+    del data["torch_run"]
+    del data["kernel"]["daemons"]
+    read = machine_from(data)
+    assert read.torch_run == Machine().torch_run
+    assert read.kernel.daemons == ()
+    assert read.driver == healthy().driver
+
+
+def test_what_was_not_found_out_stays_so() -> None:
+    read = machine_from({"kernel": {"loaded": {"unknown": "/proc is not there"}}})
+    assert read.kernel.loaded == Unknown("/proc is not there")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it is no JSON"),
+        ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("9" * 5000, "it is no"),
+        ("[]", "it is no report of transload doctor"),
+        ("3", "it is no report of transload doctor"),
+        ('{"schema": 1}', "it is no report of transload doctor"),
+        ('{"schema": 1, "machine": []}', "it is no report of transload doctor"),
+        ('{"schema": 2, "machine": {}}', "its schema is 2"),
+        ('{"machine": {}}', "its schema is None"),
+        ('{"schema": 1, "machine": {"kernel": 3}}', "machine.kernel cannot be 3"),
+        ('{"schema": 1, "machine": {"kernel": {"version": null}}}', "machine.kernel.version cannot be null"),
+        ('{"schema": 1, "machine": {"platform": {"root": 1}}}', "machine.platform.root cannot be 1"),
+        ('{"schema": 1, "machine": {"extensions": {}}}', "machine.extensions cannot be {}"),
+        ('{"schema": 1, "machine": {"extensions": [{}]}}', "machine.extensions[0] cannot be {}"),
+        ('{"schema": 1, "machine": {"problems": {"a": 1}}}', "machine.problems.a cannot be 1"),
+        ('{"schema": 1, "machine": {"torch_run": {"answer": {"state": "fine"}}}}', 'state cannot be "fine"'),
+    ],
+)
+def test_a_file_that_is_none_is_refused_with_the_place(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        machine_in(text, "report.json")
+    assert caught.value.where == "report.json"
+    assert words in caught.value.what
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(kind: Any, path: tuple[str, ...] = ()) -> Any:
+    """The path of every field there is, classes inside tuples left out."""
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        yield (*path, each.name)
+        if is_dataclass(hints[each.name]):
+            yield from places(hints[each.name], (*path, each.name))
+
+
+@given(st.sampled_from(list(places(Machine))), JUNK)
+def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...], junk: Any) -> None:
+    data = to_dict(healthy())
+    inside = data
+    for step in path[:-1]:
+        inside = inside[step]
+    inside[path[-1]] = junk
+    text = json.dumps({"schema": 1, "machine": data})
+    told = ""
+    try:
+        machine_in(text, "x")
+    except UsageError as error:
+        told = error.what
+    assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is no JSON")

@@ -1,0 +1,112 @@
+"""The manual of the doctor: pages and schema are what the rules and the facts say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
+from tests.test_docs import ROOT, load_script
+
+from transload.diagnose import judge_machine
+from transload.diagnose.rules.catalogue import BY_CODE, ROWS
+from transload.diagnose.rules.row import LAYERS
+from transload.findings import Finding
+from transload.machine import Experiment, Library, Machine, Variables
+
+HINT = "run: python scripts/doctor_pages.py"
+
+
+def test_every_page_is_up_to_date_and_there_are_no_others() -> None:
+    script = load_script("doctor_pages")
+    pages: dict[Path, str] = script.pages()
+    assert {path.name for path in (ROOT / "docs" / "doctor").iterdir()} == {path.name for path in pages}, HINT
+    assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == [], HINT
+
+
+def test_the_schema_is_up_to_date() -> None:
+    script = load_script("doctor_pages")
+    assert (ROOT / "docs" / "doctor.schema.json").read_text(encoding="utf-8") == script.schema_text(), HINT
+
+
+def test_codes_are_used_once_and_every_finding_has_its_page() -> None:
+    assert len(BY_CODE) == len(ROWS)
+    for row in ROWS:
+        assert re.fullmatch(r"[A-Z]\d\d", row.code)
+        assert (ROOT / Finding(row.code, "note", "").doc).is_file()
+    assert Finding("cuda-tags", "note", "").doc == "docs/findings.md#cuda-tags"
+
+
+def test_the_list_of_causes_has_all_of_them_under_their_layers() -> None:
+    text = (ROOT / "docs" / "doctor" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[(\w+)\]", text, re.MULTILINE)) == sorted(BY_CODE)
+    used = {row.layer for row in ROWS}
+    assert text.count("\n## ") == len(used)
+    assert used <= {layer.name for layer in LAYERS}
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in (ROOT / "docs" / "doctor").glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_text_is_escaped_for_markdown() -> None:
+    script = load_script("doctor_pages")
+    row = replace(
+        ROWS[0], title="<a> *b* __c", about="See /x/<card>.\n\n$ echo *", fix="`<as is>`", avoid="", sources=()
+    )
+    text = script.page(row)
+    assert "\\<a> \\*b\\* \\_\\_c" in text
+    assert "See /x/\\<card>." in text
+    assert "\n    $ echo *\n" in text
+    assert "`<as is>`" in text
+
+
+@pytest.mark.parametrize(
+    "machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)]
+)
+def test_json_is_what_the_schema_promises(machine: Machine) -> None:
+    schema = json.loads((ROOT / "docs" / "doctor.schema.json").read_text(encoding="utf-8"))
+    made = json.loads(json.dumps(judge_machine(machine).to_dict()))
+    jsonschema.validate(made, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**made, "surprise": 1}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**made, "machine": {**made["machine"], "taken": 1}}, schema)
+
+
+def test_the_manual_names_every_option() -> None:
+    from argparse import ArgumentParser
+
+    from transload.cli.doctor import add_arguments
+
+    parser = ArgumentParser()
+    add_arguments(parser)
+    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    assert [name for name in options if f"`{name}" not in text and name != "--help"] == []
+
+
+STUBS = "/usr/local/cuda/lib64/stubs"
+README_MACHINE = changed(
+    refused(healthy(), 34),
+    driver__libraries__cuda=(Library("libcuda.so.1", f"{STUBS}/libcuda.so.1", via="LD_LIBRARY_PATH", kind="stub"),),
+    driver__cuda__library=f"{STUBS}/libcuda.so.1",
+    driver__experiments=(Experiment(("LD_LIBRARY_PATH",), healthy().driver.cuda),),
+    variables=Variables(
+        {"HOME": "/home/alice", "LD_LIBRARY_PATH": f"/opt/lib:{STUBS}"},
+        {"LD_LIBRARY_PATH": ("/home/alice/.bashrc:12",)},
+    ),
+)
+
+
+def test_the_readme_shows_what_the_doctor_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("$ transload doctor\n")[2].partition("  …\n")[0]
+    assert shown.count("\n") > 10
+    assert str(judge_machine(README_MACHINE)).startswith(shown.rstrip("\n"))
