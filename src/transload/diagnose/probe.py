@@ -66,6 +66,13 @@ def _silent(_: str) -> None:
     """For nobody who listens."""
 
 
+def _prepare() -> None:
+    """Import what comes next while the children are at work: the rules are a third of the time of a run."""
+    import transload.diagnose.redact
+    import transload.diagnose.rules.catalogue
+    import transload.diagnose.verdict  # noqa: F401
+
+
 class _Survey:
     def __init__(self, host: Host, say: Callable[[str], None]) -> None:
         self.host = host
@@ -84,6 +91,7 @@ class _Survey:
             runs = torch and not examined.problem
             run = self.child(torch_run.question(self.host, examined.executable), timeout) if runs else None
             machine = self.files(examined)
+            _prepare()
             self.say("waiting for the driver")
             answers = self.driver(cuda, nvml, run, machine.driver.libraries)
             ran = self.torch(run, examined.problem)
