@@ -47,6 +47,7 @@ DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "
 
 
 # The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
+ALLOWED_ROOMS = {"render": "rich", "loading": "torch"}
 ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 
 
@@ -115,7 +116,7 @@ every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_nothing_is_imported_from_outside_but_what_is_allowed_and_only_when_asked(path: Path) -> None:
     foreign = [found for found in imports_of(path) if not is_ours(found.module) and not is_stdlib(found.module)]
     module = name_of(path)
-    allowed = "rich" if room_of(module) == "render" else ALLOWED.get(module)
+    allowed = ALLOWED_ROOMS.get(room_of(module)) or ALLOWED.get(module)
     assert [found for found in foreign if not (found.module.partition(".")[0] == allowed and found.deferred)] == []
 
 
