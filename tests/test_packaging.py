@@ -26,6 +26,7 @@ FLOORS = {
     "_version": 0,
     "dtypes": 0,
     "errors": 0,
+    "frozen": 0,
     "findings": 0,
     "checkpoint": 0,
     "machine": 0,
@@ -46,8 +47,8 @@ FLOORS = {
 DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "render")}
 
 
-# The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
 ALLOWED_ROOMS = {"render": "rich", "loading": "torch"}
+# The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
 ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 
 

@@ -9,8 +9,10 @@ Text is text as the host gave it: strangers' words, escaped by whoever shows the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from typing import Any, Literal
+
+from transload.frozen import facts
 
 __all__ = [
     "Accelerator",
@@ -49,7 +51,7 @@ __all__ = [
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Unknown:
     """A fact that could not be found out, and why. False, so that only what is known counts.
 
@@ -63,7 +65,7 @@ class Unknown:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Platform:
     """The operating system and who asks."""
 
@@ -100,7 +102,7 @@ class Platform:
     """Which card ``prime-select`` chose, from its file: ``nvidia``, ``intel``, ``on-demand``, or empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Surroundings:
     """Containers, schedulers and services around the process; facts, not verdicts."""
 
@@ -131,7 +133,7 @@ class Surroundings:
     """What each of the above was concluded from, a line each."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class PciDevice:
     """One device on the PCI bus, from sysfs."""
 
@@ -155,7 +157,7 @@ class PciDevice:
         return self.kind >> 16 == 0x03
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Hardware:
     """What is built in."""
 
@@ -177,7 +179,7 @@ class Hardware:
         return bool(self.gpus or self.dxg or self.tegra)
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class ProcGpu:
     """A card as the kernel driver lists it under /proc/driver/nvidia/gpus."""
 
@@ -188,7 +190,7 @@ class ProcGpu:
     excluded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Kernel:
     """NVIDIA's kernel driver."""
 
@@ -222,7 +224,7 @@ class Kernel:
     """The directory of the MPS control pipe, where it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Node:
     """A file under /dev and what became of opening it for reading and writing."""
 
@@ -242,7 +244,7 @@ class Node:
     """It lies on a file system mounted with ``nodev``."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Nodes:
     """The device nodes of NVIDIA, and of AMD's and Intel's compute drivers."""
 
@@ -262,7 +264,7 @@ class Nodes:
 Kind = Literal["driver", "stub", "compat", "wsl", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Library:
     """A shared library the loader could take."""
 
@@ -280,7 +282,7 @@ class Library:
     """Why it cannot be loaded: ``not an ELF file``, ``for another machine (aarch64)``, ``empty`` …"""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class DriverLibraries:
     """The user's half of the driver. In each list the first whose ``via`` is not ``disk`` is what a process gets."""
 
@@ -308,7 +310,7 @@ class DriverLibraries:
 State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "crashed", "unasked"]
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Answer:
     """What became of a question asked in a child process."""
 
@@ -326,7 +328,7 @@ class Answer:
         return self.state == "answered"
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class NvmlGpu:
     """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: not told."""
 
@@ -360,7 +362,7 @@ class NvmlGpu:
     """Processes that compute on it, other than our own: ``name (pid), 3.2 GB``."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Nvml:
     """What libnvidia-ml says."""
 
@@ -379,7 +381,7 @@ class Nvml:
     """``ready``, ``not-ready`` where confidential computing is on; empty elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class CudaGpu:
     """A card as the CUDA driver gives it to this process."""
 
@@ -393,7 +395,7 @@ class CudaGpu:
     integrated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Cuda:
     """What libcuda says: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
@@ -413,7 +415,7 @@ class Cuda:
         return self.answer.answered and self.init == 0 and self.count > 0
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Experiment:
     """The same question to the CUDA driver with something changed: a fix tried before it is told."""
 
@@ -422,7 +424,7 @@ class Experiment:
     cuda: Cuda
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Toolkit:
     """A CUDA toolkit on the disk. A torch wheel brings its own libraries and needs none."""
 
@@ -434,7 +436,7 @@ class Toolkit:
     """/usr/local/cuda*"""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Python:
     """The interpreter examined, which need not be the one we run in."""
 
@@ -467,7 +469,7 @@ class Python:
     """Name → version of what matters here: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …"""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class TorchInstall:
     """One torch on the path."""
 
@@ -510,7 +512,7 @@ class TorchInstall:
         return self.known and not (self.cuda or self.hip or self.xpu)
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Torch:
     """Every torch that the examined interpreter could import. The first is the one it would."""
 
@@ -532,7 +534,7 @@ class Torch:
         return self.installs[0] if self.installs else None
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Resolved:
     """A library that torch needs, and what the loader would take for it."""
 
@@ -560,7 +562,7 @@ class Resolved:
         return bool(self.expected and self.path and self.path != self.expected)
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class TorchLibraries:
     """What torch's own binaries say."""
 
@@ -584,7 +586,7 @@ class TorchLibraries:
     ``libcusparseLt.so.0: RUNPATH has an empty element``."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Extension:
     """A package with compiled code of its own that runs on the GPU beside torch."""
 
@@ -604,7 +606,7 @@ class Extension:
     """The local part of its version: ``cu128``, ``cpu``, ``pt28cu128`` …"""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Variables:
     """Environment variables that decide something."""
 
@@ -620,7 +622,7 @@ class Variables:
         return self.values.get(name)
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Accelerator:
     """An accelerator that is no NVIDIA card."""
 
@@ -635,7 +637,7 @@ class Accelerator:
     """It is part of the processor: in most machines there, and seldom what torch is meant to run on."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Step:
     """One thing the torch child did."""
 
@@ -647,7 +649,7 @@ class Step:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class TorchRun:
     """What happened when torch was imported and used in a child process."""
 
@@ -683,7 +685,7 @@ class TorchRun:
         return step is not None and step.ok
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Driver:
     """The user's side of the driver: its files and what they answered."""
 
@@ -693,7 +695,7 @@ class Driver:
     experiments: tuple[Experiment, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Machine:
     """A host, layer by layer."""
 

@@ -101,6 +101,14 @@ def test_files_that_are_none(tmp_path: Path, data: bytes, reason: str) -> None:
     assert why_not(tmp_path, data) == reason
 
 
+def test_a_library_whose_end_is_missing(tmp_path: Path) -> None:
+    """The loader would map it, and the process die of SIGBUS. The headers of sections are no part of what is mapped."""
+    elf = elf_of(tmp_path, FULL)
+    end = max(offset + size for _, offset, size in elf.segments)
+    assert why_not(tmp_path, FULL[: end - 1]) == f"cut off after {end - 1} of {end} bytes"
+    assert elf_of(tmp_path, FULL[:end]).needed == elf.needed
+
+
 def test_what_is_no_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     if hasattr(os, "mkfifo"):
@@ -192,7 +200,7 @@ def test_gnu_hash_tables_as_a_real_linker_writes_them() -> None:
 def test_architectures(tmp_path: Path) -> None:
     first = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "90a", b"b" * 8), (PTX, 90, b"c" * 16), (LTO, 80, b"d" * 8)])
     second = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "103f", b""), (PTX, "120a", b"e")])
-    elf = elf_of(tmp_path, library(sections={".nv_fatbin": first + bytes(21) + second, "__nv_relfatbin": first}))
+    elf = elf_of(tmp_path, library(sections={".nv_fatbin": first + bytes(5) + second, "__nv_relfatbin": first}))
     found = architectures(elf)
     assert found == {"sm_75": 3, "sm_90a": 2, "sm_103f": 1, "compute_90": 2, "compute_120a": 1}
     assert list(found) == ["sm_75", "sm_90a", "sm_103f", "compute_90", "compute_120a"]

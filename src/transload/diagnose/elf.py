@@ -187,6 +187,9 @@ def _read(path: str, file: File) -> Elf:
         pair for kind, offset, _, length in kinds if kind == _DYNAMIC_SEGMENT for pair in _dynamic(file, offset, length)
     ]
     segments = tuple((address, offset, length) for kind, offset, address, length in kinds if kind == _LOAD)
+    end = max((offset + length for _, offset, length in segments), default=0)
+    if end > file.size:  # the loader maps it all the same, and the first touch of what is not there is a SIGBUS
+        raise BrokenError(f"cut off after {file.size} of {end} bytes")
     texts = _texts(file, pairs, _place(segments, dict(pairs).get(_STRINGS, -1)))
     return Elf(
         *(path, machine, bits, little),

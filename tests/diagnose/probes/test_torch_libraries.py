@@ -173,7 +173,17 @@ def test_a_package_that_was_never_installed(tmp_path: Path) -> None:
     assert (found.path, found.expected, found.package) == ("", "", "nvidia-cudnn-cu13")
 
 
-@pytest.mark.parametrize(("content", "problem"), [(b"", "empty"), (b"text", "not an ELF file")])
+CUT = lib("libcudnn.so.9", section_headers=False)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "empty"),
+        (b"text", "not an ELF file"),
+        (CUT, f"cut off after {len(CUT)} of {len(CUT) + 1} bytes"),
+    ],
+)
 def test_a_broken_library(tmp_path: Path, content: bytes, problem: str) -> None:
     found = needed(probe(tmp_path, {**wheel(), f"{CUDNN}/libcudnn.so.9": content}))["libcudnn.so.9"]
     assert (found.path, found.problem, found.shadowed) == (f"{CUDNN}/libcudnn.so.9", problem, False)
@@ -300,6 +310,15 @@ def test_a_library_of_the_system_that_is_too_old(tmp_path: Path) -> None:
         f"{SYSTEM}/libstdc++.so.6": lib("libstdc++.so.6", functions={"f@@GLIBCXX_3.4.28": returns(0)}),
     }
     assert probe(tmp_path, tree).unresolved == ("GLIBCXX_3.4.32 of libstdc++.so.6, needed by libc10.so",)
+
+
+def test_a_library_without_versions_will_do(tmp_path: Path) -> None:
+    tree = {
+        **wheel(),
+        f"{TORCH}/lib/libc10.so": lib("libc10.so", "libstdc++.so.6", undefined=["f@GLIBCXX_3.4.32@libstdc++.so.6"]),
+        f"{SYSTEM}/libstdc++.so.6": lib("libstdc++.so.6", functions={"f": returns(0)}),
+    }
+    assert probe(tmp_path, tree).unresolved == ()
 
 
 def test_two_packages_with_the_same_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -73,10 +74,10 @@ def _libraries(loader: Loader, name: str) -> Iterator[Library]:
         *loader.places(name),
         *(("disk", path) for path in _disk(loader, name)),
     ):
-        target = loader.host.target(path)
         elf = loader.examine(path)
-        if elf is None and loader.host.link(path) == "" and not loader.host.exists(path):
+        if elf is None and not (loader.host.link(path) or os.path.lexists(loader.real(path))):
             continue
+        target = loader.host.target(path)
         found = _library(loader, name, path, target, "disk" if elf is None else via)
         (unseen if found.via == "disk" else seen).setdefault(target, found)
     yield from seen.values()
@@ -147,6 +148,9 @@ def _cwd_searched(loader: Loader) -> Iterator[str]:
 
 
 def _smi(host: Host) -> str:
-    folders = (*host.environ.get("PATH", "").split(":"), *_PROGRAMS)
-    paths = (f"{folder.rstrip('/')}/nvidia-smi" for folder in folders if folder.startswith("/"))
+    folders = (*_PROGRAMS, *host.environ.get("PATH", "").split(":"))
+    searched = (
+        each for each in folders if each.startswith("/") and not each.startswith("/mnt/")
+    )  # WSL: slow, and Windows'
+    paths = (f"{folder.rstrip('/')}/nvidia-smi" for folder in searched)
     return next((path for path in paths if host.exists(path)), "")

@@ -1,0 +1,64 @@
+"""What stands in for frozen dataclasses behaves as they do."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+
+from transload.frozen import facts
+
+
+@facts(frozen=True)
+class Ours:
+    name: str
+    sizes: tuple[int, ...] = ()
+    table: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    name: str
+    sizes: tuple[int, ...] = ()
+    table: dict[str, int] = field(default_factory=dict)
+
+
+@pytest.fixture(params=[Ours, Theirs])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_fields_defaults_and_replace(kind: Any) -> None:
+    made = kind("a", table={"x": 1})
+    assert [each.name for each in fields(kind)] == ["name", "sizes", "table"]
+    assert replace(made, sizes=(2,)) == kind("a", (2,), {"x": 1})
+    assert kind("a").table is not kind("a").table
+    assert is_dataclass(kind)
+
+
+def test_nothing_can_be_changed(kind: Any) -> None:
+    made = kind("a")
+    with pytest.raises(FrozenInstanceError, match="name"):
+        made.name = "b"
+    with pytest.raises(FrozenInstanceError, match="name"):
+        del made.name
+    assert made.name == "a"
+
+
+def test_equality_is_by_value_and_class(kind: Any) -> None:
+    assert kind("a") == kind("a")
+    assert kind("a") != kind("b")
+    assert kind("a") != "a"
+    other: Any = Theirs("a")
+    assert Ours("a") != other
+
+
+def test_hash_goes_by_value_and_needs_hashable_fields(kind: Any) -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(kind("a"))
+    assert hash(kind("a", table=frozenset())) == hash(kind("a", table=frozenset()))
+
+
+def test_it_shows_itself(kind: Any) -> None:
+    assert repr(kind("a", (1,))) == f"{kind.__name__}(name='a', sizes=(1,), table={{}})"
