@@ -257,7 +257,7 @@ def _joined(name: str, entry: _Entry, found: dict[tuple[int, ...], tuple[Tensor,
     parts: list[Tensor] = []
     for at, sizes in entry.chunks:
         for part in found.get(at, ())[:1]:
-            parts.append(part)
+            parts.append(part._replace(path=(name, *at)))
             if (part.dtype, part.shape) != (entry.dtype, sizes):
                 detail = f"{part.dtype} {list(part.shape)} where .metadata says {entry.dtype} {list(sizes)}"
                 noted.add("dcp-piece-mismatch", name, detail)

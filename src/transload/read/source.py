@@ -11,6 +11,7 @@ from transload.errors import CannotReadError, UsageError
 
 __all__ = ["BytesSource", "FileSource", "ObjectSource", "Slice", "Source", "SourceLike", "open_source"]
 
+_PIECE = 1 << 20
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
 
@@ -28,6 +29,10 @@ class Source(Protocol):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
+        ...
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a writable buffer of bytes from ``offset`` on; how many there were."""
         ...
 
     def close(self) -> None:
@@ -85,6 +90,26 @@ class FileSource:
                 os.lseek(self._fd, offset, os.SEEK_SET)
                 return os.read(self._fd, count)
 
+    if hasattr(os, "preadv"):
+
+        def readinto(self, offset: int, buffer: memoryview) -> int:
+            """Fill a buffer from ``offset`` on; how many bytes there were."""
+            done, wanted = 0, max(0, min(len(buffer), self.size - offset))
+            try:
+                while done < wanted:
+                    count = os.preadv(self._fd, [buffer[done:wanted]], offset + done)
+                    if not count:
+                        break
+                    done += count
+            except OSError as error:
+                raise _cannot_read(self.name, error) from error
+            return done
+    else:  # pragma: no cover (Windows, old macOS)
+
+        def readinto(self, offset: int, buffer: memoryview) -> int:
+            """Fill a buffer from ``offset`` on; how many bytes there were."""
+            return _copied(self, offset, buffer)
+
     def close(self) -> None:
         """Close the descriptor; twice does no harm."""
         if self._fd >= 0:
@@ -107,6 +132,12 @@ class BytesSource:
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
         return bytes(self._view[max(0, offset) : max(0, offset + count)])
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        part = self._view[max(0, offset) : max(0, offset + len(buffer))]
+        buffer[: len(part)] = part
+        return len(part)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -142,6 +173,10 @@ class ObjectSource:
             except (OSError, ValueError) as error:
                 raise _cannot_read(self.name, error) from error
 
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return _copied(self, offset, buffer)
+
     def close(self) -> None:
         """Put the position back; the object stays the caller's."""
         if not self._file.closed:
@@ -161,8 +196,24 @@ class Slice:
         """Up to ``count`` bytes from ``offset`` on."""
         return self._base.read(self._offset + offset, min(count, self.size - offset))
 
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return self._base.readinto(self._offset + offset, buffer[: max(0, self.size - offset)])
+
     def close(self) -> None:
         """Nothing to give back: the base is closed by its owner."""
+
+
+def _copied(source: Source, offset: int, buffer: memoryview) -> int:
+    """``readinto`` for sources that only read, in pieces that keep the second copy small."""
+    done = 0
+    while done < len(buffer):
+        part = source.read(offset + done, min(_PIECE, len(buffer) - done))
+        if not part:
+            break
+        buffer[done : done + len(part)] = part
+        done += len(part)
+    return done
 
 
 def open_source(f: SourceLike) -> Source:

@@ -204,7 +204,7 @@ def test_an_empty_element_of_the_path_is_only_mentioned() -> None:
 def test_a_library_out_of_the_current_directory() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
     machine = variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
-    found = replace(CUDNN, path="libcudnn.so.9", via="LD_LIBRARY_PATH")
+    found = replace(CUDNN, path="/home/user/project/libcudnn.so.9", via="LD_LIBRARY_PATH")
     told("L09", with_libraries(unimportable(machine, "ImportError: boom"), found))
     assert alarms(with_libraries(machine, found)) == []
 

@@ -170,10 +170,12 @@ lines such as export LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/usr/local/cuda/lib64 wher
 def current_directory(machine: Machine) -> Seen | None:
     """A note; an error where torch fails and took a library from there."""
     reasons = tuple(reason for reason in machine.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason)
-    from_here = [lib for lib in machine.torch_libraries.needed if lib.path and not lib.path.startswith("/")]
     if not reasons or machine.platform.system != "Linux":
         return None
     value = machine.variables.get("LD_LIBRARY_PATH") or ""
+    named = {folder.rstrip("/") for folder in value.split(":")}
+    taken = [lib for lib in machine.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
+    from_here = [lib for lib in taken if lib.path.rpartition("/")[0] not in named]
     clean = ":".join(filter(None, value.split(":")))
     fix = fixes.set_variable(machine, "LD_LIBRARY_PATH", clean) if clean else fixes.unset(machine, "LD_LIBRARY_PATH")
     broken = bool(from_here) and not imported(machine)
