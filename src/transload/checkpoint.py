@@ -87,9 +87,9 @@ class Tensor(NamedTuple):
     ``state_dict()`` would use. ``offset`` counts elements into the storage, as ``Tensor.storage_offset()`` does.
     ``kind`` says how it is made: ``strided`` for the ordinary one, else ``quantized``, ``sparse_coo``, ``sparse_csr``
     …, ``nested``, ``meta``, ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), ``sharded`` (in
-    pieces, over several files: the path of a part ends in the position of its first element); those made of other tensors carry them as ``parts`` and have no storage of their own.
-    ``cls`` is the class where it is not plain ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers
-    still have to be conjugated or negated.
+    pieces, over several files: the path of a part ends in the position of its first element); those made of other
+    tensors carry them as ``parts`` and have no storage of their own. ``cls`` is the class where it is not plain
+    ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers still have to be conjugated or negated.
     """
 
     path: tuple[Key, ...]
