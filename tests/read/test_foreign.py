@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from transload.read.foreign import Foreign, identify, identify_zip, mangled
 from transload.read.foreign.kinds import HEAD, LEGACY_MAGIC, SCAN
-from transload.read.source import BytesSource, Source
+from transload.read.source import BytesSource, Source, copied
 
 RECORD = struct.Struct("<4sHHHHHIIIHH")
 
@@ -345,6 +345,9 @@ class Counting:
             if offset < len(self.head)
             else self.filler * count
         )
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        return copied(self, offset, buffer)
 
     def close(self) -> None:
         """Nothing to close."""

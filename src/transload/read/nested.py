@@ -8,7 +8,7 @@ from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.nodes import Pickle
-from transload.read.source import BytesSource, Source
+from transload.read.source import BytesSource, Source, copied
 from transload.read.torch_zip import Archive, pickle_problems, read_pickle, read_torch_zip
 from transload.read.zip_index import read_index, starts_like_zip
 
@@ -55,6 +55,10 @@ class RecordSource:
             return b""
         part = Record(self._record.name, self._record.offset + offset, count, count)
         return self._archive.read(part, count).data
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return copied(self, offset, buffer)
 
     def close(self) -> None:
         """Nothing to give back: the archive is closed by its owner."""

@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, UsageError
 
-__all__ = ["BytesSource", "FileSource", "ObjectSource", "Slice", "Source", "SourceLike", "open_source"]
+__all__ = ["BytesSource", "FileSource", "ObjectSource", "Slice", "Source", "SourceLike", "copied", "open_source"]
 
 _PIECE = 1 << 20
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
@@ -108,7 +108,7 @@ class FileSource:
 
         def readinto(self, offset: int, buffer: memoryview) -> int:
             """Fill a buffer from ``offset`` on; how many bytes there were."""
-            return _copied(self, offset, buffer)
+            return copied(self, offset, buffer)
 
     def close(self) -> None:
         """Close the descriptor; twice does no harm."""
@@ -175,7 +175,7 @@ class ObjectSource:
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
-        return _copied(self, offset, buffer)
+        return copied(self, offset, buffer)
 
     def close(self) -> None:
         """Put the position back; the object stays the caller's."""
@@ -204,7 +204,7 @@ class Slice:
         """Nothing to give back: the base is closed by its owner."""
 
 
-def _copied(source: Source, offset: int, buffer: memoryview) -> int:
+def copied(source: Source, offset: int, buffer: memoryview) -> int:
     """``readinto`` for sources that only read, in pieces that keep the second copy small."""
     done = 0
     while done < len(buffer):
