@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 CUDA_VENV := .venv-cuda
+MATRIX := 2.1 2.6 2.15
+MATRIX_TESTS := tests/loading tests/place tests/read/test_fixtures.py
 REQUIREMENTS := requirements/test.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
@@ -21,17 +23,19 @@ BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cuda-build suite-with-cuda bench format zipapp clean
+.PHONY: help demo test test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench format zipapp clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
 		printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 # The doctor exits with 1 where something is broken; it has said what, and that is the demo.
-demo: $(DEMO_STAMP) ## Install transload into .venv, examine this machine, and read a checkpoint saved on a GPU
+demo: $(DEMO_STAMP) ## Install transload into .venv, examine this machine, read and land a checkpoint saved on a GPU
 	$(BIN)/transload doctor --python '$(PYTHON)' || [ $$? -eq 1 ]
 	@echo
 	$(BIN)/transload inspect examples/model_cuda0.pt
+	@echo
+	$(BIN)/python examples/load.py
 
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
@@ -47,6 +51,23 @@ suite-with-cuda: $(TEST_STAMP)
 		torch.__version__ + ", which is not built with CUDA; its settings choose where torch comes from")'
 	$(BIN)/pytest -q -n $(JOBS)
 
+# Each torch runs on Pythons it has wheels for; the first of them that is here is taken, also where pyenv keeps it.
+PYTHONS_2.1 := 3.10 3.11
+PYTHONS_2.6 := 3.12 3.11 3.13 3.10
+PYTHONS_2.15 := 3.13 3.12 3.11 3.10
+found = $(shell for python in $(foreach v,$(1),python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python)); do \
+	$$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+
+test-matrix: $(MATRIX:%=matrix-%) ## Run the tests of loading with the oldest, a middle and the newest torch: 16 GB, in .venv-matrix-*
+
+matrix-%:
+	@$(if $(call found,$(PYTHONS_$*)),,echo "make: torch $* needs one of Python $(PYTHONS_$*), and none is here" >&2; exit 1)
+	$(MAKE) suite-of-matrix PYTHON='$(call found,$(PYTHONS_$*))' VENV=.venv-matrix-$* REQUIREMENTS=requirements/matrix-$*.txt
+
+suite-of-matrix: $(TEST_STAMP)
+	@$(BIN)/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
+	$(BIN)/pytest -q -n $(JOBS) $(MATRIX_TESTS)
+
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools
 	$(BIN)/python bench/inspect.py
 
@@ -58,7 +79,7 @@ zipapp: ## Write dist/transload.pyz: one file, runs anywhere without an installa
 	$(PYTHON) scripts/build_zipapp.py dist/transload.pyz
 
 clean: ## Remove everything made here
-	rm -rf $(VENV) $(CUDA_VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) $(MATRIX:%=.venv-matrix-%) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The demo shows the package as a user installs it, the tests use the sources in place: one replaces the other.

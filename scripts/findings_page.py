@@ -15,8 +15,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "findings.md"
 HEAD = """\
 # Findings
 
-Every finding of `transload inspect` has a code, stable between releases. In the JSON it is `findings[].code`, and
-`doc` leads here. This page is written by `scripts/findings_page.py` from the same tables the program uses.
+Every finding of `transload inspect` and `transload check` has a code, stable between releases. In the JSON it is
+`findings[].code`, and `doc` leads here. This page is written by `scripts/findings_page.py` from the same tables the
+program uses.
 
 What the two verdicts mean is in [safety.md](safety.md). A finding without an effect is a remark.
 """
@@ -30,6 +31,14 @@ JUDGED: dict[str, Rule] = {
     "needs-trust": Rule("torch.load refuses names in it unless you allow them", "warning", "needs-trust"),
     "rare-opcodes": Rule("torch.load refuses it: weights_only=True does not know its pickle protocol", "warning"),
     "device-objects": Rule("it holds torch.device values, which map_location does not move", "note"),
+    # Of `transload check`: what stands in the way on one machine.
+    "cuda-only-package": Rule("it needs a package that runs on NVIDIA GPUs only, and there is none here", "warning"),
+    "is-a-program": Rule("it is a program, or one piece of a whole, and not loaded as an object", "error"),
+    "missing-package": Rule("it needs a package that is not installed", "error"),
+    "no-such-device": Rule("it was asked onto a device that is not here", "error"),
+    "no-torch": Rule("there is no torch here to load it with", "error"),
+    "other-architecture": Rule("it holds compiled code that this machine does not run", "error"),
+    "too-little-memory": Rule("it does not fit where it would land", "error"),
 }
 
 # What a title cannot hold.
@@ -49,6 +58,23 @@ WHY: dict[str, str] = {
     ),
     "device-objects": (
         "A `torch.device` in the arguments or the configuration stays what it was: only storages are moved."
+    ),
+    "cuda-only-package": (
+        "flash-attn, bitsandbytes, apex and others are built for CUDA, and importing them fails or helps nothing "
+        "without. The weights themselves need none of them."
+    ),
+    "missing-package": (
+        "A pickled object is only a reference to its class: the class must be importable under the same name, from the"
+        " same package. Where the package is a well-known one the fix installs it; for any other name it is the code "
+        "of a project, and a package that happens to have its name on PyPI may be a trap."
+    ),
+    "other-architecture": (
+        "Tensors carry no CUDA version and load under any. Machine code does depend on the GPU it was compiled for, and"
+        " PTX on a driver that can compile it."
+    ),
+    "too-little-memory": (
+        "The bytes that would land on a device are compared with what is free of it, before any of them is read. The "
+        "evidence says by how much it is too little, and the fix what would fit."
     ),
     "crc-mismatch": (
         "torch never compares checksums (it is built without), so such a file loads with wrong numbers, or with a"

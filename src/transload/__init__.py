@@ -2,6 +2,7 @@
 
 >>> import transload
 >>> transload.inspect("model.pt")  # doctest: +SKIP
+>>> transload.load("model.pt")  # doctest: +SKIP
 >>> print(transload.doctor())  # doctest: +SKIP
 
 Importing this package costs next to nothing: each name is resolved when it is first used.
@@ -11,42 +12,92 @@ Importing this package costs next to nothing: each name is resolved when it is f
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from transload._version import __version__
+    from transload.checking import Check, check
+    from transload.checking.compatibility import Compatibility, is_cuda_compatible
     from transload.checkpoint import Checkpoint, Storage, Tensor
     from transload.diagnose import doctor
     from transload.diagnose.verdict import Diagnosis
     from transload.errors import CannotReadError, TransloadError, UsageError
     from transload.findings import Finding
+    from transload.loading import load
+    from transload.loading.errors import (
+        BrokenFileError,
+        DoesNotFitError,
+        LandingWarning,
+        LoadError,
+        NoDeviceError,
+        NotACheckpointError,
+        NoTorchError,
+        UnsafeError,
+    )
     from transload.machine import Machine
+    from transload.opening import open  # noqa: A004 - transload.open, beside transload.load
+    from transload.opening.into import MismatchError, load_into
+    from transload.place import Plan
     from transload.read import inspect
 
 __all__ = [
+    "BrokenFileError",
     "CannotReadError",
+    "Check",
     "Checkpoint",
+    "Compatibility",
     "Diagnosis",
+    "DoesNotFitError",
     "Finding",
+    "LandingWarning",
+    "LoadError",
     "Machine",
+    "MismatchError",
+    "NoDeviceError",
+    "NoTorchError",
+    "NotACheckpointError",
+    "Plan",
     "Storage",
     "Tensor",
     "TransloadError",
+    "UnsafeError",
     "UsageError",
     "__version__",
+    "check",
     "doctor",
     "inspect",
+    "is_cuda_compatible",
+    "load",
+    "load_into",
+    "open",
 ]
 
 _HOMES = {
+    "BrokenFileError": "transload.loading.errors",
     "CannotReadError": "transload.errors",
+    "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
+    "Compatibility": "transload.checking.compatibility",
     "Diagnosis": "transload.diagnose.verdict",
+    "DoesNotFitError": "transload.loading.errors",
     "Finding": "transload.findings",
+    "LandingWarning": "transload.loading.errors",
+    "LoadError": "transload.loading.errors",
     "Machine": "transload.machine",
+    "MismatchError": "transload.opening.into",
+    "NoDeviceError": "transload.loading.errors",
+    "NoTorchError": "transload.loading.errors",
+    "NotACheckpointError": "transload.loading.errors",
+    "Plan": "transload.place",
     "Storage": "transload.checkpoint",
     "Tensor": "transload.checkpoint",
     "TransloadError": "transload.errors",
+    "UnsafeError": "transload.loading.errors",
     "UsageError": "transload.errors",
     "__version__": "transload._version",
+    "check": "transload.checking",
     "doctor": "transload.diagnose",
     "inspect": "transload.read",
+    "is_cuda_compatible": "transload.checking.compatibility",
+    "load": "transload.loading",
+    "load_into": "transload.opening.into",
+    "open": "transload.opening",
 }
 
 if not TYPE_CHECKING:  # a type checker shall see the imports above, and call anything else a mistake

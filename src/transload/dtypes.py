@@ -20,6 +20,7 @@ ITEMSIZE: dict[str, int] = {
     "uint32": 4,
     "uint64": 8,
     "bool": 1,
+    "bcomplex32": 4,
     "complex32": 4,
     "complex64": 8,
     "complex128": 16,

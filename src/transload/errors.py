@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["CannotReadError", "TransloadError", "UsageError"]
 
 
@@ -17,10 +19,20 @@ class TransloadError(Exception):
         self.where = where
         self.fix = fix
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes by pickle, which would give all of ``args`` to ``__init__`` by position."""
+        return _again, (type(self), self.what, self.where, self.fix), dict(vars(self))
+
     def __str__(self) -> str:
         """All three parts, on as many lines."""
         head = f"{self.where}: {self.what}" if self.where else self.what
         return f"{head}\n{self.fix}" if self.fix else head
+
+
+def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> TransloadError:
+    made = kind.__new__(kind)
+    TransloadError.__init__(made, what, where=where, fix=fix)
+    return made
 
 
 class CannotReadError(TransloadError, OSError):
@@ -29,6 +41,13 @@ class CannotReadError(TransloadError, OSError):
     def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
         self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_again, (type(self), self.what, self.where, self.fix, self.errno)
+
+
+def _read_again(kind: type[CannotReadError], what: str, where: str, fix: str, errno: int | None) -> CannotReadError:
+    return kind(what, where=where, fix=fix, errno=errno)
 
 
 class UsageError(TransloadError, ValueError):

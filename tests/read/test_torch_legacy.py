@@ -201,3 +201,10 @@ def test_bytes_that_python_2_wrote_as_text_want_another_encoding() -> None:
     with pytest.raises(UnicodeDecodeError):
         torch.load(io.BytesIO(data))
     assert torch.load(io.BytesIO(data), encoding="latin1") == {"ab\xff": 1}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_the_magic_number_in_any_protocol_is_torchs_own(protocol: int) -> None:
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, file, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    assert inspect(file.getvalue()).ok

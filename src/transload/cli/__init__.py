@@ -1,6 +1,7 @@
 """The command line: a static table of commands, of which only the one that is named gets imported."""
 
 COMMANDS: dict[str, str] = {
+    "check": "whether a checkpoint loads here, where it lands, and what torch.load would say",
     "doctor": "why PyTorch does not see the GPU: the cause, the evidence, and the fix",
     "inspect": "what is in a checkpoint, who wrote it, and whether it is safe and whole",
 }

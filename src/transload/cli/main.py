@@ -22,7 +22,7 @@ _EXAMPLES = """\
 examples:
   transload doctor                        why torch does not see the GPU, and the fix
   transload inspect model.pt              what is in it, and is it safe to load
-  transload inspect *.pt --json           everything, for programs
+  transload check model.pt                will it load here, and where would it land
 """
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it

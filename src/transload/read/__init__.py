@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transload.read.torch_zip import Archive
     from transload.read.zip_index import ZipIndex
 
-__all__ = ["FORMATS", "inspect", "read"]
+__all__ = ["FORMATS", "inspect", "no_collecting", "read"]
 
 FORMATS: dict[str, str] = {
     "torch-zip": "torch.save zip archive",
@@ -52,12 +52,12 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     """
     from transload.judge import judge
 
-    with _no_collecting():
+    with no_collecting():
         return judge(read(f, verify=verify))
 
 
 @contextmanager
-def _no_collecting() -> Iterator[None]:
+def no_collecting() -> Iterator[None]:
     """Hold the garbage collector off while a graph is built.
 
     The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting

@@ -23,6 +23,13 @@ __all__ = ["MAGIC", "MAX_DOUBT", "claimed", "looks_like_legacy", "read_legacy", 
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+# As torch.save writes it when it is given protocol 3, 4 or 5.
+_OTHER_MAGIC = (
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
+)
+_MAX_MAGIC_PICKLE = 32
 MAX_DOUBT = 1 << 24
 """Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
 
@@ -43,7 +50,8 @@ def looks_like_legacy(source: Source) -> bool:
 def read_legacy(source: Source) -> Checkpoint:
     """Read all five pickles and find every storage by adding up sizes."""
     problems: list[Problem] = []
-    if not _MAGIC_PICKLE.startswith(source.read(0, len(_MAGIC_PICKLE))):
+    head = source.read(0, _MAX_MAGIC_PICKLE)
+    if not _MAGIC_PICKLE.startswith(head[: len(_MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
         problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
     pickles, position = _run_stages(source, problems)
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])

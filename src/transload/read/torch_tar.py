@@ -120,7 +120,7 @@ def read_tar(source: Source) -> Checkpoint | None:
     found = {member.name.removeprefix("./"): member for member in listed}
     if not {"pickle", "tensors", "storages"} <= found.keys():
         return None
-    reader = _Reader(source, found, [*problems, *_check_members(listed, source)])
+    reader = Reader(source, found, [*problems, *_check_members(listed, source)])
     reader.read_storages()
     reader.read_tensors()
     main = reader.read_main()
@@ -162,7 +162,7 @@ def _check_members(listed: list[Member], source: Source) -> list[Problem]:
     return out
 
 
-class _Reader:
+class Reader:
     """Goes through ``storages`` and ``tensors``, pickles and raw numbers in turn, until it breaks, with a problem."""
 
     def __init__(self, source: Source, found: dict[str, Member], problems: list[Problem]) -> None:

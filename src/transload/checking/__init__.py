@@ -1,0 +1,171 @@
+"""``transload.check``: will a file load here, where would it land, and what stands in the way. Nothing is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from transload.findings import Finding
+from transload.place import AUTO, place
+
+if TYPE_CHECKING:
+    from transload.checking.compatibility import Compatibility
+    from transload.checking.packages import Package
+    from transload.checking.torch_says import Said
+    from transload.checkpoint import Checkpoint
+    from transload.diagnose.verdict import Diagnosis
+    from transload.machine import Machine
+    from transload.place import Devices, Plan
+
+__all__ = ["Check", "check", "checked"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What would come of ``transload.load(path, map_location=device)`` on a machine.
+
+    ``ok`` is whether it would load and fit; where not, ``refusal`` says why in a sentence. ``plan`` is where everything
+    lands. ``torch`` is what plain ``torch.load(path)`` would say instead, word for word where ``torch.exact``.
+    ``packages`` are those the names in the file live in, ``cuda`` whether it depends on CUDA at all. ``findings`` are
+    what is to be said of it here, errors first.
+    """
+
+    checkpoint: Checkpoint
+    diagnosis: Diagnosis
+    devices: Devices
+    wish: Any
+    plan: Plan
+    torch: Said
+    packages: tuple[Package, ...]
+    cuda: Compatibility
+    refusal: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it would load as asked."""
+        return not self.refusal
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, schema 1."""
+        return {
+            "schema": 1,
+            "path": self.checkpoint.path,
+            "ok": self.ok,
+            "refusal": self.refusal,
+            "format": self.checkpoint.format,
+            "safety": self.checkpoint.safety,
+            "integrity": self.checkpoint.integrity,
+            "map_location": None if self.wish is None else str(self.wish),
+            "devices": [
+                {"name": device.name, "free": device.free, "total": device.total, "label": device.label}
+                for device in self.devices.available
+            ],
+            "current": self.devices.current,
+            "rank": self.devices.rank,
+            "absent": self.devices.absent,
+            "plan": self.plan.to_dict(),
+            "torch": self.torch.to_dict(),
+            "packages": [package.to_dict() for package in self.packages],
+            "cuda": self.cuda.to_dict(),
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        """The report as ``transload check`` prints it, without colour."""
+        from transload.render.check import as_text
+
+        return as_text(self)
+
+
+def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:
+    """Whether and where a checkpoint would load here, or on another machine that was examined.
+
+    ``device`` is what ``load`` takes as ``map_location``. torch is not imported and need not be there: the devices are
+    those that the doctor's probes find.
+
+    >>> transload.check("model.pt").plan.device_of("cuda:0")  # doctest: +SKIP
+    'cpu'
+    """
+    from transload.diagnose import judge_machine
+    from transload.read import inspect
+
+    checkpoint = inspect(path)
+    here = machine is None
+    if machine is None:
+        from transload.diagnose.probe import probe
+
+        machine = probe(torch=False)
+    environ = dict(os.environ) if here else machine.variables.values
+    return checked(checkpoint, judge_machine(machine), device, environ, cwd=os.curdir if here else "")
+
+
+def checked(
+    checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
+) -> Check:
+    """The same of what was read and examined already. ``cwd`` is where programs are run from."""
+    from transload.checking.compatibility import compatibility
+    from transload.checking.installed import installed
+    from transload.checking.packages import packages
+    from transload.checking.torch_says import torch_says
+    from transload.place import devices_of
+
+    devices = devices_of(diagnosis, environ)
+    plan = place(checkpoint, devices, wish)
+    needed = packages(checkpoint, diagnosis.machine, cwd=cwd)
+    absent = {package.missing for package in needed if package.missing}
+    said = torch_says(checkpoint, installed(diagnosis, devices, environ, absent))
+    cuda = compatibility(checkpoint, diagnosis.machine)
+    made = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
+    found = tuple(_findings(made))
+    refusal = _refusal(checkpoint, found)
+    order = sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+    return replace(made, refusal=refusal, findings=tuple(order))
+
+
+# -- what load itself would refuse, in its order
+
+
+def _refusal(checkpoint: Checkpoint, found: tuple[Finding, ...]) -> str:
+    """Why ``load`` would raise: for what the file is, for what it asks, for what the machine lacks."""
+    from transload.loading.errors import LoadError
+    from transload.loading.refusal import refuse_broken
+
+    try:
+        refuse_broken(checkpoint)
+    except LoadError as error:
+        return error.what.partition("\n")[0]
+    titles = {finding.code: finding.title for finding in found}
+    if "needs-trust" in titles:
+        titles["needs-trust"] = "it asks for names that nobody has allowed"
+    order = ("is-a-program", "no-torch"), ("needs-trust", "no-such-device", "too-little-memory")
+    before, after = ([titles[code] for code in codes if code in titles] for codes in order)
+    return next(iter((*before, *_alarms(checkpoint), *after)), "")
+
+
+def _alarms(checkpoint: Checkpoint) -> Iterator[str]:
+    """What nobody can allow."""
+    from transload.judge.problems import RULES
+
+    for finding in checkpoint.findings:
+        rule = RULES.get(finding.code)
+        if finding.code in ("dangerous-globals", "dangerous-use") or (rule and rule.safety == "dangerous"):
+            yield finding.title
+
+
+# -- findings
+
+
+def _findings(made: Check) -> Iterator[Finding]:
+    from transload.checking import advice
+
+    yield from advice.of_program(made.checkpoint)
+    yield from advice.of_torch(made.diagnosis)
+    yield from advice.of_plan(made.plan)
+    yield from advice.of_file(made.checkpoint, made.devices)
+    if made.checkpoint.safety != "dangerous":  # nobody shall install anything for that
+        yield from advice.of_packages(made.packages, made.diagnosis.machine, made.devices)
+    yield from advice.of_quantized(made.checkpoint, made.devices)
+    yield from advice.of_compiled(made.checkpoint, made.cuda)

@@ -1,0 +1,186 @@
+"""Whether a file depends on CUDA at all, and if so, whether the CUDA of this machine will do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transload.checking.raw import raw_bytes
+from transload.diagnose.tables import cuda_text, parse_version, runs_on
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint, Part
+    from transload.machine import Machine
+
+__all__ = ["Compatibility", "compatibility", "is_cuda_compatible"]
+
+_TENSORS = "tensors carry no CUDA version: they load under any, and without CUDA"
+_PTX_HEAD = 4096
+_PTX_VERSION = re.compile(rb"^\.version\s+(\d{1,2})\.(\d{1,2})", re.MULTILINE)
+# PTX ISA → the first CUDA whose driver compiles it: the release history in NVIDIA's PTX ISA manual. From 7.0 on the
+# number has followed that of CUDA, except for these.
+_PTX_CUDA = {(8, 6): (12, 7), (8, 7): (12, 8), (8, 8): (12, 9)}
+_PTX_MAJOR = {7: 11, 8: 12, 9: 13}
+_PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """An answer with its reason; true where the file can be used here as far as CUDA is concerned.
+
+    ``origin`` are the versions that the file records of where it was made; hardly any file records one.
+    """
+
+    compatible: bool
+    reason: str
+    evidence: tuple[str, ...] = ()
+    origin: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.compatible
+
+    def __str__(self) -> str:
+        """The reason, then what shows it."""
+        return "\n  ".join((f"{'yes' if self.compatible else 'no'}: {self.reason}", *self.evidence))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "compatible": self.compatible,
+            "reason": self.reason,
+            "evidence": list(self.evidence),
+            "origin": dict(self.origin),
+        }
+
+
+def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None = None) -> Compatibility:
+    """Whether a checkpoint is compatible with the CUDA of this machine, or of another one that was examined.
+
+    Tensors carry no CUDA version. Only compiled parts depend on one: kernels of an AOTInductor package run on GPUs of
+    their architecture alone, and PTX needs a driver that can compile it.
+
+    >>> transload.is_cuda_compatible("model.pt").reason  # doctest: +SKIP
+    'tensors carry no CUDA version: they load under any, and without CUDA'
+    """
+    from transload.read import inspect
+
+    if machine is None:
+        from transload.diagnose.probe import probe
+
+        machine = probe(torch=False)
+    return compatibility(inspect(path), machine)
+
+
+def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
+    """The same of what was read and examined already."""
+    origin = checkpoint.written_by.recorded
+    told = tuple(_compared(dict(origin), machine))
+    pieces = [piece for part in checkpoint.parts for piece in _pieces(checkpoint, part)]
+    if not pieces:
+        return Compatibility(True, _TENSORS if checkpoint.tensors else "there is no code for a GPU in it", told, origin)
+    against = _unfit(checkpoint, machine) or _driver(dict(origin), machine)
+    driver = machine.driver.cuda.version
+    fits = {
+        name: [piece for piece in pieces if not piece.runs(card, driver)] for name, card in machine.capabilities.items()
+    }
+    evidence = (*_listed(pieces), *(_on_card(name, machine, lost) for name, lost in fits.items()), *told)
+    if against or not fits or not machine.driver.cuda.works:
+        why = against or "there is no NVIDIA GPU here that works"
+        return Compatibility(False, f"it holds compiled code for {_targets(pieces)}, and {why}", evidence, origin)
+    able = [name for name, lost in fits.items() if not lost]
+    reason = f"it holds compiled code for {_targets(pieces)}, which {'runs on' if able else 'does not run on'}"
+    return Compatibility(bool(able), f"{reason} {' or '.join(able or fits)}", evidence, origin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A kernel, or all that a library holds: it runs on a card if one of its codes does."""
+
+    name: str
+    codes: tuple[str, ...]
+    cuda: int = 0
+    """The CUDA its PTX needs of the driver, numbered as drivers do: ``12080``."""
+
+    def runs(self, card: tuple[int, int], driver: int) -> bool:
+        able = not driver or self.cuda <= driver
+        return able and any(runs_on(code, card) for code in self.codes)
+
+
+def _pieces(checkpoint: Checkpoint, part: Part) -> Iterator[_Piece]:
+    facts = dict(part.facts)
+    if part.kind == "PTX":
+        target = facts.get("target", "").replace("sm_", "compute_")
+        yield _Piece(part.name, (target,), _ptx_cuda(checkpoint, part.name))
+    elif part.kind in ("cubin", "AMD GPU code", "Intel GPU code", "GPU code for several architectures"):
+        yield _Piece(part.name, (facts.get("target", part.kind),))
+    elif "GPU code inside" in facts:
+        yield _Piece(part.name, tuple(facts["GPU code inside"].split(", ")))
+
+
+def _ptx_cuda(checkpoint: Checkpoint, name: str) -> int:
+    """The CUDA that PTX was written for; 0 where it does not say."""
+    record = next((record for record in checkpoint.records if record.name == name), None)
+    if record is None or record.offset is None or record.method:
+        return 0
+    found = _PTX_VERSION.search(raw_bytes(checkpoint.path, record.offset, min(record.stored, _PTX_HEAD)))
+    if found is None:
+        return 0
+    written = int(found[1]), int(found[2])
+    major, minor = _PTX_CUDA.get(written, (_PTX_MAJOR.get(written[0], 0), written[1]))
+    return major * 1000 + minor * 10
+
+
+def _targets(pieces: list[_Piece]) -> str:
+    return ", ".join(sorted({code for piece in pieces for code in piece.codes})[:8])
+
+
+def _listed(pieces: list[_Piece]) -> Iterator[str]:
+    for codes in dict.fromkeys(piece.codes for piece in pieces):
+        same = [piece for piece in pieces if piece.codes == codes]
+        yield f"{', '.join(codes)}: {same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}"
+
+
+def _on_card(name: str, machine: Machine, lost: list[_Piece]) -> str:
+    card = ".".join(map(str, machine.capabilities[name]))
+    return f"{name}, compute capability {card}: {'runs' if not lost else f'does not run {lost[0].name}'}"
+
+
+def _unfit(checkpoint: Checkpoint, machine: Machine) -> str:
+    """Why the rest of a package does not run here: its library is for another processor."""
+    here = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
+    made = {dict(part.facts).get("machine", here) for part in checkpoint.parts if part.kind == "library"}
+    other = sorted(made - {here})
+    return f"its library is for {other[0]} processors, not {here}" if other else ""
+
+
+def _driver(origin: dict[str, str], machine: Machine) -> str:
+    """Why the driver does not run what the recorded torch has compiled: its CUDA is of an earlier generation."""
+    cuda, here = _cuda_of(origin), machine.driver.cuda.version
+    if not cuda or not here or parse_version(cuda)[0] <= here // 1000:
+        return ""
+    return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(here)}"
+
+
+def _cuda_of(origin: dict[str, str]) -> str:
+    """The CUDA version a file records, or that of the torch build it records."""
+    build = re.search(r"\+cu(\d{2})(\d)", origin.get("torch", ""))
+    said = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
+    return said[0] if said else f"{build[1]}.{build[2]}" if build else ""
+
+
+def _compared(origin: dict[str, str], machine: Machine) -> Iterator[str]:
+    """What the file records of its origin, beside what is here."""
+    torch = machine.torch.first
+    here = {
+        "torch": torch.version if torch else "",
+        "cuda": torch.cuda if torch else "",
+        "driver": machine.driver.nvml.driver or machine.kernel.version,
+        "gpu": ", ".join(dict.fromkeys(gpu.name for gpu in machine.driver.cuda.gpus)),
+    }
+    for name, value in origin.items():
+        yield f"made with {name} {value}{f'; here {here[name]}' if here.get(name) else ''}"
+    if not origin:
+        yield "no origin is recorded in the file"

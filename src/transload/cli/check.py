@@ -1,0 +1,50 @@
+"""``transload check FILE``: will it load here, where would it land, what is missing. Nothing of it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transload.cli.output import show, write
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  transload check model.pt                 will it load, and what would torch.load say
+  transload check model.pt --device cuda:1
+  transload check model.pt --device none   each tensor where it was saved
+  transload check model.pt --json | jq .plan
+
+exit codes:
+  0  it loads as asked
+  1  it does not
+  2  the command could not do its job
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``check``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("path", metavar="FILE", help="a checkpoint file, or the directory of one")
+    parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+
+
+def run(arguments: Namespace) -> int:
+    """Check one file, say what would come of it, return the exit code."""
+    from transload.checking import check
+
+    result = check(arguments.path, None if arguments.device == "none" else arguments.device)
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([result.to_dict()], several=False))
+    else:
+        from transload.render.check import report
+
+        show(report(result), arguments.color)
+    return int(not result.ok)

@@ -1,0 +1,133 @@
+"""``transload.load``: any checkpoint onto what this machine has, with the result that ``torch.load`` would give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transload.errors import CannotReadError
+from transload.loading.arguments import Progressing, check_arguments, check_mmap, is_weights_only
+from transload.loading.arrival import Arrival, wanted_devices
+from transload.loading.errors import (
+    DoesNotFitError,
+    FileWarning,
+    LandingWarning,
+    NoDeviceError,
+    NoTorchError,
+    os_error,
+)
+from transload.loading.files import Files
+from transload.loading.progress import telling
+from transload.loading.storages import How
+from transload.loading.task import Task
+from transload.read import no_collecting
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.place import Plan
+    from transload.read.source import SourceLike
+
+__all__ = ["load"]
+
+
+def load(  # noqa: PLR0913 - torch.load's signature, and three more
+    f: SourceLike,
+    map_location: Any = "auto",
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = True,
+    mmap: bool | None = None,
+    verify: bool = False,
+    progress: Progressing = None,
+    **pickle_load_args: Any,
+) -> Any:
+    """What a checkpoint holds, loaded onto the devices of this machine: ``torch.load`` for every format and any file.
+
+    ``f`` is a path (of a file, a directory or the index of shards), a binary file object, or bytes. ``map_location``
+    is what it is to ``torch.load``; or ``"auto"``: each tensor goes to the device it was saved on if that is here,
+    else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved.
+
+    With ``weights_only`` nothing in the file is run: it is read into a tree, and the tree is built into tensors and
+    plain objects through a fixed table. Other names are refused, all of them at once, unless the program has allowed
+    them with ``torch.serialization.add_safe_globals``. ``weights_only=False`` gives the file to ``pickle``: only for
+    files of people you trust. ``None`` is ``True`` unless a ``pickle_module`` is given, as in torch.
+
+    ``mmap`` maps the file instead of reading it where its bytes lie as they will lie in memory. ``verify`` compares
+    every checksum there is while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal,
+    or a function that gets the bytes done and the bytes in all. ``encoding`` is for texts that Python 2 wrote.
+
+    Errors are of our own classes, and of those torch users catch already: ``RuntimeError``, ``pickle.UnpicklingError``,
+    ``OSError``.
+
+    >>> import transload
+    >>> transload.load("model.pt")                        # doctest: +SKIP
+    """
+    trusted = not is_weights_only(weights_only, pickle_module)
+    check_arguments(pickle_load_args, pickle_module, trusted=trusted)
+    mapped = check_mmap(f, mmap)
+    with no_collecting(), _open(f) as files:
+        _refuse(files.checkpoint, trusted=trusted)
+        plan = _placed(files.checkpoint, map_location, mapped=mapped)
+        how = How(verify, mapped, telling(progress, files.checkpoint.tensor_nbytes))
+        task = Task(files, Arrival(plan, map_location, files.checkpoint.path), how)
+        if trusted:
+            made = task.trust(pickle_module, pickle_load_args)
+        else:
+            made = task.build(pickle_load_args.get("encoding", "utf-8"))
+        files.stay_behind()
+    _warn(files.checkpoint, plan)
+    return made
+
+
+def _open(f: SourceLike) -> Files:
+    try:
+        return Files(f)
+    except CannotReadError as error:
+        raise os_error(error) from error.__cause__
+
+
+def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
+    """Raise if the file is not to be loaded: in this order, so that what is no checkpoint is never called unsafe."""
+    from transload.loading.allowed import Allowed
+    from transload.loading.refusal import refuse_broken, refuse_program, refuse_unsafe
+
+    refuse_broken(checkpoint)
+    refuse_program(checkpoint, trusted=trusted)
+    try:
+        import torch  # noqa: F401 - from here on it is needed
+    except ImportError as error:
+        what = f"torch cannot be imported: {error}"
+        raise NoTorchError(what, where=checkpoint.path, fix="`transload doctor` says why.") from error
+    if not trusted:
+        refuse_unsafe(checkpoint, Allowed())
+
+
+def _placed(checkpoint: Checkpoint, wish: Any, *, mapped: bool) -> Plan:
+    """The plan, if it can be carried out."""
+    from transload.loading.here import devices_here
+    from transload.place import place
+
+    tags = [use.device for use in checkpoint.devices]
+    plan = place(checkpoint, devices_here(wanted_devices(tags, wish), checkpoint.tensor_nbytes), wish)
+    if plan.refused:
+        raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
+    short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
+    if short:
+        what = "; ".join(
+            f"{each.device} has {each.free / 1e9:.2f} GB free, and {each.needed / 1e9:.2f} GB would go there"
+            for each in short
+        )
+        fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
+        raise DoesNotFitError(what, where=checkpoint.path, fix=fix)
+    return plan
+
+
+def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
+    import warnings
+
+    from transload.loading.refusal import worth_a_warning
+
+    if plan.warning:
+        warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)
+    wrong = worth_a_warning(checkpoint)
+    if wrong:
+        warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=3)

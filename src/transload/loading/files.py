@@ -1,0 +1,227 @@
+"""The file or files behind a checkpoint, open for as long as it is loaded: what was judged is what is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+from transload.errors import UsageError
+from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+
+__all__ = ["Files", "Piece", "fill"]
+
+_AT_ONCE = 64 << 20  # between two parts of this size progress is told, and a signal is seen
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A checkpoint that is built by itself, and where its bytes lie: the whole of it, or a shard.
+
+    ``open`` gives the source for the ``file`` of a storage; ``path`` is set where it is one plain file of the system,
+    ``index`` is the file of its pickle where it is unpacked into many.
+    """
+
+    checkpoint: Checkpoint
+    open: Callable[[str], Source]
+    path: str = ""
+    index: str = ""
+
+
+class _File(FileSource):
+    """A file of the system."""
+
+    def is_still(self, path: str) -> bool:
+        """Whether the path leads to this very file."""
+        return os.path.samestat(os.fstat(self._fd), os.stat(path))  # noqa: PTH116 - pathlib costs ten milliseconds
+
+
+class _Object(ObjectSource):
+    """A file object, read into memory that exists already where the object can do that."""
+
+    def leave_at(self, position: int) -> None:
+        """Where the file object is left when it is closed here."""
+        self._home = position
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        into = getattr(self._file, "readinto", None)
+        if into is None:
+            return super().readinto(offset, buffer)
+        done = 0
+        with self._lock:
+            self._file.seek(offset)
+            while done < len(buffer) and (count := into(buffer[done:])):
+                done += count
+        return done
+
+
+class _Rest(Slice):
+    """What follows the position of a file object: the next of several checkpoints in one stream."""
+
+    def leave_at(self, position: int) -> None:
+        """Where the file object is left when it is closed here, counted from where this begins."""
+        cast(_Object, self._base).leave_at(self._offset + position)
+
+    def close(self) -> None:
+        """Put the position back."""
+        self._base.close()
+
+
+def fill(source: Source, offset: int, view: memoryview, tell: Callable[[int], None]) -> int:
+    """Read into ``view``, telling how many bytes came, again and again; how many came in all."""
+    done = 0
+    while done < len(view):
+        part = view[done : done + _AT_ONCE]
+        count = source.readinto(offset + done, part)
+        tell(count)
+        done += count
+        if count < len(part):
+            break
+    return done
+
+
+class Files:
+    """Everything opened for one load.
+
+    ``checkpoint`` is the judged whole, ``pieces`` what is to be built, in order. As a context manager it closes what
+    it has opened.
+    """
+
+    def __init__(self, f: SourceLike) -> None:
+        self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
+        self._f = f
+        from transload.judge import judge
+
+        try:
+            read, self.pieces = self._read(f)
+            self.checkpoint = judge(_without_neighbours(read))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Files:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file, and put a file object back to where it stood."""
+        for source, _ in self._open.values():
+            source.close()
+        self._open.clear()
+
+    def stay_behind(self) -> None:
+        """Leave a file object behind what was read of it: several objects can be written one after the other."""
+        source = self._open.get("", (None, None))[0]
+        if isinstance(source, _Object | _Rest) and self.checkpoint.format == "torch-legacy":
+            last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
+            source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
+
+    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        if not isinstance(f, str | os.PathLike):
+            return self._single(_opened(f), "")
+        path = os.fspath(f)
+        if os.path.isdir(path):  # noqa: PTH112 - as above
+            return self._directory(path)
+        if path.endswith(".index.json"):
+            from transload.read.directory import read_sharded
+
+            return self._sharded(read_sharded(path, self._read_file), os.path.dirname(path))  # noqa: PTH120 - as above
+        return self._single(_File(path), path)
+
+    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.read import read_source
+
+        self._open[""] = (source, None)
+        checkpoint = read_source(source)
+        return checkpoint, (Piece(checkpoint, lambda _: source, path),)
+
+    def _read_file(self, path: str) -> Checkpoint:
+        """Read a file of a directory, and keep it open."""
+        from transload.read import read_source
+
+        source = _File(path)
+        self._open[path] = (source, None)
+        checkpoint = read_source(source)
+        self._open[path] = (source, checkpoint)
+        return checkpoint
+
+    def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.read.directory import read_directory
+        from transload.read.unzipped import read_unzipped
+
+        checkpoint = read_directory(path, read_file=self._read_file, read_unzipped=read_unzipped)
+        if checkpoint.format == "sharded":
+            return self._sharded(checkpoint, path)
+        if "unpacked" in dict(checkpoint.facts):
+            index = "data.pkl" if os.path.exists(_join(path, "data.pkl")) else _join(_only(path), "data.pkl")  # noqa: PTH110 - as above
+            return checkpoint, (Piece(checkpoint, lambda name: self._beside(path, name), index=index),)
+        weights = [part.name for part in checkpoint.parts if part.kind == "weights"]
+        return checkpoint, self._kept(path, weights)
+
+    def _sharded(self, checkpoint: Checkpoint, folder: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        return checkpoint, self._kept(folder, [part.name for part in checkpoint.parts if part.kind == "shard"])
+
+    def _kept(self, folder: str, names: list[str]) -> tuple[Piece, ...]:
+        """The files of a directory that were read, each as a piece of its own."""
+        pieces = []
+        for name in names:
+            path = _join(folder, name)
+            source, checkpoint = self._open[path]
+            if checkpoint is not None:
+                pieces.append(Piece(checkpoint, lambda _, source=source: source, path))  # type: ignore[misc]
+        return tuple(pieces)
+
+    def _beside(self, folder: str, name: str) -> Source:
+        path = _join(folder, name)
+        if path not in self._open:
+            self._open[path] = (_File(path), None)
+        return self._open[path][0]
+
+
+def _only(path: str) -> str:
+    """The one folder in a directory, which unzipping has made."""
+    return next(iter(os.listdir(path)), "")  # noqa: PTH208 - as above
+
+
+def _without_neighbours(checkpoint: Checkpoint) -> Checkpoint:
+    """What is loaded of a directory: files that lie beside the checkpoint may be damaged, or anything else."""
+    others = tuple(f"{part.name} › " for part in checkpoint.parts if part.kind == "beside the checkpoint")
+    if not others:
+        return checkpoint
+    problems = tuple(problem for problem in checkpoint.problems if not problem.where.startswith(others))
+    pickles = tuple(pickle for pickle in checkpoint.pickles if pickle.main)
+    return replace(checkpoint, problems=problems, pickles=pickles)
+
+
+def _join(folder: str, name: str) -> str:
+    from pathlib import Path
+
+    return str(Path(folder, name))
+
+
+def _opened(f: object) -> Source:
+    if isinstance(f, bytes | bytearray | memoryview):
+        return BytesSource(f)
+    if not (hasattr(f, "read") and hasattr(f, "seek")):
+        raise UsageError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
+    if isinstance(f.read(0), str):
+        raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
+    source = _Object(cast(BinaryIO, f))
+    home = f.tell() if hasattr(f, "tell") else 0
+    rest = _Rest(source, home, source.size - home, source.name)
+    return rest if home and _begins(rest) else source
+
+
+def _begins(source: Source) -> bool:
+    """Whether a checkpoint begins here: else what lies before the position of a file object is meant, too."""
+    from transload.read.torch_legacy import looks_like_legacy
+    from transload.read.zip_index import starts_like_zip
+
+    return starts_like_zip(source) or looks_like_legacy(source)

@@ -1,0 +1,59 @@
+"""How far a load has come: told to the caller's function, or on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+__all__ = ["Progress", "telling"]
+
+_EVERY = 0.1
+"""Seconds between two lines on a terminal."""
+
+
+class Progress:
+    """A line on a terminal that is written over: bytes done, bytes in all, and GB/s.
+
+    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
+    'loading 3.0 of 4.0 GB, 2.0 GB/s'
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._begun = self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Write the line, if it is time to, and end it when all is done."""
+        now = time.monotonic()
+        if self._stream is None or (done < total and now - self._told < _EVERY):
+            return
+        self._told = now
+        end = "\n" if done >= total else ""
+        self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
+        self._stream.flush()
+
+    @staticmethod
+    def text(done: int, total: int, seconds: float) -> str:
+        """The line itself."""
+        speed = done / 1e9 / seconds if seconds > 0 else 0.0
+        return f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
+
+
+def telling(progress: bool | Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
+    """A function to be called with each number of bytes that came. ``progress`` gets the sum so far, and the total."""
+    if progress is None or progress is False:
+        return lambda _: None
+    stream = sys.stderr if progress is True and sys.stderr.isatty() else None
+    if progress is True and stream is None:
+        return lambda _: None
+    show: Callable[[int, int], object] = Progress(stream) if progress is True else progress
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, total)
+
+    return tell

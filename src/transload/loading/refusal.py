@@ -1,0 +1,162 @@
+"""Whether a file is loaded at all: sound enough, of a kind that is loaded, and asking for nothing not allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transload.judge.names import canonical
+from transload.judge.problems import rule_of
+from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.loading.errors import BrokenFileError, LoadError, NotACheckpointError, UnsafeError
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint, GlobalUse
+    from transload.findings import Finding
+    from transload.loading.allowed import Allowed
+    from transload.read.nodes import Pickle
+
+__all__ = ["loaded_pickles", "refuse_broken", "refuse_program", "refuse_unsafe", "worth_a_warning"]
+
+PROGRAMS = {
+    "torchscript": "a TorchScript program",
+    "torch-export": "a torch.export program",
+    "aotinductor": "an AOTInductor package, which is compiled code",
+    "torch-package": "a torch.package archive, which holds code",
+}
+_PROGRAM_FIXES = {
+    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False. For its weights "
+    "alone: transload convert FILE OUT.safetensors",
+    "torch-export": "Load it with torch.export.load(path), or pass weights_only=False.",
+    "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
+    "torch-package": "Open it with torch.package.PackageImporter(path).",
+}
+_DIRECTORIES = {
+    "dcp": (
+        "a torch.distributed.checkpoint directory",
+        "Convert it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
+    ),
+    "deepspeed": (
+        "a DeepSpeed checkpoint directory",
+        "Gather it first with the script inside: python zero_to_fp32.py . OUT",
+    ),
+    "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
+}
+
+# Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
+_TOLD = frozenset({"storage-skipped"})
+_HARMLESS = frozenset({"link-outside"})
+# What could be mended and is not whole as it is.
+_NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
+
+
+def refuse_broken(checkpoint: Checkpoint) -> None:
+    """Raise if the file is no checkpoint, or so damaged that tensors would be lost or wrong."""
+    if checkpoint.integrity == "not-a-checkpoint":
+        finding = _worst(checkpoint, frozenset({"not-a-checkpoint"}))
+        raise NotACheckpointError(_what(finding, "this is no checkpoint"), where=checkpoint.path, fix=_fix(finding))
+    broken = frozenset(code for code in _codes(checkpoint) if _is_damage(code) and code not in _TOLD)
+    if broken:
+        finding = _worst(checkpoint, broken)
+        raise BrokenFileError(_what(finding, "it is damaged"), where=checkpoint.path, fix=_fix(finding))
+
+
+def _is_plain_number(pickle: Pickle) -> bool:
+    """Whether a pickle is what the magic number is in any protocol: a number, and nothing that is called."""
+    return not (pickle.globals or pickle.calls or pickle.persistent or pickle.irregular or pickle.ambiguous)
+
+
+def _codes(checkpoint: Checkpoint) -> set[str]:
+    """The problems that count. torch writes the magic number in the protocol it was asked for."""
+    codes = {problem.code for problem in checkpoint.problems}
+    return codes - {"legacy-odd-magic"} if checkpoint.pickles and _is_plain_number(checkpoint.pickles[0]) else codes
+
+
+def _is_damage(code: str) -> bool:
+    rule = rule_of(code)
+    damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
+    return code in _NOT_WHOLE or (damaged and code not in _HARMLESS)
+
+
+def worth_a_warning(checkpoint: Checkpoint) -> str:
+    """What is wrong with a file that is loaded all the same; empty if nothing is."""
+    found = [finding for finding in checkpoint.findings if finding.code in _TOLD]
+    return "; ".join(_what(finding, "") for finding in found)
+
+
+def _worst(checkpoint: Checkpoint, codes: frozenset[str]) -> Finding | None:
+    """The finding to tell: one of these codes, else the first error there is."""
+    named = [finding for finding in checkpoint.findings if finding.code in codes]
+    return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
+
+
+def _what(finding: Finding | None, otherwise: str) -> str:
+    if finding is None:
+        return otherwise
+    return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
+
+
+def _fix(finding: Finding | None) -> str:
+    return "\n".join(finding.fix) if finding else ""
+
+
+def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
+    """Raise for what is not loaded: directories of ranks, and, unless the file is trusted, programs."""
+    kind = checkpoint.format
+    if kind in _DIRECTORIES:
+        what, fix = _DIRECTORIES[kind]
+        raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)
+    if kind in PROGRAMS and not (trusted and kind in ("torchscript", "torch-export")):
+        what = f"this is {PROGRAMS[kind]}, not a file of tensors, and weights_only=True runs no program"
+        if trusted:
+            what = f"this is {PROGRAMS[kind]}, not a file of tensors"
+        raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind])
+
+
+def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
+    """The pickles that loading reads; others lie in records and files that it passes over."""
+    if checkpoint.format in ("torch-legacy", "torch-tar"):
+        return checkpoint.pickles
+    return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
+
+
+def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
+    """Raise, with all of them named at once, if the file asks for names that nobody has allowed; or is an attack."""
+    pickles = loaded_pickles(checkpoint)
+    refused = {canonical(node.module, node.name) for node in allowed.refused(pickles)}
+    if not refused and checkpoint.safety != "dangerous":
+        return
+    judgement = judge_pickles(pickles)
+    uses = [use for use in judgement.globals if (use.module, use.name) in refused]
+    attacks = [finding for finding in judgement.findings if finding.code == "dangerous-use"]
+    forced = {code for code in _codes(checkpoint) if rule_of(code).safety == "dangerous"}
+    attacks += [finding for finding in checkpoint.findings if finding.code in forced]
+    dangerous = [use for use in uses if use.verdict == "dangerous"]
+    if dangerous or attacks:
+        lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(_what(found, "") for found in attacks)]
+        what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
+        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_DO_NOT)
+    if uses:
+        what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
+        lines = [f"{use.full_name}: {use.purpose}" for use in uses]
+        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_allowing(uses))
+
+
+def _listed(what: str, lines: list[str]) -> str:
+    shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+    return "\n  ".join([f"{what}:", *shown])
+
+
+def _allowing(uses: list[GlobalUse]) -> str:
+    """What to do about names that are not allowed."""
+    from torch import serialization
+
+    lines = safe_globals_lines(uses) if hasattr(serialization, "add_safe_globals") else ()
+    otherwise = "pass weights_only=False, which runs whatever the file says."
+    if not lines:
+        return f"Only if you trust its author: {otherwise}"
+    shown = "\n".join(f"  {line}" for line in lines)
+    return f"Only if you trust its author, allow them:\n{shown}\nor {otherwise}"
+
+
+_SHOWN = 50
+_DO_NOT = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."

@@ -1,0 +1,277 @@
+"""The bytes of a checkpoint into torch's storages: each read once, into memory that was just made, and put in place.
+
+One function is all that the rest of loading knows of this: ``read_storages``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from transload.loading.errors import BrokenFileError, DoesNotFitError
+from transload.loading.files import fill
+
+if TYPE_CHECKING:
+    import torch
+
+    from transload.checkpoint import Record, Storage
+    from transload.loading.arrival import Arrival
+    from transload.loading.files import Piece
+
+__all__ = ["How", "read_storages"]
+
+_CHUNK = 4 << 20  # packed bytes inflated at once
+_WRITABLE = 0x200  # PyBUF_WRITE
+_ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
+_AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
+
+
+class How(NamedTuple):
+    """How storages are read."""
+
+    verify: bool = False
+    """Compare every checksum there is."""
+    mapped: bool = False
+    """Map the file instead of reading it, where the bytes lie as they will lie in memory."""
+    tell: Callable[[int], None] = lambda _: None
+    """Called with numbers of bytes, as they come."""
+
+
+def read_storages(piece: Piece, arrival: Arrival, how: How = How()) -> dict[str, torch.UntypedStorage]:  # noqa: B008 - a named tuple does not change
+    """Every storage of a checkpoint on its device, by id."""
+    reader = _Reader(piece, arrival, how)
+    return {storage.id: reader.storage(storage) for storage in piece.checkpoint.storages}
+
+
+class _Reader:
+    """Reads the storages of one piece."""
+
+    def __init__(self, piece: Piece, arrival: Arrival, how: How) -> None:
+        import torch
+
+        self._torch = torch
+        self._piece = piece
+        self._arrival = arrival
+        self._how = how
+        self._faked = _is_fake_mode()
+        self._skips = _skips_data()
+        self._view = _viewer()
+        self._map = _mapping(piece) if how.mapped else None
+        self._records: dict[str, dict[str, Record]] = {}
+        self._order = _byte_order(piece)
+        self._dtypes = _dtypes_within(piece) if any(map(self._is_swapped, piece.checkpoint.storages)) else {}
+
+    def storage(self, storage: Storage) -> torch.UntypedStorage:
+        """One storage where it belongs."""
+        if self._faked or self._arrival.is_meta(storage.device):
+            return self._meta(storage)
+        if self._skips:
+            return self._arrival.put(self._empty(storage), storage.device)
+        held = self._mapped(storage) if self._map is not None else None
+        if held is None:
+            held = self._read(storage)
+        if self._is_swapped(storage):
+            self._swap(held, storage)
+        return self._arrival.put(held, storage.device)
+
+    def _meta(self, storage: Storage) -> torch.UntypedStorage:
+        made = self._torch.UntypedStorage(storage.nbytes, device="meta")
+        if storage.offset is not None:
+            made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
+        if self._faked:
+            made._fake_device = storage.device  # noqa: SLF001 - the same
+        return made
+
+    def _empty(self, storage: Storage) -> torch.UntypedStorage:
+        try:
+            return self._torch.UntypedStorage(storage.nbytes)
+        except RuntimeError as error:
+            what = f"there is no memory for {_named(storage)}: {storage.nbytes:,} bytes"
+            raise DoesNotFitError(what, where=self._piece.checkpoint.path, fix="Try mmap=True.") from error
+
+    def _read(self, storage: Storage) -> torch.UntypedStorage:
+        if not storage.nbytes:
+            return self._torch.UntypedStorage(0)
+        if storage.compressed:
+            return self._inflated(storage)
+        if storage.offset is None or storage.stored < storage.nbytes:
+            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+        held = self._empty(storage)
+        view = self._view(held)
+        came = fill(self._piece.open(storage.file), storage.offset, view, self._how.tell)
+        if came < storage.nbytes:
+            raise self._lost(storage, f"the file ends after {came:,} of {storage.nbytes:,} bytes")
+        self._compare(storage, view)
+        return held
+
+    def _compare(self, storage: Storage, view: memoryview) -> None:
+        """The checksum of what was read, if that is asked for and there is one."""
+        if not self._how.verify or storage.crc32 is None:
+            return
+        from zlib import crc32
+
+        value = crc32(view)
+        if value != storage.crc32:
+            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
+
+    def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
+        what = f"the bytes of {_named(storage)} {how}: {detail}"
+        return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
+
+    # -- compressed ones
+
+    def _inflated(self, storage: Storage) -> torch.UntypedStorage:
+        from zlib import error
+
+        record = self._record(storage)
+        if record is None or record.offset is None or record.method != 8 or record.size != storage.nbytes:
+            raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
+        held = self._empty(storage)
+        view = self._view(held)
+        try:
+            came = self._inflate(storage, record, view)
+        except error as reason:
+            raise self._lost(storage, str(reason), "are damaged") from reason
+        if came != storage.nbytes:
+            raise self._lost(storage, f"unpacked they are {came:,} of {storage.nbytes:,} bytes")
+        self._compare(storage, view)
+        return held
+
+    def _record(self, storage: Storage) -> Record | None:
+        """The record of a compressed storage, which says where its packed bytes lie."""
+        from transload.read.zip_index import read_index
+
+        if storage.file not in self._records:
+            known = {record.name: record for record in self._piece.checkpoint.records}
+            self._records[storage.file] = known or read_index(self._piece.open(storage.file)).records
+        return self._records[storage.file].get(storage.record)
+
+    def _inflate(self, storage: Storage, record: Record, view: memoryview) -> int:
+        """Unpack a record into ``view``, never more than fits; how much that was."""
+        from zlib import decompressobj
+
+        source, start = self._piece.open(storage.file), record.offset or 0
+        machine, done = decompressobj(-15), 0
+        for at in range(0, record.stored, _CHUNK):
+            packed = source.read(start + at, min(_CHUNK, record.stored - at))
+            while done < len(view):
+                most = min(_CHUNK, len(view) - done)
+                part = machine.decompress(packed, most)
+                view[done : done + len(part)] = part
+                done += len(part)
+                self._how.tell(len(part))
+                packed = machine.unconsumed_tail
+                if not packed and len(part) < most:  # a full part may have more behind it, also when all input is taken
+                    break
+        return done
+
+    # -- mapped ones
+
+    def _mapped(self, storage: Storage) -> torch.UntypedStorage | None:
+        """A part of the map of the file; ``None`` where the bytes there are not those to be in memory."""
+        if storage.offset is None or storage.compressed or storage.offset % _ALIGNED or self._is_swapped(storage):
+            return None
+        if not storage.nbytes or storage.stored < storage.nbytes or self._map is None:
+            return None
+        part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
+        self._compare(storage, self._view(part))
+        self._how.tell(storage.nbytes)
+        return part
+
+    # -- the other byte order
+
+    def _is_swapped(self, storage: Storage) -> bool:
+        return (storage.big_endian or self._order == "big") != (sys.byteorder == "big")
+
+    def _swap(self, held: torch.UntypedStorage, storage: Storage) -> None:
+        dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
+        if dtype is None:
+            raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be turned round")
+        held.byteswap(dtype)
+
+
+def _named(storage: Storage) -> str:
+    """The tensors that need a storage."""
+    shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or f"storage {storage.key}"
+    more = len(storage.tensors) - 4
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+@cache
+def _viewer() -> Callable[[torch.UntypedStorage], memoryview]:
+    """A function that gives the memory of a storage as something to read into; without numpy, and in a microsecond."""
+    import ctypes
+
+    from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+        ("PyMemoryView_FromMemory", ctypes.pythonapi)
+    )
+
+    def view(storage: torch.UntypedStorage) -> memoryview:
+        made: memoryview = from_memory(storage.data_ptr(), storage.nbytes(), _WRITABLE)
+        return made
+
+    return view
+
+
+def _mapping(piece: Piece) -> torch.UntypedStorage | None:
+    """The whole file, mapped; ``None`` where it is no file by itself, or another one has taken its place."""
+    import torch
+
+    source = piece.open("") if piece.path else None
+    is_still = getattr(source, "is_still", None)
+    if source is None or is_still is None or not source.size or not is_still(piece.path):
+        return None
+    return torch.UntypedStorage.from_file(piece.path, _is_shared(), source.size)
+
+
+def _is_shared() -> bool:
+    """Whether the program has asked torch to map files so that changes go to the file."""
+    import torch
+
+    ask = getattr(torch.serialization, "get_default_mmap_options", None)
+    if ask is None or sys.platform == "win32":
+        return False
+    from mmap import MAP_SHARED
+
+    return bool(ask() == MAP_SHARED)
+
+
+def _skips_data() -> bool:
+    """Whether the program has asked torch to make storages without reading them (``torch.serialization.skip_data``)."""
+    import torch
+
+    return bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
+
+
+def _is_fake_mode() -> bool:
+    """Whether tensors are only pretended at the moment (``FakeTensorMode``)."""
+    import torch
+
+    active = getattr(torch._guards, "active_fake_mode", None)  # noqa: SLF001 - torch has no public way
+    return active is not None and active() is not None
+
+
+def _byte_order(piece: Piece) -> str:
+    """The order of the bytes where the archive does not say: little, unless the program has told torch otherwise."""
+    import torch
+
+    ask = getattr(torch.serialization, "get_default_load_endianness", None)
+    if piece.checkpoint.format != "torch-zip" or "byteorder" in dict(piece.checkpoint.facts) or ask is None:
+        return "little"
+    told = ask()
+    named = "little" if told is None else str(told.name).lower()
+    return sys.byteorder if named == "native" else named
+
+
+def _dtypes_within(piece: Piece) -> dict[str, str]:
+    """The dtype of the tensors in each storage: one of a newer dtype does not know it itself."""
+    waiting = list(reversed(piece.checkpoint.tensors))
+    found: dict[str, str] = {}
+    while waiting:
+        tensor = waiting.pop()
+        waiting += reversed(tensor.parts)
+        if tensor.storage is not None:
+            found.setdefault(tensor.storage, tensor.dtype)
+    return found

@@ -1,0 +1,257 @@
+"""``transload.load_into``: each tensor of a file read straight into the parameter it belongs to."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.checkpoint import Tensor
+from transload.errors import TransloadError
+from transload.loading.errors import LoadError
+from transload.opening.destinations import Destinations, caller
+from transload.opening.fitting import Fit, Task, fit, values, versions
+from transload.opening.keys import Match, find
+from transload.opening.mismatch import Mismatch
+from transload.opening.one import check_one, fill, read_one
+from transload.opening.opened import Opened, open_checkpoint
+from transload.opening.own_way import Held, OwnWay, State
+from transload.opening.slots import has_post_hooks, modules, slots
+from transload.opening.subtree import build_node
+
+if TYPE_CHECKING:
+    import torch
+
+    from transload.read.source import SourceLike
+
+__all__ = ["KeysWarning", "Loaded", "MismatchError", "load_into"]
+
+
+class MismatchError(LoadError):
+    """The file and the model do not fit. The text says how, in groups; every name is in the attributes."""
+
+    def __init__(self, what: str, mismatch: Mismatch, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.missing_keys = list(mismatch.missing)
+        self.unexpected_keys = list(mismatch.unexpected)
+        self.shapes = mismatch.shapes
+        self.dtypes = mismatch.dtypes
+
+
+class KeysWarning(UserWarning):
+    """Keys of a file were changed to fit the model, though nobody had asked for that."""
+
+
+class _Keys(NamedTuple):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Loaded(_Keys):
+    """What ``load_state_dict`` gives, and beside it where the state dict was found and what was done to its keys."""
+
+    found: str
+    """The place in the file, as ``prefix`` takes it; empty for the whole file."""
+    notes: tuple[str, ...]
+    """What was done that the caller may want to know of."""
+
+    def __new__(  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        cls, missing_keys: list[str], unexpected_keys: list[str], found: str = "", notes: tuple[str, ...] = ()
+    ) -> Loaded:
+        """Two lists, to be unpacked; the rest are attributes."""
+        made = super().__new__(cls, missing_keys, unexpected_keys)
+        made.found = found
+        made.notes = notes
+        return made
+
+    def __repr__(self) -> str:
+        keys = f"missing_keys={self.missing_keys}, unexpected_keys={self.unexpected_keys}"
+        head = keys if self.missing_keys or self.unexpected_keys else "All keys matched successfully"
+        return f"<{'; '.join([head, *([f'found in {self.found}'] if self.found else []), *self.notes])}>"
+
+    __str__ = __repr__
+
+
+def load_into(  # noqa: PLR0913 - options by name
+    model: torch.nn.Module,
+    f: SourceLike,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    device: Any = None,
+    cast: bool = False,
+) -> Loaded:
+    """Read the weights in a file into a model, each tensor straight into its parameter, without a second copy.
+
+    >>> import io, torch
+    >>> file = io.BytesIO()
+    >>> torch.save({"epoch": 3, "state_dict": torch.nn.Linear(2, 2).state_dict()}, file)
+    >>> load_into(torch.nn.Linear(2, 2), file)
+    <All keys matched successfully; found in state_dict>
+
+    The state dict is looked for in the whole file (``prefix`` says where it is, if several would do), and ``module.``,
+    ``_orig_mod.`` or ``model.`` is taken off its keys, or put before them, where that makes them the model's.
+    Parameters stay where they are; those on the meta device are made on ``device``, or where ``transload.load`` would
+    have put them. A dtype is converted only with ``cast``.
+
+    Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
+    shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules that load by code of
+    their own, and hooks, have their say while it is loaded, as in torch.
+    """
+    opened = open_checkpoint(f)
+    try:
+        return _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast).run(prefix)
+    finally:
+        opened.close()
+
+
+class _Loading:
+    """One call of ``load_into``."""
+
+    def __init__(self, model: torch.nn.Module, opened: Opened, wish: Any, *, strict: bool, cast: bool) -> None:
+        self._model = model
+        self._opened = opened
+        self._strict = strict
+        self._cast = cast
+        self._slots = slots(model)
+        self._goal = Destinations(opened.checkpoint, wish)
+        self._own = OwnWay(model)
+
+    def run(self, prefix: str | None) -> Loaded:
+        """Match, compare, read."""
+        checkpoint = self._opened.checkpoint
+        match = find(checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
+        found = fit(match, self._slots, self._opened, cast=self._cast)
+        self._leave_out(found)
+        self._check(match, found)
+        extras = self._extras(found)
+        errors = self._let_own(match, found)
+        self._read(found.tasks)
+        for key, value in extras.items():
+            self._slots[key].module.set_extra_state(value)
+        _post_hooks(self._model, found)
+        if errors or (self._strict and (found.missing or found.unexpected)):
+            raise self._error(match, found, errors, "it was loaded as far as it fits: ")
+        if match.notes:
+            warnings.warn(f"{checkpoint.path}: {'; '.join(match.notes)}", KeysWarning, stacklevel=caller())
+        return Loaded(found.missing, found.unexpected, match.branch.name, match.notes)
+
+    def _leave_out(self, found: Fit) -> None:
+        """Leave what modules load in their own way to them."""
+        own = self._own
+        if own:
+            found.tasks = [task for task in found.tasks if not own.covers(task.key)]
+            for listed in (found.missing, found.unexpected):
+                listed[:] = [key for key in listed if not own.covers(key)]
+            for differences in (found.shapes, found.dtypes):
+                differences[:] = [each for each in differences if not own.covers(each.key)]
+            found.extras = {key: node for key, node in found.extras.items() if not own.covers(key)}
+
+    def _check(self, match: Match, found: Fit) -> None:
+        """Raise for all that can be known before a byte is read."""
+        later = bool(self._own) or has_post_hooks(self._model)  # they may yet strike keys off
+        keys = (found.missing or found.unexpected) and self._strict and not later
+        nothing = not match.tensors and not self._own and bool(self._slots)
+        if found.shapes or found.dtypes or keys or nothing:
+            raise self._error(match, found)
+        for task in found.tasks:
+            check_one(self._opened, task.tensor)
+
+    def _error(self, match: Match, found: Fit, errors: list[str] | None = None, lead: str = "") -> MismatchError:
+        report = Mismatch(
+            {key: slot.shape if (slot := self._slots.get(key)) else None for key in found.missing},
+            {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in found.unexpected},
+            tuple(found.shapes),
+            tuple(found.dtypes),
+            tuple(errors or ()),
+        )
+        place = f" › {match.branch.name}" if match.branch.name else ""
+        what = f"{lead}it does not fit {type(self._model).__name__}, of whose {len(self._slots):,} keys it has "
+        what += f"{len(match.tensors):,}\n{report.text}"
+        where = f"{self._opened.checkpoint.path}{place}"
+        return MismatchError(what, report, where=where, fix=_advice(report, match.branch.name))
+
+    def _extras(self, found: Fit) -> dict[str, Any]:
+        """The values of extra state, as ``transload.load`` would make them."""
+        return {
+            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.arrival)
+            for key, held in found.extras.items()
+        }
+
+    def _let_own(self, match: Match, found: Fit) -> list[str]:
+        """Let modules that load by code of their own do so; what they complain of."""
+        errors: list[str] = []
+        if self._own:
+            state = State({**match.rest, **match.tensors, **self._values(match)}, self._opened, self._goal)
+            self._own.load(state, versions(match, self._opened), (found.missing, found.unexpected, errors))
+            self._keep_ties()
+        return errors
+
+    def _values(self, match: Match) -> dict[str, Held]:
+        """What is no tensor in the state dict, by key."""
+        names = values(match, self._opened.checkpoint)
+        nodes = {match.rename(name): self._opened.node((*match.branch.path, name)) for name in names}
+        return {key: Held(*node) for key, node in nodes.items() if node and key not in match.tensors}
+
+    def _keep_ties(self) -> None:
+        """Give a parameter that a module has made anew to the other places of the one that was described."""
+        made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
+        for slot in self._slots.values():
+            if slot.tensor is not None and slot.tensor.is_meta and id(slot.tensor) in made:
+                slot.put(made[id(slot.tensor)])
+
+    def _read(self, tasks: list[Task]) -> None:
+        """Fill every parameter. What was half done when reading failed is said."""
+        done = 0
+        try:
+            for done, task in enumerate(tasks):  # noqa: B007 - told below
+                self._take(task)
+        except TransloadError as error:
+            error.fix = f"{_half(done, len(tasks))}{error.fix}".rstrip()
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            what = f"{tasks[done].key} does not take what was read for it: {error}"
+            raise LoadError(what, where=self._opened.checkpoint.path, fix=_half(done, len(tasks))) from error
+
+    def _take(self, task: Task) -> None:
+        slot = task.places[0]
+        target = slot.tensor
+        if target is None:
+            return
+        if target.is_meta:
+            self._materialise(task, target)
+        else:
+            fill(self._opened, task.tensor, target, index=task.part)
+
+    def _materialise(self, task: Task, target: torch.Tensor) -> None:
+        """Make a parameter that is only described, in all its places."""
+        import torch
+
+        device = self._goal.device(task.tensor.device)
+        made = torch.empty_like(target, device=device)
+        fill(self._opened, task.tensor, made.detach(), index=task.part)
+        if isinstance(target, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
+        vars(made).update(vars(target))
+        for place in task.places:
+            place.put(made)
+
+
+def _half(done: int, count: int) -> str:
+    return f"{done:,} of {count:,} tensors are in the model already. " if done else ""
+
+
+def _advice(report: Mismatch, place: str) -> str:
+    """The one line that helps: a part of the file that fits, or not to insist."""
+    whole = next((renamed.theirs for renamed in report.renames if not renamed.ours), "")
+    if whole:
+        lead = f"{place}/" if place else ""
+        return f"prefix={lead + whole!r} takes that part of the file."
+    return "" if report.shapes or report.dtypes or report.others else "strict=False loads what fits."
+
+
+def _post_hooks(model: torch.nn.Module, found: Fit) -> None:
+    """Hooks that look at the keys afterwards, children before their parents."""
+    keys = _Keys(found.missing, found.unexpected)
+    for _, module in reversed(list(modules(model))):
+        for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
+            hook(module, keys)

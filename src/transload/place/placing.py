@@ -1,0 +1,239 @@
+"""A checkpoint, the devices that are here, and a wish: a plan. Every storage of one tag goes one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transload.place.devices import Devices, split
+from transload.place.plan import UNDECIDED, Move, Plan, Reason, Shortage, listed
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+
+__all__ = ["AUTO", "Wish", "place"]
+
+AUTO = "auto"
+Wish = Any
+"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), or ``auto``."""
+
+_Chosen = tuple[str, Reason, str]
+"""A device, why, and what more is to be said of that."""
+_Chooser = Callable[[str], _Chosen]
+
+_WIDE = frozenset({"float64", "complex128"})
+"""What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
+_HALVED = {"float32": 2, "float64": 4}
+_MAPPED = frozenset({"torch-zip", "safetensors"})
+
+
+@dataclass(slots=True)
+class _Load:
+    """What carries one tag."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    slim: int = 0
+    """Bytes it would take with its floats as bfloat16."""
+    wide: bool = False
+    """Whether something of it is too wide for mps."""
+
+
+def place(checkpoint: Checkpoint, devices: Devices, wish: Wish = AUTO) -> Plan:
+    """Where each storage goes, by its tag.
+
+    ``auto``: a tag whose device is here keeps it, and the CPU stays the CPU; one that is not here goes to the
+    accelerator of this process, or to the CPU where there is none. Where a checkpoint is spread over several devices,
+    the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Any
+    other wish means what it means to ``torch.load``.
+    """
+    loads = _loads(checkpoint)
+    nonsense = _nonsense(wish)
+    if nonsense:
+        moves = tuple(_move(tag, load, "", "asked", "") for tag, load in loads.items())
+        return Plan(moves, refused=nonsense[0], fix=nonsense[1:])
+    choose = _chooser(loads, devices, wish)
+    moves = tuple(_move(tag, load, *choose(tag)) for tag, load in loads.items())
+    lost = [move for move in moves if not move.device]
+    if lost:
+        return Plan(moves, refused=_refusal(lost, devices), fix=_fix(wish))
+    automatic = isinstance(wish, str) and wish == AUTO
+    shortages = tuple(_shortages(moves, loads, devices, mapped=_is_mapped(checkpoint)))
+    return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
+
+
+def _move(tag: str, load: _Load, device: str, reason: Reason, detail: str) -> Move:
+    return Move(tag, device, reason, load.tensors, load.nbytes, detail)
+
+
+def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
+    """Tensors and bytes by tag, the most bytes first; what is shared counts once."""
+    loads: dict[str, _Load] = {}
+    for storage in checkpoint.storages:
+        load = loads.setdefault(storage.device, _Load())
+        load.nbytes += storage.nbytes
+        load.slim += storage.nbytes // _HALVED.get(storage.dtype, 1)
+    for tensor in checkpoint.tensors:
+        load = loads.setdefault(tensor.device, _Load())
+        load.tensors += 1
+        load.wide |= tensor.dtype in _WIDE
+        if tensor.kind == "device":  # its bytes are a CPU tensor's in the file, and copied when it is made
+            load.nbytes += tensor.nbytes
+            load.slim += tensor.nbytes // _HALVED.get(tensor.dtype, 1)
+    return dict(sorted(loads.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
+
+
+# -- wishes
+
+
+def _nonsense(wish: Wish) -> tuple[str, ...]:
+    """What is wrong with a wish that torch would not take either, and the fix; empty where nothing is."""
+    if wish is None or isinstance(wish, str | bytes | Mapping) or _is_torch_device(wish) or callable(wish):
+        return ()
+    kind = type(wish).__name__
+    meant = f"'cuda:{wish}'" if kind == "int" and 0 <= wish < 256 else "a name such as 'cpu' or 'cuda:0'"
+    return f"map_location is of type {kind}, which names no device", f"Pass map_location={meant}."
+
+
+def _is_torch_device(wish: Wish) -> bool:
+    """Known by its name: torch is not imported here. In some releases it is callable, too."""
+    return (type(wish).__module__, type(wish).__name__) == ("torch", "device")
+
+
+def _chooser(loads: Mapping[str, _Load], devices: Devices, wish: Wish) -> _Chooser:
+    if isinstance(wish, str) and wish == AUTO:
+        return _automatic(loads, devices)
+    if wish is None:
+        return _mapped({}, loads, devices)
+    if isinstance(wish, Mapping):
+        return _mapped({tag: _name(device) for tag, device in wish.items() if isinstance(tag, str)}, loads, devices)
+    if callable(wish) and not _is_torch_device(wish):
+        return lambda _: (UNDECIDED, "function", "")
+    name = _name(wish)
+    return _mapped({tag: name for tag in loads if tag != "meta"}, loads, devices)
+
+
+def _name(device: object) -> str:
+    return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+
+
+def _mapped(wanted: Mapping[str, str], loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
+    """Each tag to what is wanted for it, else to its own device; to nothing where that is not here."""
+
+    def choose(tag: str) -> _Chosen:
+        name = wanted.get(tag, tag)
+        if name == "meta":
+            return name, "asked" if tag in wanted else "saved", ""
+        found = devices.get(name)
+        if found is None:
+            return "", "lost", name
+        if found.name == "mps" and loads[tag].wide:
+            return "", "float64", found.name
+        return found.name, "asked" if tag in wanted else "saved", ""
+
+    return choose
+
+
+def _automatic(loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
+    spread = _spread(loads, devices)
+
+    def device_of(tag: str) -> _Chosen:
+        here = devices.get(tag)
+        if tag == "meta" or (here and here.name == "cpu"):
+            return here.name if here else tag, "saved", ""
+        if devices.rank is not None and devices.own:
+            return devices.own, "rank", str(devices.rank)
+        if here is not None:
+            return here.name, "here", ""
+        if devices.own:
+            return spread.get(tag, devices.own), "absent", ""
+        return "cpu", "absent", devices.absent
+
+    def choose(tag: str) -> _Chosen:
+        device, reason, detail = device_of(tag)
+        return ("cpu", "float64", "mps") if device == "mps" and loads[tag].wide else (device, reason, detail)
+
+    return choose
+
+
+def _spread(loads: Mapping[str, _Load], devices: Devices) -> dict[str, str]:
+    """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
+
+    What stays takes its room first. Where free memory is not known, all are taken to have the same.
+    """
+    tags = [tag for tag in loads if tag != "meta" and split(tag)[0] != "cpu"]
+    cards = devices.accelerators
+    if len(tags) < 2 or len(cards) < 2 or devices.rank is not None:
+        return {}
+    known = all(card.free >= 0 for card in cards)
+    room = {card.name: card.free if known else 0 for card in cards}
+    absent = []
+    for tag in tags:
+        here = devices.get(tag)
+        if here is None:
+            absent.append(tag)
+        elif here.name in room:
+            room[here.name] -= loads[tag].nbytes
+    placed: dict[str, str] = {}
+    for tag in absent:
+        placed[tag] = max(room, key=lambda name: (room[name], name == devices.own))
+        room[placed[tag]] -= loads[tag].nbytes
+    return placed
+
+
+# -- room
+
+
+def _shortages(
+    moves: Iterable[Move], loads: Mapping[str, _Load], devices: Devices, *, mapped: bool
+) -> Iterable[Shortage]:
+    needed: dict[str, int] = {}
+    slim: dict[str, int] = {}
+    for move in moves:
+        needed[move.device] = needed.get(move.device, 0) + move.nbytes
+        slim[move.device] = slim.get(move.device, 0) + loads[move.tag].slim
+    for name, nbytes in needed.items():
+        device = devices.get(name)
+        if device is not None and 0 <= device.free < nbytes:
+            thinner = slim[name] if slim[name] <= device.free else 0
+            instead = tuple(_instead(name, sum(needed.values()), thinner, devices, mapped=mapped))
+            yield Shortage(name, nbytes, device.free, instead)
+
+
+def _instead(short: str, nbytes: int, thinner: int, devices: Devices, *, mapped: bool) -> Iterable[str]:
+    """What would fit: another device, mapping the file, half the precision."""
+    from transload.render.sizes import size
+
+    roomy = [device for device in devices.available if device.name != short and device.free >= nbytes]
+    for device in sorted(roomy, key=lambda device: device.name == "cpu"):
+        yield f"map_location='{device.name}', which has {size(device.free)} free"
+    if mapped and not any(device.name == "cpu" for device in roomy):
+        yield "map_location='cpu' with mmap=True, which reads what is touched"
+    if thinner:
+        yield f"as bfloat16 it would take {size(thinner)}"
+
+
+def _is_mapped(checkpoint: Checkpoint) -> bool:
+    """Whether torch could map the file in place of reading it."""
+    return checkpoint.format in _MAPPED and not any(
+        storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
+    )
+
+
+# -- what cannot be
+
+
+def _refusal(lost: list[Move], devices: Devices) -> str:
+    if lost[0].reason == "float64":
+        return f"it holds float64, which {lost[0].detail} does not have"
+    wanted = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+    here = listed([device.name for device in devices.available])
+    reason = f"; {devices.absent}" if devices.absent else ""
+    return f"there is no {wanted} here, only {here}{reason}"
+
+
+def _fix(wish: Wish) -> tuple[str, ...]:
+    if wish is None:
+        return ("Leave map_location out (it is 'auto'), or pass map_location='cpu'.",)
+    return ("Ask for a device that is here, or leave map_location out.",)

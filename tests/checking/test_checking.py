@@ -1,0 +1,322 @@
+"""What a check says: that load would do what it says, and what is missing on machines of every kind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from tests import forge
+from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
+
+from transload.checking import Check, check
+from transload.diagnose.probe import probe
+from transload.loading import load
+from transload.machine import Machine, Torch, Variables
+
+DATA = Path(__file__).parent.parent / "data"
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "check.schema.json"
+FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt", ".md", ".json"))
+TRAIN = DATA / "h200" / "train_cuda0.ckpt"
+SERVER = no_torch_run(healthy())
+LAPTOP = no_torch_run(bare())
+
+
+def file_id(path: Path) -> str:
+    return f"{path.parent.name}-{path.name}"
+
+
+def saved(folder: Path, body: bytes) -> Path:
+    path = folder / "model.pt"
+    path.write_bytes(forge.checkpoint(forge.pickled(body)))
+    return path
+
+
+def codes(result: Check) -> list[str]:
+    return [finding.code for finding in result.findings]
+
+
+def valid(result: Check) -> Check:
+    jsonschema.validate(result.to_dict(), json.loads(SCHEMA.read_text(encoding="utf-8")))
+    json.dumps(result.to_dict(), allow_nan=False)
+    return result
+
+
+# -- load does what was said ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def here() -> Machine:
+    """This very machine."""
+    return probe(sys.executable, torch=False)
+
+
+def loads(path: Path, device: str | None = "auto") -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(path, device)
+        except Exception:  # noqa: BLE001  whatever it is, it did not load
+            return False
+    return True
+
+
+@pytest.mark.parametrize("path", FILES, ids=file_id)
+def test_load_does_what_was_said_of_a_fixture(path: Path, here: Machine) -> None:
+    result = valid(check(path, machine=here))
+    assert result.ok == loads(path), result.refusal
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:63", "gpu", None])
+def test_load_does_what_was_said_of_a_device(device: str | None, here: Machine) -> None:
+    for path in (TRAIN, DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"):
+        assert check(path, device, machine=here).ok == loads(path, device)
+
+
+BODIES = {
+    "plain": forge.ordered({"w": forge.tensor()}),
+    "dangerous": forge.DANGEROUS,
+    "a name": forge.call(forge.name("models.net", "Net")),
+    "numpy": forge.call(forge.name("numpy.core.multiarray", "_reconstruct")),
+    "a name not called": forge.name("builtins", "getattr"),
+    "an old opcode": forge.listing(b"I1\n"),
+    "a lost storage": forge.ordered({"w": forge.tensor("77")}),
+    "an unheard-of device": forge.ordered(
+        {"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "qpu:3"))}
+    ),
+}
+
+
+@pytest.mark.parametrize("title", BODIES)
+def test_load_does_what_was_said_of_a_made_file(title: str, tmp_path: Path, here: Machine) -> None:
+    path = saved(tmp_path, BODIES[title])
+    assert valid(check(path, machine=here)).ok == loads(path)
+
+
+def test_torch_is_not_imported_for_it() -> None:
+    code = (
+        "import sys; from transload.checking import check; "
+        f"print(check({str(TRAIN)!r}).ok, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "False", "False"]
+
+
+# -- machines ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_server_it_stays_where_it_was() -> None:
+    result = valid(check(TRAIN, machine=SERVER))
+    assert result.ok
+    assert (result.plan.device_of("cuda:0"), result.plan.device_of("cpu")) == ("cuda:0", "cpu")
+    assert (result.torch.outcome, result.torch.exact) == ("loads", True)
+    assert [(finding.code, finding.severity) for finding in result.findings] == [("device-objects", "note")]
+
+
+def test_on_a_laptop_it_lands_on_the_cpu_and_torch_would_fail() -> None:
+    result = valid(check(TRAIN, machine=LAPTOP))
+    assert result.ok
+    assert result.plan.device_of("cuda:0") == "cpu"
+    assert result.torch.text.startswith(
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available()"
+    )
+    assert [(finding.code, finding.severity) for finding in result.findings] == [("device-objects", "warning")]
+    assert "it loads" in str(result)
+    assert result.torch.text in str(result)
+
+
+def test_the_index_that_torch_counts_to_is_in_its_words() -> None:
+    result = check(DATA / "h200" / "state_dict_cuda1.pt", None, machine=SERVER)
+    assert not result.ok
+    assert result.refusal == "there is no cuda:1 here, only cpu and cuda:0"
+    assert "on CUDA device 1 but torch.cuda.device_count() is 1." in result.torch.text
+    assert codes(result) == ["no-such-device"]
+
+
+def test_a_broken_driver_is_named_with_its_cause() -> None:
+    result = check(TRAIN, machine=no_torch_run(refused(healthy(), 999)))
+    assert result.ok
+    assert result.plan.warning.endswith("]")
+    assert "transload doctor" in str(result)
+
+
+def test_a_torch_that_may_or_may_not_see_the_card_has_no_certain_words() -> None:
+    pascal = {"driver__cuda__gpus": (cuda_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
+    nvml = {"driver__nvml__gpus": (nvml_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
+    result = check(TRAIN, machine=changed(SERVER, **pascal, **nvml))
+    assert result.diagnosis.status == "broken"
+    assert not result.torch.exact
+
+
+def test_without_torch_nothing_loads_but_the_plan_is_told() -> None:
+    result = valid(check(TRAIN, machine=changed(SERVER, torch=Torch(installs=()))))
+    assert not result.ok
+    assert result.refusal == "torch is not installed here"
+    assert any(line.startswith("$ ") for line in result.findings[0].fix)
+    assert result.plan.device_of("cuda:0") == "cuda:0"
+    assert result.torch.outcome == "unknown"
+
+
+def test_something_else_is_imported_as_torch() -> None:
+    shadow = Torch(installs=(install(),), shadow="/home/user/torch.py", shadow_kind="file")
+    assert check(TRAIN, machine=changed(SERVER, torch=shadow)).refusal == "torch cannot be imported here"
+
+
+def test_a_card_that_is_full() -> None:
+    full = (replace(nvml_gpu(), free=100),)
+    result = valid(check(TRAIN, machine=changed(SERVER, driver__nvml__gpus=full, platform__memory_free=10**9)))
+    assert not result.ok
+    assert codes(result)[0] == "too-little-memory"
+    assert result.refusal.startswith("cuda:0 has 100 B free and would need ")
+    assert "map_location='cpu'" in str(result)
+
+
+def test_the_rank_of_another_machine_is_in_its_variables() -> None:
+    cards = {"driver__cuda__gpus": (cuda_gpu(0), cuda_gpu(1)), "driver__nvml__gpus": (nvml_gpu(0), nvml_gpu(1))}
+    machine = changed(SERVER, **cards, driver__cuda__count=2, variables=Variables({"LOCAL_RANK": "1"}))
+    assert check(TRAIN, machine=machine).plan.device_of("cuda:0") == "cuda:1"
+
+
+def test_the_rank_here_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert check(TRAIN).devices.rank == 3
+
+
+# -- what is missing --------------------------------------------------------------------------------------------------
+
+
+def with_packages(machine: Machine, folder: Path, *files: str) -> Machine:
+    """The machine with packages in a folder of its path, whatever they are."""
+    folder.mkdir(exist_ok=True)
+    for file in files:
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise SystemExit('imported')", encoding="utf-8")
+    return changed(machine, python__path=(*machine.python.path, str(folder)))
+
+
+def test_a_well_known_package_that_is_missing_can_be_installed(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("flash_attn.modules.mha", "MHA")))
+    result = valid(check(path, machine=with_packages(LAPTOP, tmp_path / "site")))
+    assert codes(result) == ["needs-trust", "missing-package", "cuda-only-package"]
+    missing, cuda = result.findings[1:]
+    assert missing.title == "it needs flash_attn, which is not installed"
+    assert missing.evidence == ("for flash_attn.modules.mha.MHA",)
+    assert missing.fix[-1].endswith("pip install flash-attn")
+    assert cuda.title == "flash_attn runs on NVIDIA GPUs only, and there is none here"
+    assert "flash-attn" in str(result)
+
+
+def test_a_package_that_is_there_is_not_imported(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("flash_attn.modules.mha", "MHA")))
+    files = ("flash_attn/__init__.py", "flash_attn/modules/__init__.py", "flash_attn/modules/mha.py")
+    machine = with_packages(SERVER, tmp_path / "site", *files)
+    assert codes(check(path, machine=machine)) == ["needs-trust"]
+    assert "cuda-only-package" in codes(check(path, machine=with_packages(LAPTOP, tmp_path / "site", *files)))
+
+
+def test_no_command_is_told_for_a_name_that_anybody_may_own(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("utils.layers", "Net")))
+    finding = check(path, machine=with_packages(SERVER, tmp_path / "site")).findings[1]
+    assert finding.title == "it needs utils, which is not installed"
+    assert not any("pip" in line or line.startswith("$") for line in finding.fix)
+
+
+def test_a_module_that_another_release_has(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("numpy._core.multiarray", "_reconstruct")))
+    machine = with_packages(SERVER, tmp_path / "site", "numpy/__init__.py", "numpy/core/__init__.py")
+    assert check(path, machine=machine).findings[1].title == (
+        "it needs numpy._core, which this release of numpy does not have"
+    )
+
+
+def test_names_of_the_saving_script_are_no_package(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("__main__", "Net")))
+    result = check(path, machine=SERVER)
+    assert codes(result) == ["needs-trust"]
+    assert [(package.name, package.of_the_script, package.found) for package in result.packages] == [
+        ("__main__", True, False)
+    ]
+
+
+def test_an_editable_package_is_found_by_its_finder(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("project.net", "Net")))
+    site = tmp_path / "site"
+    machine = with_packages(SERVER, site)
+    assert "missing-package" in codes(check(path, machine=machine))
+    (site / "__editable___project_1_0_finder.py").write_text("MAPPING = {'project': '/src/project'}", encoding="utf-8")
+    assert "missing-package" not in codes(check(path, machine=machine))
+
+
+def test_the_working_directory_counts_as_programs_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
+    monkeypatch.chdir(tmp_path)
+    assert "missing-package" in codes(check(path))
+    (tmp_path / "zzz_models.py").write_text("raise SystemExit", encoding="utf-8")
+    assert "missing-package" not in codes(check(path))
+
+
+def test_where_the_path_is_not_known_nothing_is_called_missing(tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
+    assert codes(check(path, machine=changed(SERVER, python__path=()))) == ["needs-trust"]
+
+
+@pytest.mark.parametrize("module", ["../../etc", "a\0b", "a..b", ".", "x" * 5000, "é.ü", "con/../os"])
+def test_odd_module_names_are_only_not_found(module: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, forge.call(forge.name(module, "Net")))
+    valid(check(path, machine=with_packages(SERVER, tmp_path / "site")))
+
+
+def test_quantized_weights_need_a_gpu_to_compute_with(tmp_path: Path) -> None:
+    name = "layers.0.weight.quant_state.bitsandbytes__nf4"
+    path = saved(tmp_path, forge.ordered({name: forge.tensor()}))
+    for machine, severity in ((SERVER, "note"), (LAPTOP, "warning")):
+        (finding,) = check(path, machine=machine).findings
+        assert (finding.code, finding.severity) == ("cuda-only-package", severity)
+        assert check(path, machine=machine).ok
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_names_its_loader() -> None:
+    result = check(DATA / "h200" / "torchscript_cuda0.pt", machine=SERVER)
+    assert codes(result) == ["is-a-program"]
+    assert "torch.jit.load" in result.findings[0].fix[0]
+    assert "weights_only=True`` with TorchScript archives" in result.torch.text
+
+
+class Baked(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros(2, device=torch.device("cuda:0"))
+
+
+def test_a_device_baked_into_a_program_is_told_where_it_is_not(tmp_path: Path) -> None:
+    path = str(tmp_path / "baked.pt")
+    torch.jit.script(Baked()).save(path)
+    for machine, severity in ((SERVER, "note"), (LAPTOP, "warning")):
+        found = {finding.code: finding for finding in check(path, machine=machine).findings}
+        assert found["script-device"].severity == severity
+
+
+def test_compiled_code_is_compared_with_the_card() -> None:
+    package = DATA / "h200" / "aoti_cuda0.pt2"
+    assert codes(check(package, machine=SERVER)) == ["is-a-program"]
+    assert codes(check(package, machine=LAPTOP)) == ["is-a-program", "other-architecture"]
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_hostile_words_are_printed_and_not_obeyed(tmp_path: Path) -> None:
+    body = forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "\x1b[2Jcuda\n"))})
+    path = saved(tmp_path, forge.listing(body, forge.call(forge.name("a\x1b[31m", "b\x07"))))
+    text = str(check(path, machine=LAPTOP))
+    assert "\x1b" not in text
+    assert "\x07" not in text

@@ -1,0 +1,113 @@
+"""Two processes under torchrun, on the CPU, load one file: each gets it whole, and a distributed tensor in its part."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.loading.zoo import Net, saved
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only"),
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available())
+        if hasattr(torch.distributed, "is_gloo_available")
+        else not torch.distributed.is_available(),
+        reason="this torch has no gloo",
+    ),
+]
+
+START = """
+import datetime, json, os, sys, warnings
+import torch
+import torch.distributed as dist
+from pathlib import Path
+from tests.loading.equal import same
+from transload.loading import load
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+rank, local = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+
+def tell(**facts):
+    dist.barrier()
+    Path(f"{rank}.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, script: str) -> list[dict[str, Any]]:
+    """What each of two ranks tells."""
+    path = folder / "script.py"
+    path.write_text(START + script, encoding="utf-8")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TORCHELASTIC"))}
+    environ |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(path)]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_each_rank_loads_the_whole_file(tmp_path: Path) -> None:
+    net = Net()
+    (tmp_path / "cpu.pt").write_bytes(saved(net.state_dict()))
+    (tmp_path / "gpu.pt").write_bytes(saved({"model": net.state_dict(), "epoch": 3}, tag="cuda:5"))
+    told = run(
+        tmp_path,
+        """
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    held = load("gpu.pt")
+words = [str(each.message) for each in caught if each.category.__name__ == "LandingWarning"]
+same(torch.load("gpu.pt", map_location="cpu"), held)
+same(torch.load("cpu.pt"), load("cpu.pt"))
+same(torch.load("cpu.pt", mmap=True), load("cpu.pt", mmap=True))
+
+total = torch.stack([value.double().sum() for value in held["model"].values()]).sum()
+parts = [torch.zeros_like(total) for _ in range(2)]
+dist.all_gather(parts, total)
+tell(rank=rank, local=local, words=words, total=float(total), parts=[float(part) for part in parts],
+     devices=sorted({str(value.device) for value in held["model"].values()}))
+""",
+    )
+    assert [each["local"] for each in told] == [0, 1]
+    for each in told:
+        assert each["parts"] == [each["total"]] * 2
+        assert each["devices"] == ["cpu"]
+        assert len(each["words"]) == 1
+        assert "cuda:5" in each["words"][0]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.tensor") is None or not hasattr(torch.serialization, "safe_globals"),
+    reason="this torch loads no distributed tensors with weights_only",
+)
+def test_a_distributed_tensor_is_what_torch_makes_of_it(tmp_path: Path) -> None:
+    told = run(
+        tmp_path,
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(12.0).reshape(4, 3)
+made = {"rows": distribute_tensor(whole, mesh, [Shard(0)]), "all": distribute_tensor(whole, mesh, [Replicate()])}
+torch.save(made, f"dtensor-{rank}.pt")
+expected = torch.load(f"dtensor-{rank}.pt", weights_only=False)
+same(expected, load(f"dtensor-{rank}.pt", weights_only=False))
+held = load(f"dtensor-{rank}.pt")
+same(expected, held)
+tell(rows=held["rows"].to_local().tolist(), full=held["rows"].full_tensor().tolist(), kind=type(held["all"]).__name__)
+""",
+    )
+    assert [each["rows"] for each in told] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    assert all(each["full"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] for each in told)
+    assert {each["kind"] for each in told} == {"DTensor"}

@@ -1,0 +1,808 @@
+"""``transload.load_into``: what torch.load and load_state_dict do together, with no second copy and plainer words."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import forge
+from tests.loading.equal import same
+from tests.opening.test_open import Counting, raw
+from torch import nn
+
+from transload.errors import UsageError
+from transload.loading.errors import BrokenFileError, LandingWarning, LoadError, NotACheckpointError
+from transload.opening.into import KeysWarning, Loaded, MismatchError, load_into
+
+RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("torch-*"))
+
+
+class Net(nn.Module):
+    """Tied weights, the buffers of a norm, a parameter that is not contiguous, a scalar, and a buffer never saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+        self.missing = None
+
+
+def made(seed: int = 0) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = Net()
+        for tensor in (*net.parameters(), *net.buffers()):
+            if tensor.is_floating_point():
+                nn.init.normal_(tensor)
+        return net
+
+
+def meta(kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def file_of(value: Any, **options: Any) -> io.BytesIO:
+    held = io.BytesIO()
+    torch.save(value, held, **options)
+    return held
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, theirs = one.state_dict(), other.state_dict()
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+State = dict[str, torch.Tensor]
+
+
+class TestWhereItIsFound:
+    @pytest.mark.parametrize(
+        ("wrap", "place"),
+        [
+            (lambda state: state, ""),
+            (lambda state: {"state_dict": state, "epoch": 3}, "state_dict"),
+            (lambda state: {"model": state, "optimizer": {"state": {0: {"exp_avg": torch.ones(5)}}}}, "model"),
+            (lambda state: {"model_state_dict": state, "loss": 0.5}, "model_state_dict"),
+            (lambda state: {"ema": {"module": state}, "step": torch.tensor(7)}, "ema/module"),
+            (lambda state: [{"net": dict(state)}, "note"], "0/net"),
+            (lambda state: {"state_dict": state, "again": state}, "state_dict"),
+            (lambda state: {"a": {"x": torch.ones(1)}, "b": {"c": {"d": state}}}, "b/c/d"),
+        ],
+    )
+    def test_bare_or_below(self, wrap: Callable[[State], Any], place: str) -> None:
+        model = made(1)
+        result = load_into(model, file_of(wrap(made().state_dict())))
+        assert (result, result.found, result.notes) == (([], []), place, ())
+        assert_same(model, made())
+
+    def test_nested_dictionaries_joined_by_dots(self) -> None:
+        model = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 3)))
+        tree = {"params": {"a": dict(nn.Linear(2, 2).state_dict()), "b": dict(nn.Linear(2, 3).state_dict())}}
+        assert load_into(model, file_of(tree)).found == "params"
+        assert torch.equal(model[1].weight, tree["params"]["b"]["weight"])
+
+    def test_two_that_fit_are_not_chosen_between(self) -> None:
+        model, before = made(1), copied(made(1))
+        file = file_of({"model": made(2).state_dict(), "ema": made(3).state_dict()})
+        with pytest.raises(UsageError) as caught:
+            load_into(model, file)
+        assert str(caught.value) == (
+            "<file object>: 2 places of the file fit the model equally well: model, ema\n"
+            "Say which, by one of:\n"
+            "prefix='model' for the 12 keys there\n"
+            "prefix='ema' for the 12 keys there"
+        )
+        assert_untouched(model, before)
+        assert load_into(model, file, prefix="ema").found == "ema"
+        assert_same(model, made(3))
+
+    def test_the_one_that_fits_better(self) -> None:
+        model, state = made(1), made(2).state_dict()
+        part = {name: tensor for name, tensor in made(3).state_dict().items() if "running" not in name}
+        assert load_into(model, file_of({"ema": part, "model": state})).found == "model"
+        assert_same(model, made(2))
+
+    def test_a_prefix_may_end_inside_the_keys(self) -> None:
+        model = nn.Linear(2, 2)
+        state = {f"backbone.fc.{name}": tensor for name, tensor in nn.Linear(2, 2).state_dict().items()}
+        for prefix in ("state_dict/backbone.fc.", "state_dict/backbone.fc"):
+            assert load_into(model, file_of({"state_dict": state}), prefix=prefix) == ([], [])
+            assert torch.equal(model.weight, state["backbone.fc.weight"])
+
+    def test_a_prefix_that_is_not_there(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            load_into(made(), file_of({"model": made().state_dict(), "x": [torch.ones(1)]}), prefix="nett")
+        assert str(caught.value) == ("<file object>: no tensor is below 'nett'\nThere are tensors below: model, x")
+
+    def test_the_root_as_a_prefix(self) -> None:
+        file = file_of({**nn.Linear(2, 2).state_dict(), "inner": nn.Linear(2, 2).state_dict()})
+        result = load_into(nn.Linear(2, 2), file, prefix="", strict=False)
+        assert result.unexpected_keys == ["inner"]
+
+    def test_a_pickled_module_without_running_it(self, data: Path) -> None:
+        with zipfile.ZipFile(data / "h200" / "whole_module_cuda0.pt"):
+            model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+        wanted = torch.load(data / "h200" / "whole_module_cuda0.pt", map_location="cpu", weights_only=False)
+        model = type(wanted)(
+            *(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m for m in wanted)
+        )
+        load_into(model, data / "h200" / "whole_module_cuda0.pt")
+        assert_same(model, wanted)
+
+
+class TestPrefixes:
+    @pytest.mark.parametrize(
+        ("rename", "note"),
+        [
+            ("module.{}", "took 'module.' off 12 keys"),
+            ("_orig_mod.{}", "took '_orig_mod.' off 12 keys"),
+            ("model.{}", "took 'model.' off 12 keys"),
+            ("module._orig_mod.{}", "took 'module._orig_mod.' off 12 keys"),
+            ("_orig_mod.module.model.{}", "took '_orig_mod.module.model.' off 12 keys"),
+        ],
+    )
+    def test_what_wrappers_leave(self, rename: str, note: str) -> None:
+        model = made(1)
+        file = file_of({"state_dict": {rename.format(name): t for name, t in made().state_dict().items()}, "epoch": 1})
+        with pytest.warns(KeysWarning, match=note) as caught:
+            result = load_into(model, file)
+        assert (result.found, result.notes) == ("state_dict", (note,))
+        assert [warning.filename for warning in caught] == [__file__]
+        assert repr(result) == f"<All keys matched successfully; found in state_dict; {note}>"
+        assert_same(model, made())
+
+    def test_what_a_trainer_keeps_beside_the_model_is_left_out_and_told(self) -> None:
+        model = made(1)
+        state = {f"model.{name}": tensor for name, tensor in made().state_dict().items()}
+        file = file_of({"state_dict": {**state, "loss.weight": torch.ones(3), "steps_done": 4}})
+        with pytest.warns(KeysWarning, match=r"took 'model\.' off 12 keys, and left out 1 that have none"):
+            assert load_into(model, file) == ([], [])
+        assert_same(model, made())
+
+    def test_what_a_wrapper_does_not_wrap_is_not_expected(self) -> None:
+        state = {f"module.{name}": tensor for name, tensor in made().state_dict().items()}
+        with pytest.raises(MismatchError, match="only in the file: loss"):
+            load_into(made(1), file_of({**state, "loss": torch.ones(3)}))
+
+    def test_a_wrapped_model_gets_them_put_before(self) -> None:
+        model = nn.DataParallel(made(1))
+        with pytest.warns(KeysWarning, match=r"put 'module\.' before 12 keys"):
+            load_into(model, file_of(made().state_dict()))
+        assert_same(model.module, made())
+
+    def test_one_for_the_other(self) -> None:
+        model = nn.DataParallel(made(1))
+        with pytest.warns(KeysWarning, match=r"put 'module\.' for '_orig_mod\.' in 12 keys"):
+            load_into(model, file_of({f"_orig_mod.{name}": t for name, t in made().state_dict().items()}))
+        assert_same(model.module, made())
+
+    def test_a_part_that_was_compiled(self) -> None:
+        model = made(1)
+        state = {name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in made().state_dict().items()}
+        with pytest.warns(KeysWarning, match="left out the names of wrappers in 7 keys"):
+            load_into(model, file_of(state))
+        assert_same(model, made())
+
+    def test_a_model_that_is_compiled(self) -> None:
+        model = made(1)
+        try:
+            compiled = torch.compile(model, backend="eager")
+        except RuntimeError as error:
+            pytest.skip(str(error))  # this release does not do it on this Python
+        with pytest.warns(KeysWarning, match=r"put '_orig_mod\.' before 12 keys"):
+            load_into(compiled, file_of(made().state_dict()))
+        assert_same(model, made())
+
+    def test_a_model_whose_own_keys_begin_so(self) -> None:
+        model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        other = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        assert load_into(model, file_of(other.state_dict())).notes == ()
+        assert_same(model, other)
+
+    def test_a_body_into_a_model_around_it(self) -> None:
+        model = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 3)})
+        body = nn.Linear(2, 2)
+        with pytest.warns(KeysWarning, match=r"put 'model\.' before 2 keys"):
+            result = load_into(model, file_of(body.state_dict()), strict=False)
+        assert result.missing_keys == ["lm_head.weight", "lm_head.bias"]
+        assert torch.equal(model["model"].weight, body.weight)
+
+
+class TestWhereItGoes:
+    def test_parameters_stay_the_same_objects_in_the_same_memory(self) -> None:
+        model = made(1)
+        before = {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
+        load_into(model, file_of(made().state_dict()))
+        assert {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == before
+        assert_same(model, made())
+
+    def test_autograd_notices(self) -> None:
+        model = nn.Linear(2, 2)
+        out = model(torch.ones(1, 2).requires_grad_()).pow(2).sum()
+        load_into(model, file_of(nn.Linear(2, 2).state_dict()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
+    def test_every_layout_on_both_sides(self) -> None:
+        base = torch.arange(24.0).view(2, 3, 4)
+        forms = [base, base.permute(2, 0, 1).contiguous().permute(1, 2, 0), torch.arange(48.0)[::2].view(2, 3, 4)]
+        forms.append(torch.zeros(2, 3, 4).copy_(base)[:, :, :].transpose(0, 1).contiguous().transpose(0, 1))
+        for mine in forms:
+            for theirs in forms:
+                module = nn.ParameterDict({"w": nn.Parameter(torch.empty_strided(mine.shape, mine.stride()))})
+                load_into(module, file_of({"w": theirs}))
+                assert torch.equal(module["w"], theirs)
+                assert module["w"].stride() == mine.stride()
+
+    def test_meta_parameters_are_made_and_ties_kept(self) -> None:
+        model = meta()
+        model.head.weight = model.embed.weight
+        model.scale.requires_grad = False
+        model.embed.weight.mark = "kept"
+        assert load_into(model, file_of(made().state_dict())) == ([], [])
+        assert_same(model, made())
+        assert model.head.weight is model.embed.weight
+        assert model.embed.weight.mark == "kept"
+        assert (model.scale.requires_grad, model.turned.requires_grad) == (False, True)
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+        assert {str(t.device) for t in model.state_dict().values()} == {"cpu"}
+
+    def test_meta_buffers_that_are_never_saved_stay(self) -> None:
+        model = meta()
+        load_into(model, file_of(made().state_dict()))
+        assert model.unsaved.is_meta
+
+    @pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+    def test_only_meta_parameters_ask_where_to_land(self, data: Path) -> None:
+        state = torch.load(data / "h200" / "state_dict_cuda1.pt", map_location="cpu")
+        model = nn.Conv2d(*reversed(state["conv.weight"].shape[:2]), state["conv.weight"].shape[2:])
+        assert load_into(model, data / "h200" / "state_dict_cuda1.pt", prefix="conv") == ([], [])
+        assert torch.equal(model.weight, state["conv.weight"])
+
+    def test_meta_parameters_of_a_tagged_file_land_with_a_warning(self, data: Path) -> None:
+        state = torch.load(data / "h200" / "state_dict_cuda1.pt", map_location="cpu")
+        size = state["fc.weight"].shape
+        model = nn.Linear(size[1], size[0], device="meta")
+        with pytest.warns(LandingWarning, match="saved on cuda:1"):
+            load_into(model, data / "h200" / "state_dict_cuda1.pt", prefix="fc")
+        quiet = nn.Linear(size[1], size[0], device="meta")
+        load_into(quiet, data / "h200" / "state_dict_cuda1.pt", prefix="fc", device="cpu")
+        assert torch.equal(quiet.weight, state["fc.weight"])
+
+    def test_a_tie_that_the_file_has_under_one_name_only(self) -> None:
+        model, state = made(1), made().state_dict()
+        del state["head.weight"]
+        assert load_into(model, file_of(state)) == ([], [])
+        assert_same(model, made())
+
+    def test_a_tie_in_the_model_alone_takes_the_last_as_torch_does(self) -> None:
+        model, other, state = made(1), made(1), made().state_dict()
+        state["embed.weight"], state["head.weight"] = torch.zeros(10, 4), torch.ones(10, 4)
+        load_into(model, file_of(state))
+        other.load_state_dict(state)
+        assert_same(model, other)
+
+    def test_a_tie_in_the_file_alone(self) -> None:
+        weight = torch.randn(2, 2)
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        load_into(model, file_of({"0.weight": weight, "1.weight": weight}))
+        assert torch.equal(model[0].weight, model[1].weight)
+        assert model[0].weight is not model[1].weight
+
+    def test_tied_bytes_are_read_once(self) -> None:
+        file = Counting()
+        torch.save({"0.weight": torch.ones(1000, 1000), "1.weight": torch.ones(1000, 1000)}, file)
+        model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+        model[1].weight = model[0].weight
+        load_into(model, file)
+        assert 4_000_000 <= file.count() < 4_200_000
+
+
+class TestDtypes:
+    def test_are_cast_only_when_asked(self) -> None:
+        model, before = made(1), copied(made(1))
+        file = file_of({name: t.half() if t.is_floating_point() else t for name, t in made().state_dict().items()})
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file)
+        assert str(caught.value).splitlines()[1:] == [
+            "of another dtype, 10 keys: float16 in the file, float32 in the model",
+            "cast=True converts them while they are read.",
+        ]
+        assert_untouched(model, before)
+        assert load_into(model, file, cast=True) == ([], [])
+        for name, tensor in made().state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor.half().to(tensor.dtype))
+
+    def test_meta_parameters_too(self) -> None:
+        model = nn.Linear(3, 3, device="meta", dtype=torch.bfloat16)
+        state = nn.Linear(3, 3).state_dict()
+        with pytest.raises(MismatchError, match="float32 in the file, bfloat16 in the model"):
+            load_into(model, file_of(state))
+        load_into(model, file_of(state), cast=True)
+        assert torch.equal(model.weight, state["weight"].bfloat16())
+
+    @pytest.mark.parametrize("name", ["float8_e4m3fn", "bool", "complex64", "uint8", "int16", "float64"])
+    def test_of_every_size(self, name: str) -> None:
+        dtype = getattr(torch, name)
+        wanted = torch.arange(12).view(3, 4).to(dtype)
+        try:
+            file = file_of({"w": wanted})
+        except KeyError:
+            pytest.skip("this release does not save it")
+        for stride in ((4, 1), (1, 3), (8, 2)):
+            module = nn.Module()
+            module.register_buffer("w", torch.empty_strided((3, 4), stride, dtype=dtype))
+            load_into(module, file)
+            assert raw(module.w) == raw(wanted)
+            assert module.w.stride() == stride
+
+
+class TestMismatches:
+    def fails(self, model: nn.Module, state: Any, **options: Any) -> MismatchError:
+        before = copied(model)
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of(state), **options)
+        assert_untouched(model, before)
+        assert isinstance(caught.value, RuntimeError)
+        return caught.value
+
+    def test_a_renamed_part(self) -> None:
+        def net(name: str, deep: int) -> nn.Module:
+            body = nn.Sequential(*(nn.Linear(3, 3) for _ in range(deep)))
+            return nn.ModuleDict({name: body, "head": nn.Linear(3, 2)})
+
+        error = self.fails(net("backbone", 60), {"state_dict": net("encoder", 60).state_dict()})
+        assert str(error) == (
+            "<file object> › state_dict: it does not fit ModuleDict, of whose 122 keys it has 2\n"
+            "the same under other names, it seems:\n"
+            "  encoder.* in the file ↔ backbone.* in the model: 120 keys\n"
+            "strict=False loads what fits."
+        )
+        assert len(error.missing_keys) == len(error.unexpected_keys) == 120
+        assert error.missing_keys[0] == "backbone.0.weight"
+
+    def test_a_part_of_a_larger_model(self) -> None:
+        backbone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+        state = {
+            **{f"backbone.{name}": t for name, t in backbone.state_dict().items()},
+            "head.weight": torch.ones(2, 5),
+        }
+        error = self.fails(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), {"state_dict": state})
+        assert str(error).splitlines()[1:] == [
+            "the same under other names, it seems:",
+            "  backbone.* in the file ↔ * in the model: 4 keys",
+            "only in the file: head.weight",
+            "prefix='state_dict/backbone.' takes that part of the file.",
+        ]
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+        load_into(model, file_of({"state_dict": state}), prefix="state_dict/backbone.")
+        assert_same(model, backbone)
+
+    def test_shapes_as_a_table(self) -> None:
+        state = made().state_dict()
+        state["stem.0.weight"], state["steps"] = torch.ones(4, 1, 3, 3), torch.ones(2, dtype=torch.int64)
+        error = self.fails(made(1), state, strict=False)
+        assert str(error).splitlines()[1:] == [
+            "of another shape, 2 keys:",
+            "  key            file          model",
+            "  steps          [2]           []",
+            "  stem.0.weight  [4, 1, 3, 3]  [4, 3, 3, 3]",
+        ]
+        assert [tuple(each) for each in error.shapes] == [
+            ("steps", "[2]", "[]"),
+            ("stem.0.weight", "[4, 1, 3, 3]", "[4, 3, 3, 3]"),
+        ]
+
+    def test_many_are_grouped_and_not_a_wall_of_names(self) -> None:
+        model = nn.ModuleDict(
+            {"encoder": nn.Sequential(*(nn.Linear(2, 2) for _ in range(200))), "head": nn.Linear(2, 2)}
+        )
+        state = {f"other.{i}.table": torch.ones(i + 1) for i in range(300)} | nn.Linear(2, 2).state_dict()
+        error = self.fails(
+            model, {f"head.{name}" if name in ("weight", "bias") else name: t for name, t in state.items()}
+        )
+        assert str(error).splitlines()[1:] == [
+            "missing in the file, 400 keys: encoder.* (400)",
+            "only in the file, 300 keys: other.* (300)",
+            "strict=False loads what fits.",
+        ]
+
+    def test_many_shapes_are_cut_short(self) -> None:
+        model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(50))
+        error = self.fails(model, {str(i): torch.ones(3) for i in range(50)})
+        assert len(str(error).splitlines()) == 16
+        assert str(error).splitlines()[-1] == "  and 38 more"
+        assert len(error.shapes) == 50
+
+    def test_nothing_fits_even_when_not_strict(self) -> None:
+        error = self.fails(made(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
+        assert str(error).startswith("<file object>: it does not fit Net, of whose 12 keys it has 0\n")
+
+    def test_a_file_without_tensors(self) -> None:
+        assert len(self.fails(nn.Linear(1, 1), {"epoch": 3}).missing_keys) == 2
+
+    def test_values_among_the_weights(self) -> None:
+        state = {**nn.Linear(2, 2).state_dict(), "epoch": 3, "extra": {"a": [torch.ones(1)]}}
+        error = self.fails(nn.Linear(2, 2), state)
+        assert (error.missing_keys, sorted(error.unexpected_keys)) == ([], ["epoch", "extra"])
+
+    def test_bytes_that_are_not_there(self) -> None:
+        data = forge.legacy()
+        model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
+        with pytest.raises(BrokenFileError, match="the bytes of w1 are not all there"):
+            load_into(model, data[:-8])
+        assert model["w0"].tolist() == [0.0] * 4
+
+    def test_reading_that_fails_half_way_is_told(self) -> None:
+        model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
+        records = forge.remade(forge.entries(method=8), "data/1", raw=b"\xff" * 20)
+        with pytest.raises(BrokenFileError, match=r"1 of 2 tensors are in the model already"):
+            load_into(model, forge.archive(records))
+
+    def test_no_checkpoint(self, tmp_path: Path) -> None:
+        (tmp_path / "x.pt").write_text("<html>")
+        with pytest.raises(NotACheckpointError):
+            load_into(made(), tmp_path / "x.pt")
+
+
+class TestNotStrict:
+    @pytest.mark.parametrize("drop", ["stem.0.bias", "scale", "head.weight embed.weight", "steps"])
+    def test_the_same_keys_as_torch(self, drop: str) -> None:
+        state = made().state_dict()
+        for name in drop.split():
+            del state[name]
+        state["new.weight"], state["other"] = torch.ones(1), torch.ones(2)
+        model, other = made(1), made(1)
+        result, wanted = load_into(model, file_of(state), strict=False), other.load_state_dict(state, strict=False)
+        assert (sorted(result.missing_keys), sorted(result.unexpected_keys)) == tuple(map(sorted, wanted))
+        assert_same(model, other)
+
+    def test_the_result_is_a_pair(self) -> None:
+        missing, unexpected = load_into(
+            nn.Linear(2, 2), file_of({"weight": torch.ones(2, 2), "x": torch.ones(1)}), strict=False
+        )
+        assert (missing, unexpected) == (["bias"], ["x"])
+        assert repr(Loaded(missing, unexpected)) == "<missing_keys=['bias'], unexpected_keys=['x']>"
+
+    def test_a_norm_of_an_old_file(self) -> None:
+        state = made().state_dict()
+        del state["stem.1.num_batches_tracked"]
+        model, other = made(1), made(1)
+        with pytest.raises(MismatchError, match=r"num_batches_tracked"):  # its versions say that it should be there
+            load_into(model, file_of(state))
+        plain = dict(state)
+        assert load_into(model, file_of(plain)) == other.load_state_dict(plain) == ([], [])
+        assert_same(model, other)
+
+    def test_a_scalar_of_torch_0_3(self) -> None:
+        state = {**made().state_dict(), "scale": torch.tensor([5.0])}
+        model = made(1)
+        load_into(model, file_of(state))
+        assert model.scale.item() == 5.0
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Odd(torch.Tensor):
+    """A tensor that cannot be written into."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "copy_":
+            raise RuntimeError("nobody writes into me")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_parameter_that_takes_nothing() -> None:
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
+    model.register_buffer("b", torch.zeros(2).as_subclass(Odd))
+    with pytest.raises(LoadError, match="b does not take what was read for it: nobody writes into me"):
+        load_into(model, file_of({"a": torch.ones(2), "b": torch.ones(2)}))
+
+
+class TestExtraState:
+    @pytest.mark.parametrize(
+        "value",
+        [7, "text", None, b"raw", {"a": [1, 2.5], "t": torch.arange(3)}, torch.ones(3), OrderedDict(x=(1, 2)), {}, []],
+    )
+    def test_is_given_as_it_was(self, value: Any) -> None:
+        source, target = nn.Sequential(Extra(), Extra()), nn.Sequential(Extra(), Extra())
+        source[1].extra = value
+        file = file_of({"model": source.state_dict()})
+        assert load_into(target, file) == ([], [])
+        assert target[0].extra is None
+        same(target[1].extra, torch.load(io.BytesIO(file.getvalue()))["model"]["1._extra_state"])
+
+    def test_by_a_prefix(self) -> None:
+        source, target = Extra(), Extra()
+        source.extra = {"a": 1}
+        assert load_into(target, file_of({"x": {"y": source.state_dict()}}), prefix="x/y") == ([], [])
+        assert target.extra == {"a": 1}
+
+    def test_missing(self) -> None:
+        with pytest.raises(MismatchError, match="missing in the file: _extra_state"):
+            load_into(Extra(), file_of(nn.Linear(2, 2).state_dict()))
+
+    def test_what_takes_trust_is_refused_before_anything_is_changed(self) -> None:
+        source, target = Extra(), Extra()
+        source.extra = io.BytesIO(b"x")
+        before = target.weight.clone()
+        with pytest.raises(LoadError, match=r"_io\.BytesIO, which nobody has allowed"):
+            load_into(target, file_of(source.state_dict()))
+        assert torch.equal(target.weight, before)
+
+
+class Renaming(nn.Module):
+    """A module that reads its older files by code of its own."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(2)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2 and prefix + "linear.weight" in state_dict:
+            for name in ("weight", "bias"):
+                state_dict[f"{prefix}proj.{name}"] = state_dict.pop(f"{prefix}linear.{name}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class TestModulesWithTheirOwnWay:
+    def test_older_names(self) -> None:
+        source = Renaming()
+        state = {name.replace("proj", "linear"): tensor for name, tensor in source.state_dict().items()}
+        model, other = nn.Sequential(nn.Linear(2, 2), Renaming()), nn.Sequential(nn.Linear(2, 2), Renaming())
+        whole = {
+            **{f"0.{n}": t for n, t in nn.Linear(2, 2).state_dict().items()},
+            **{f"1.{n}": t for n, t in state.items()},
+        }
+        assert load_into(model, file_of(whole)) == other.load_state_dict(whole) == ([], [])
+        assert_same(model, other)
+
+    def test_newer_names(self) -> None:
+        model, source = nn.Sequential(Renaming()), nn.Sequential(Renaming())
+        assert load_into(model, file_of(source.state_dict())) == ([], [])
+        assert_same(model, source)
+
+    def test_on_the_meta_device(self) -> None:
+        source = nn.Sequential(Renaming())
+        with torch.device("meta"):
+            model = nn.Sequential(Renaming())
+        assert load_into(model, file_of(source.state_dict())) == ([], [])
+        assert_same(model, source)
+
+    def test_their_complaints(self) -> None:
+        model = nn.Sequential(Renaming())
+        state = model.state_dict()
+        del state["0.norm.bias"]
+        state["0.norm.weight"] = torch.ones(3)
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of(state))
+        assert caught.value.missing_keys == ["0.norm.bias"]
+        assert "size mismatch for 0.norm.weight" in str(caught.value)
+
+    def test_a_hook_before_loading(self) -> None:
+        def rename(module: Any, state: Any, prefix: str, *_: Any) -> None:  # noqa: ARG001 - as torch calls it
+            for key in list(state):
+                if key.startswith(f"{prefix}old_"):
+                    state[prefix + key[len(prefix) + 4 :]] = state.pop(key)
+
+        model, source = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+        model[0]._register_load_state_dict_pre_hook(rename, with_module=True)
+        load_into(model, file_of({f"0.old_{name}": tensor for name, tensor in source.state_dict().items()}))
+        assert_same(model[0], source)
+
+    def test_a_norm_of_weights_as_older_releases_named_it(self) -> None:
+        model, source = (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))) for _ in range(2))
+        state = source.state_dict()
+        state["0.weight_g"] = state.pop("0.parametrizations.weight.original0")
+        state["0.weight_v"] = state.pop("0.parametrizations.weight.original1")
+        assert load_into(model, file_of(state)) == ([], [])
+        assert_same(model, source)
+
+    def test_a_tie_with_a_module_that_makes_its_own(self) -> None:
+        def net() -> nn.Module:
+            model = nn.ModuleDict({"body": Renaming(), "head": nn.Linear(2, 2)})
+            model["head"].weight = model["body"].proj.weight
+            return model
+
+        source = net()
+        with torch.device("meta"):
+            model = net()
+        assert load_into(model, file_of(source.state_dict())) == ([], [])
+        assert_same(model, source)
+        assert model["head"].weight is model["body"].proj.weight
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_quantized_modules(self) -> None:
+        def net() -> nn.Module:
+            plain = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+            return torch.ao.quantization.quantize_dynamic(plain, {nn.Linear}, dtype=torch.qint8)
+
+        if not set(torch.backends.quantized.supported_engines) - {"none"}:
+            pytest.skip("this torch does not compute with them")
+        model, source = net(), net()
+        assert load_into(model, file_of({"model": source.state_dict()})) == ([], [])
+        assert torch.equal(model[0].weight().int_repr(), source[0].weight().int_repr())
+        assert torch.equal(model(torch.ones(1, 4)), source(torch.ones(1, 4)))
+
+    def test_parameters_that_are_not_made_yet(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+        source = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+        load_into(model, file_of(source.state_dict()))
+        assert_same(model, source)
+
+    def test_a_hook_afterwards_may_strike_keys_off(self) -> None:
+        seen: list[Any] = []
+
+        def forgive(module: nn.Module, keys: Any) -> None:
+            seen.append(module)
+            keys.missing_keys.clear()
+
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_load_state_dict_post_hook(forgive)
+        assert load_into(model, file_of({"0.weight": torch.ones(2, 2)})) == ([], [])
+        assert seen == [model]
+        assert model[0].weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+class TestForms:
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_both_of_torch(self, legacy: bool) -> None:
+        model = made(1)
+        load_into(model, file_of(made().state_dict(), _use_new_zipfile_serialization=not legacy))
+        assert_same(model, made())
+
+    def test_safetensors(self, tmp_path: Path) -> None:
+        save_model = pytest.importorskip("safetensors.torch").save_model
+        save_model(made(), str(tmp_path / "x.safetensors"))  # without the second name of what is tied
+        model = made(1)
+        load_into(model, tmp_path / "x.safetensors")
+        assert_same(model, made())
+
+    def test_shards(self, tmp_path: Path) -> None:
+        state = made().state_dict()
+        names = list(state)
+        for number in (1, 2):
+            shard = {name: state[name] for name in names[number - 1 :: 2]}
+            torch.save(shard, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+        weights = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
+        index = {"metadata": {"total_size": 1}, "weight_map": weights}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        model = made(1)
+        load_into(model, tmp_path)
+        assert_same(model, made())
+
+    def test_a_distributed_checkpoint(self, tmp_path: Path) -> None:
+        if not hasattr(dcp := pytest.importorskip("torch.distributed.checkpoint"), "save"):
+            pytest.skip("this release saves them otherwise")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
+        model = made(1)
+        with pytest.warns(KeysWarning, match=r"took 'model\.' off 12 keys"):
+            load_into(model, tmp_path / "x")
+        assert_same(model, made())
+
+    def test_an_unpacked_archive(self, tmp_path: Path) -> None:
+        torch.save(made().state_dict(), tmp_path / "x.zip")
+        shutil.unpack_archive(tmp_path / "x.zip", tmp_path / "out", "zip")
+        model = made(1)
+        load_into(model, tmp_path / "out")
+        assert_same(model, made())
+
+    @pytest.mark.parametrize("name", ["torchscript_cuda0.pt", "export_cuda0.pt2"])
+    def test_programs(self, data: Path, name: str) -> None:
+        state = torch.load(data / "h200" / "state_dict_cuda0.pt", map_location="cpu")
+        model = Fixture(state)
+        result = load_into(model, data / "h200" / name, strict=False)
+        assert (result.missing_keys, result.unexpected_keys) == (["head.bias"], [])
+        for key, tensor in state.items():
+            assert torch.equal(model.state_dict()[key], tensor)
+
+    def test_bytes(self) -> None:
+        model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
+        load_into(model, forge.checkpoint())
+        assert model["w1"].tolist() == list(struct.unpack("<4f", struct.pack("<4f", 4, 5, 6, 7)))
+
+
+class Fixture(nn.Module):
+    """The model whose state the fixtures hold."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        conv, fc = state["conv.weight"].shape, state["fc.weight"].shape
+        self.conv = nn.Conv2d(conv[1], conv[0], conv[2:])
+        self.bn = nn.BatchNorm2d(conv[0])
+        self.fc = nn.Linear(fc[1], fc[0])
+        self.head = nn.Linear(fc[1], fc[0])
+        self.head.weight = self.fc.weight
+
+
+@pytest.mark.parametrize("folder", RELEASES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("file", ["state_dict_cuda7.pt", "train_cuda0.ckpt", "whole_custom_cuda0.pt"])
+def test_files_of_every_release_as_torch_loads_them(folder: Path, file: str) -> None:
+    state = torch.load(folder / "state_dict_cuda7.pt", map_location="cpu")
+    model, other = Fixture(state), Fixture(state)
+    other.load_state_dict(state, strict=False)
+    result = load_into(model, folder / file, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["head.bias"] if "head.bias" not in state else [], [])
+    for name in state:
+        assert torch.equal(model.state_dict()[name], other.state_dict()[name]), name
+
+
+def test_no_second_copy_is_made() -> None:
+    """Of a model in memory, reading allocates nothing of the size of a tensor."""
+    model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
+    file = file_of({"state_dict": model.state_dict()})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        load_into(model, file)
+    assert max((event.cpu_memory_usage for event in profile.events()), default=0) < 100_000
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+class TestOnTheGpu:
+    def test_parameters_there_are_filled_there(self) -> None:
+        model = made(1).cuda()
+        before = {name: p.data_ptr() for name, p in model.named_parameters()}
+        load_into(model, file_of(made().state_dict()))
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+        assert_same(model.cpu(), made())
+
+    def test_and_cast_there(self) -> None:
+        model = nn.Linear(3000, 3000, dtype=torch.bfloat16, device="cuda")
+        state = nn.Linear(3000, 3000).state_dict()
+        load_into(model, file_of(state), cast=True)
+        assert torch.equal(model.weight.cpu(), state["weight"].bfloat16())
+
+    def test_meta_parameters_land_there(self) -> None:
+        model = nn.Linear(3000, 3000, device="meta")
+        state = nn.Linear(3000, 3000).cuda().state_dict()
+        load_into(model, file_of(state))
+        assert model.weight.device.type == "cuda"
+        assert torch.equal(model.weight, state["weight"])
+        other = nn.Linear(3000, 3000, device="meta")
+        load_into(other, file_of(nn.Linear(3000, 3000).state_dict()), device="cuda")
+        assert other.weight.device.type == "cuda"

@@ -1,0 +1,24 @@
+"""Checkpoints and machines for the placing tests: only what placing looks at."""
+
+from __future__ import annotations
+
+from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.place import Device, Devices
+
+GB = 10**9
+
+
+def checkpoint(*tagged: tuple[str, int], dtype: str = "float32", format: str = "torch-zip") -> Checkpoint:  # noqa: A002
+    """One storage, and one tensor over it, for each ``(tag, bytes)``."""
+    storages, tensors = [], []
+    for key, (tag, nbytes) in enumerate(tagged):
+        name = f"t{key}"
+        storages.append(Storage(str(key), str(key), tag, dtype, nbytes, nbytes, 64 * key, tensors=(name,)))
+        tensors.append(Tensor((name,), name, dtype, (nbytes // 4,), (1,), tag, str(key)))
+    return Checkpoint("model.pt", format, 1000, tensors=tuple(tensors), storages=tuple(storages))
+
+
+def gpus(*free: int, rank: int | None = None, current: int = 0, cpu: int = 1000 * GB) -> Devices:
+    """A machine with a card for each number of free bytes."""
+    cards = (Device(f"cuda:{index}", room, 80 * GB, "NVIDIA A100") for index, room in enumerate(free))
+    return Devices((Device("cpu", cpu, 2000 * GB), *cards), f"cuda:{current}" if free else "", rank)
