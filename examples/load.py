@@ -20,12 +20,12 @@ def main() -> int:
         try:
             state = transload.load(path)
         except transload.NoTorchError:
-            print("torch is not installed in this Python, so nothing is loaded; `transload check` tells what would be.")
+            print(f"There is no torch in this Python, so this is only where it would land:\n\n{transload.check(path)}")
             return 0
     for warning in told:
         print(warning.message)
     for name, tensor in state.items():
-        print(f"  {name:<28} {str(tensor.dtype):<16} {str(list(tensor.shape)):<14} on {tensor.device}")
+        print(f"  {name:<28} {tensor.dtype!s:<16} {list(tensor.shape)!s:<14} on {tensor.device}")
     return 0
 
 

@@ -27,7 +27,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         r"access to (model|dataset|this)|gated|awaiting a review",
         "Accept the conditions on its page, then: hf auth login",
     ),
-    (r"invalid (username|credentials)|unauthori[sz]ed|sign in|log ?in|authenticat|\b401\b", _LOGIN),
+    (r"invalid (username|credentials)|unauthori[sz]ed|\bsign in\b|\blog ?in\b|authenticat|\b401\b", _LOGIN),
     (r"not found|nosuchkey|blobnotfound|does not exist|no such|\b404\b", _GONE),
     (r"denied|forbidden|expired|signature|\b403\b", "The link has expired or needs permission: ask for a fresh one."),
     (r"too many|rate limit|quota|\b429\b", "The server refuses for now: wait, then download again."),
