@@ -456,6 +456,8 @@ class Python:
     """``venv``, ``conda``, ``pixi``, ``system``, ``pyenv`` … what kind of environment it is."""
     tool: str = "pip"
     """What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``."""
+    project: bool = False
+    """Whether it is the environment of a project whose packages that tool keeps in a lock file."""
     pip: bool = True
     """Whether pip is installed in it."""
     externally_managed: bool = False

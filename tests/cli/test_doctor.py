@@ -199,6 +199,18 @@ def test_names_are_left_out_unless_wanted(flags: list[str], saved: Saved, capsys
     assert "/home/alice" in capsys.readouterr().out
 
 
+def test_what_is_to_be_typed_is_true_in_the_report_and_redacted_in_what_is_sent(
+    saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"HOME": "/home/alice", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64/stubs:/gpfs/alice/mpi/lib"}
+    path = saved(changed(STUBBED, variables__values=values))
+    main(["doctor", "--from", path])
+    assert "$ export LD_LIBRARY_PATH=/gpfs/alice/mpi/lib\n" in capsys.readouterr().out
+    main(["doctor", "--from", path, "--json"])
+    assert "/gpfs/user/mpi/lib" in (out := capsys.readouterr().out)
+    assert "alice" not in out
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 

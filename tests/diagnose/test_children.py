@@ -205,6 +205,30 @@ def test_leaving_ends_it() -> None:
     assert not alive(child.pid)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="what a pipe signals")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
+def test_it_ends_with_its_parent(tmp_path: Path, number: int) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = f"""
+import signal
+pipe = open({str(tmp_path / "pipe")!r}, "wb", 0)
+signal.signal(signal.SIGALRM, lambda *_: (pipe.write(b" late"), os._exit(1)))
+pipe.write(b"there")
+time.sleep(600)
+"""
+    script = f"""
+import sys
+sys.path.insert(0, {str(SRC)!r})
+from transload.diagnose.children import Child, Question
+with Child(Question("", sys.executable, {{}}, text={question(text).text!r}), 10) as child:
+    child.outcome()
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as parent, (tmp_path / "pipe").open("rb") as pipe:
+        assert pipe.read(5) == b"there"
+        parent.send_signal(number)
+        assert pipe.read() == b""  # closed by its end, and before its own alarm
+
+
 def test_it_ends_itself_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_BACKSTOP", 1 - LONG)
     assert outcome("report.doing('work'); time.sleep(600)").detail == "SIGALRM in work"

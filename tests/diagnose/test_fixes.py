@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.diagnose.machines import card, changed, healthy, in_container, in_slurm, in_wsl
+from tests.diagnose.machines import install as installed
 
 from transload.diagnose import fixes
 from transload.machine import Machine, NvmlGpu, Surroundings
@@ -24,46 +25,128 @@ def on(distribution: str, manager: str, like: tuple[str, ...] = ()) -> Machine:
     )
 
 
+H200, BLACKWELL, PASCAL, KEPLER, ADA = 0x2335, 0x2B85, 0x1B80, 0x128B, 0x2684
+ROCKY = on("rocky", "dnf", ("rhel", "centos", "fedora"))
+SUSE = on("opensuse-leap", "zypper", ("suse", "opensuse"))
+ARCH, FEDORA, DEBIAN = on("arch", "pacman"), on("fedora", "dnf"), on("debian", "apt")
+NIXOS = on("nixos", "nix")
+
+
+def holding(machine: Machine, *devices: int, flavour: str = "") -> Machine:
+    """The machine with other cards on its bus."""
+    cards = tuple(card(device, address=f"0000:{place:02x}:00.0") for place, device in enumerate(devices, 1))
+    return changed(machine, hardware__pci=cards, kernel__flavour=flavour)
+
+
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
         (on("ubuntu", "apt"), "sudo apt install nvidia-driver-580-open"),
         (on("linuxmint", "apt", ("ubuntu", "debian")), "sudo apt install nvidia-driver-580-open"),
-        (on("debian", "apt"), "sudo apt install nvidia-open-580"),
-        (on("rocky", "dnf", ("rhel", "centos", "fedora")), "sudo dnf install nvidia-open-580"),
-        (on("fedora", "dnf"), "sudo dnf install akmod-nvidia-580xx xorg-x11-drv-nvidia-580xx-cuda"),
-        (
-            on("opensuse-leap", "zypper", ("suse", "opensuse")),
-            "sudo zypper install nvidia-open-driver-G06-signed-kmp-default nvidia-compute-utils-G06",
-        ),
+        (DEBIAN, "sudo apt install nvidia-open"),
+        (ROCKY, "sudo dnf install nvidia-open"),
+        (on("amzn", "dnf", ("fedora",)), "sudo dnf install nvidia-open"),
+        (on("ol", "dnf", ("fedora",)), "sudo dnf install nvidia-open"),
+        (FEDORA, "sudo dnf install akmod-nvidia xorg-x11-drv-nvidia-cuda"),
+        (ARCH, "sudo pacman -Syu nvidia-open nvidia-utils"),
+        (SUSE, "sudo zypper install nvidia-open-driver-G06-signed-kmp-default nvidia-compute-utils-G06"),
+        (NIXOS, "sudo nixos-rebuild switch"),
     ],
 )
-def test_a_driver_is_installed_by_the_distributions_own_packages_and_then_the_machine_is_rebooted(
-    machine: Machine, expected: str
-) -> None:
-    lines = commands(fixes.install_driver(machine, 580))
+@pytest.mark.parametrize("floor", [525, 570, 580])
+def test_a_floor_is_met_by_the_distributions_current_driver(machine: Machine, expected: str, floor: int) -> None:
+    lines = fixes.install_driver(machine, at_least=floor)
+    assert expected in commands(lines)
+    assert commands(lines)[-1] == "sudo reboot"
+    assert not any("legacy" in line or "570" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (healthy(), "$ sudo apt install nvidia-driver-580"),
+        (DEBIAN, "$ sudo apt install linux-headers-$(uname -r) nvidia-driver firmware-misc-nonfree"),
+        (ARCH, "From the AUR: nvidia-580xx-dkms and nvidia-580xx-utils"),
+        (SUSE, "$ sudo zypper install nvidia-driver-G06-kmp-default nvidia-compute-utils-G06"),
+    ],
+)
+def test_a_card_before_turing_gets_its_last_branch_and_never_the_open_module(machine: Machine, expected: str) -> None:
+    lines = fixes.install_driver(holding(machine, PASCAL))
     assert expected in lines
-    assert lines[-1] == "sudo reboot"
+    assert not any("-open" in line for line in lines)
 
 
-def test_the_flavour_of_the_kernel_module_is_heeded() -> None:
-    assert "sudo apt install nvidia-driver-580" in commands(fixes.install_driver(healthy(), 580, open_module=False))
-    assert "sudo apt install nvidia-driver-580-open" in commands(fixes.install_driver(healthy(), 580, open_module=True))
+@pytest.mark.parametrize("machine", [healthy(), DEBIAN, ROCKY, FEDORA, ARCH, SUSE, NIXOS, on("plan9", "")])
+@pytest.mark.parametrize("asked", [{}, {"at_least": 525}, {"at_least": 580}, {"exactly": 580}])
+def test_no_distribution_gives_an_open_module_to_a_card_that_has_no_use_for_it(
+    machine: Machine, asked: dict[str, int]
+) -> None:
+    lines = " ".join(fixes.install_driver(holding(machine, PASCAL, flavour="open"), **asked))
+    assert "nvidia-open" not in lines
+    assert "-open" not in lines
+    assert "open = true" not in lines
+
+
+def test_a_kepler_gets_branch_470_where_it_is_alone() -> None:
+    assert "sudo apt install nvidia-driver-470" in commands(fixes.install_driver(holding(healthy(), KEPLER)))
+    packages = "akmod-nvidia-470xx xorg-x11-drv-nvidia-470xx-cuda"
+    assert f"sudo dnf install {packages}" in commands(fixes.install_driver(holding(FEDORA, KEPLER)))
+    assert any("legacy_470" in line for line in fixes.install_driver(holding(NIXOS, KEPLER)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ((ADA, KEPLER), "Ada and Kepler"),
+        ((KEPLER, ADA), "Ada and Kepler"),
+        ((PASCAL, BLACKWELL), "Blackwell and Pascal"),
+    ],
+)
+def test_where_no_driver_serves_all_cards_the_newer_ones_are_served(devices: tuple[int, ...], said: str) -> None:
+    lines = fixes.install_driver(holding(healthy(), *devices))
+    assert said in lines[0]
+    assert not any("nvidia-driver-470" in line for line in lines)
+
+
+def test_cards_of_two_ages_share_a_driver_where_there_is_one() -> None:
+    assert "sudo apt install nvidia-driver-580" in commands(fixes.install_driver(holding(healthy(), ADA, PASCAL)))
+
+
+def test_a_floor_beyond_the_cards_last_branch_is_no_driver_at_all() -> None:
+    (line,) = fixes.install_driver(holding(healthy(), KEPLER), at_least=580)
+    assert line.startswith("Branch 470 is the last driver for Kepler")
+
+
+def test_of_a_card_that_is_not_known_the_loaded_module_tells_the_flavour() -> None:
+    for flavour, package in (("open", "nvidia-driver-580-open"), ("proprietary", "nvidia-driver-580")):
+        lines = commands(fixes.install_driver(holding(healthy(), flavour=flavour), at_least=580))
+        assert f"sudo apt install {package}" in lines
+
+
+def test_fedora_is_told_no_package_that_may_not_be_there() -> None:
+    lines = fixes.install_driver(FEDORA, exactly=570)
+    assert commands(lines) == ["sudo reboot"]
+    assert "branch 570" in lines[0]
 
 
 def test_no_branch_named_leaves_the_choice_to_the_distribution() -> None:
-    assert commands(fixes.install_driver(healthy())) == ["sudo ubuntu-drivers install", "sudo reboot"]
+    assert commands(fixes.install_driver(healthy())) == [
+        "sudo apt install ubuntu-drivers-common",
+        "sudo ubuntu-drivers install",
+        "sudo reboot",
+    ]
 
 
 def test_nobody_is_told_to_install_a_linux_driver_in_wsl_or_any_driver_in_a_container() -> None:
-    assert commands(fixes.install_driver(in_wsl(healthy()), 580)) == []
-    inside = fixes.install_driver(in_container(healthy()), 580)
+    assert commands(fixes.install_driver(in_wsl(healthy()), at_least=580)) == []
+    inside = fixes.install_driver(in_container(healthy()), at_least=580)
     assert commands(inside) == []
     assert inside[0].startswith("On the host")
+    assert "branch 580 or newer" in inside[1]
 
 
 def test_an_unknown_distribution_gets_words_and_no_invented_command() -> None:
-    lines = fixes.install_driver(on("plan9", ""), 580, open_module=True)
+    lines = fixes.install_driver(holding(on("plan9", ""), BLACKWELL), exactly=580)
     assert commands(lines) == ["sudo reboot"]
     assert "580" in lines[0]
     assert "open kernel module" in lines[0]
@@ -91,15 +174,15 @@ def with_card(capability: tuple[int, int], cuda: int, driver: str, device: int =
 
 def test_an_old_card_with_a_new_driver_gets_the_build_that_still_has_code_for_it() -> None:
     lines = commands(fixes.wheel(with_card((6, 1), 13000, "580.65.06")))
-    assert lines[0] == "/opt/venv/bin/python -m pip uninstall -y torch"
+    assert lines[0] == "/opt/venv/bin/python -m pip uninstall -y torch nvidia-cudnn-cu13"
     assert lines[1].endswith("--index-url https://download.pytorch.org/whl/cu126")
 
 
 def test_a_new_card_with_an_old_driver_is_told_the_driver_it_needs() -> None:
     blind = changed(with_card((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
     lines = commands(fixes.wheel(blind))
-    assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-570-open"]
-    assert lines[-1].endswith("/cu128")
+    assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-580-open"]
+    assert lines[-1].endswith("-m pip install torch==2.13.0")
 
 
 def test_an_ordinary_card_with_a_new_driver_takes_the_default_build() -> None:
@@ -115,6 +198,42 @@ def test_a_driver_of_cuda_12_never_gets_a_build_of_cuda_13() -> None:
 def test_what_is_installed_beside_torch_is_replaced_with_it() -> None:
     machine = changed(healthy(), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
     assert all("torchvision" in line for line in commands(fixes.wheel(machine)))
+
+
+def test_the_installed_release_is_kept_where_it_has_a_build_that_fits() -> None:
+    old = replace(healthy().torch, installs=(installed("2.4.1+cpu", ""),))
+    lines = fixes.wheel(replace(healthy(), torch=old))
+    assert commands(lines)[-1].endswith("-m pip install torch==2.4.1")
+    assert any("2.15.0" in line for line in lines)
+    unfit = with_card((12, 0), 13000, "580.65.06", 0x2B85)  # no build of 2.4 has code for it
+    assert "torch==2.4.1" not in commands(fixes.wheel(replace(unfit, torch=old)))[-1]
+
+
+def test_packages_for_another_cuda_go_with_the_torch_they_came_with() -> None:
+    packages = {"torch": "2.13.0", "nvidia-cudnn-cu13": "9", "nvidia-cudnn-cu12": "9", "nvidia-nccl-cu13": "2"}
+    machine = changed(with_card((8, 9), 12040, "550.54.14"), python__packages=packages)
+    remove, put = commands(fixes.wheel(machine))
+    assert remove.endswith("pip uninstall -y torch nvidia-cudnn-cu13 nvidia-nccl-cu13")
+    assert put.endswith("/cu126")
+    poetry = changed(healthy(), python__tool="poetry", python__packages={"torch": "2.13.0", "nvidia-nccl-cu12": "2"})
+    assert commands(fixes.wheel(poetry))[0] == "poetry remove torch"
+
+
+def test_a_build_that_is_guessed_is_called_likely() -> None:
+    unknown = changed(with_card((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
+    assert any(
+        line.startswith("Why this build, which is likely to fit and not certain: ") for line in fixes.wheel(unknown)
+    )
+    assert any(line.startswith("Why this build: ") for line in fixes.wheel(healthy()))
+
+
+def test_pip_is_made_before_it_is_used_and_only_once() -> None:
+    lines = commands(fixes.wheel(changed(healthy(), python__pip=False)))
+    assert [line.split(" -m ")[1].split()[:2] for line in lines] == [
+        ["ensurepip"],
+        ["pip", "uninstall"],
+        ["pip", "install"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +255,45 @@ def test_conda_gets_its_own_package_unless_torch_came_from_pip() -> None:
     (line,) = commands(fixes.wheel(by_conda))
     assert line.startswith("conda install -p '/opt/conda/envs/my env' -c conda-forge pytorch-gpu")
     assert "-m pip install" in commands(fixes.wheel(conda))[-1]
+
+
+def by_conda(tool: str = "conda") -> Machine:
+    """A machine whose torch is conda's."""
+    conda = changed(healthy(), python__tool=tool, python__prefix="/opt/conda/envs/x")
+    made = replace(installed("2.13.0"), installer="conda", conda_build="cuda130_py311")
+    return replace(conda, torch=replace(conda.torch, installs=(made,)))
+
+
+def test_condas_packages_are_removed_and_installed_by_conda() -> None:
+    where = "-p /opt/conda/envs/x"
+    assert commands(fixes.uninstall(by_conda(), "torch", "torchvision")) == [
+        f"conda remove --force {where} pytorch torchvision"
+    ]
+    assert commands(fixes.install(by_conda(), "--no-deps", "nvidia-cudnn-cu13==9.20.0.48", force=True)) == [
+        f"conda install {where} -c conda-forge --force-reinstall cudnn"
+    ]
+    assert commands(fixes.install(by_conda(), "torch==2.13.0", "torchvision")) == [
+        f"conda install {where} -c conda-forge pytorch=2.13.0 torchvision"
+    ]
+    assert commands(fixes.wheel(by_conda(), "2.13.0")) == [
+        f'conda install {where} -c conda-forge --force-reinstall "pytorch=2.13.0"'
+    ]
+    assert commands(fixes.uninstall(by_conda("pixi"), "torch")) == ["pixi remove pytorch"]
+
+
+def test_what_conda_may_not_have_is_left_to_pip() -> None:
+    assert "-m pip install" in commands(fixes.install(by_conda(), "mmcv"))[0]
+    rocm = commands(fixes.install(by_conda(), "torch", index="https://download.pytorch.org/whl/rocm7.2"))
+    assert "-m pip install" in rocm[0]
+    assert fixes.bring(healthy(), "libcudnn.so.9") == ()
+
+
+def test_a_project_of_uv_records_what_is_installed() -> None:
+    machine = changed(with_card((6, 1), 13000, "580.65.06"), python__tool="uv", python__project=True)
+    (line,) = commands(fixes.wheel(machine))
+    assert line == "uv add --index pytorch-cu126=https://download.pytorch.org/whl/cu126 torch==2.13.0"
+    assert commands(fixes.install(machine, "einops")) == ["uv add einops"]
+    assert commands(fixes.install(changed(machine, python__tool="pdm"), "einops")) == ["pdm add einops"]
 
 
 def test_poetry_names_the_index_as_a_source() -> None:
@@ -182,6 +340,24 @@ def test_a_folder_is_taken_out_of_a_search_path_and_the_rest_stays() -> None:
     )
     alone = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs"})
     assert commands(fixes.drop_folder(alone, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == "unset LD_LIBRARY_PATH"
+
+
+def test_an_element_written_otherwise_is_the_same_folder() -> None:
+    for value in ("libs/shim:/x", "./libs/shim/:/x", "/home/me/libs//shim:/x"):
+        machine = changed(healthy(), variables__values={"LD_LIBRARY_PATH": value})
+        line = commands(fixes.drop_folder(machine, "LD_LIBRARY_PATH", "/home/me/libs/shim"))[0]
+        assert line == "export LD_LIBRARY_PATH=/x"
+
+
+# -- root
+
+
+def test_a_module_goes_after_those_that_use_it() -> None:
+    lines = commands(fixes.modprobe_option(healthy(), "options nvidia NVreg_X=1", "x.conf"))
+    assert lines[0] == "echo 'options nvidia NVreg_X=1' | sudo tee /etc/modprobe.d/x.conf"
+    assert "sudo modprobe -r nvidia_modeset nvidia_uvm nvidia" in lines
+    alone = commands(fixes.modprobe_option(healthy(), "options nvidia_uvm a=1", "x.conf"))
+    assert alone[1:] == ["sudo modprobe -r nvidia_uvm", "sudo modprobe nvidia_uvm"]
 
 
 # -- containers

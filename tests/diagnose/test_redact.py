@@ -87,7 +87,10 @@ MACHINES = {
         ("/mnt/c/Users/Bob Smith/x", "~user2/x"),
         ("/scratch/alice/env and ~/x/alice", "/scratch/user/env and ~/x/user"),
         ("alice@quill: ok", "user@host: ok"),
-        ("on quill.example.org, quill", "on host, host"),
+        ("on quill.example.org, pen.example.org", "on host, host"),
+        ("//quill/share, quill:22, quill:/export", "//host/share, host:22, host:/export"),
+        ("Nov 15 quill kernel: NVRM: Xid 79, name=alice_train", "Nov 15 host kernel: NVRM: Xid 79, name=user_train"),
+        ("~alice/x /scratch/alice-proj /tmp/alice_torch", "~user/x /scratch/user-proj /tmp/user_torch"),
         ("https://alice:secret@10.0.0.7/simple", "https://192.0.2.1/simple"),
         ("NVRM: GPU Board Serial Number: 1324420019135", "NVRM: GPU Board Serial Number: 0"),
         ("eth0 3c:ec:ef:01:02:03", "eth0 00:00:00:00:00:00"),
@@ -104,6 +107,7 @@ def test_names_go(text: str, shown: str) -> None:
         "alice-cause malice alice_data alicex",
         "/usr/lib/alice/libcuda.so.1",
         "the quill-pen and squill",
+        "with no program and no quill on the GPU, quill.service",
         "/root/venv, /opt/venv, /usr/local/cuda-13.0/lib64",
         "/home/linuxbrew/.linuxbrew and /Users/Shared/x",
         "libcurand 10.3.9.90, cudnn 9.20.0.48, driver 580.159.04",
@@ -131,6 +135,30 @@ def test_root_keeps_its_home() -> None:
 def test_a_home_may_lie_anywhere() -> None:
     names = Names(homes=("/u/dept/alice", "/gpfs/users/alice"), users=("alice",))
     assert said("/u/dept/alice/x /gpfs/users/alice/x /u/dept/bob", names) == "~/x ~/x /u/dept/bob"
+
+
+def test_a_host_that_may_not_be_a_word_goes_wherever_it_stands() -> None:
+    names = Names(hosts=("node17.cluster.corp.com",))
+    assert said("on node17, node18.cluster.corp.com", names) == "on host, host"
+
+
+def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
+    machine = changed(healthy(), variables=Variables({"KUBERNETES_SERVICE_HOST": "fd00:10::1"}))
+    assert redacted_machine(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
+
+
+@pytest.mark.parametrize(
+    ("origin", "shown"),
+    [
+        ("git+ssh://git@gitlab.corp.example.com/alice/torch.git", "git+ssh://host/user/torch.git"),
+        ("https://download.pytorch.org/whl/torch.whl", "https://download.pytorch.org/whl/torch.whl"),
+    ],
+)
+def test_where_a_company_keeps_its_packages_is_its_own(origin: str, shown: str) -> None:
+    machine = changed(healthy(), torch__installs=(replace(install(), origin=origin),))
+    first = redacted_machine(machine, ALICE).torch.first
+    assert first is not None
+    assert first.origin == shown
 
 
 def test_groups_and_addresses_are_known_by_their_field() -> None:
@@ -173,6 +201,34 @@ def test_findings_are_redacted_with_the_machine() -> None:
     diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=found, findings=(found,))
     out = redacted(diagnosis, ALICE)
     assert out.cause == out.findings[0] == Finding("U04", "error", "in ~", ("see ~/x",), ("$ rm ~/x",))
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("$ /scratch/alice/venv/bin/python -m pip", "$ /scratch/alice/venv/bin/python -m pip"),
+        ("$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:/home/alice/x", "$ export LD_LIBRARY_PATH=/gpfs/alice/mpi:$HOME/x"),
+        (f"$ CUDA_VISIBLE_DEVICES={UUID} python", f"$ CUDA_VISIBLE_DEVICES={UUID} python"),
+        ("$ /home/bob/venv/bin/python", "$ /home/bob/venv/bin/python"),
+        ("Take /scratch/alice/x and /home/alice/x away.", "Take /scratch/alice/x and ~/x away."),
+        ("| Environment=X=/home/alice/x", "| Environment=X=/home/alice/x"),
+    ],
+)
+def test_what_its_owner_shall_type_is_what_is_there(line: str, shown: str) -> None:
+    found = Finding("U04", "error", "in /scratch/alice", ("see /scratch/alice/x",), (line,))
+    diagnosis = replace(judge_machine(at_home("alice", healthy())), cause=found, findings=(found,))
+    out = redacted(diagnosis, ALICE, runnable=True)
+    assert out.cause == Finding("U04", "error", "in /scratch/user", ("see /scratch/user/x",), (shown,))
+    assert "/scratch/alice" not in json.dumps(redacted(diagnosis, ALICE).to_dict())
+
+
+@pytest.mark.parametrize(
+    "unit", ["A", "a.", "1", "a@", "/a", "a/", "-", "serial ", "GPU-", "'", "~", "/mnt/c/Users", ":"]
+)
+def test_long_texts_take_no_longer_than_they_must(unit: str) -> None:
+    text = unit * (200_000 // len(unit))  # with anything quadratic this would take minutes
+    said(text)
+    said(f"$ {text}")
 
 
 def test_who_runs_the_tests_is_found_out() -> None:
@@ -255,7 +311,9 @@ def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> N
     assume(user not in plain and short not in plain and short not in user and user not in host)
     assume(not {user, short} & {"host", "user", "venv", "scratch", "bashrc"} and "192" not in short)
     names = Names((f"/home/{user}",), (user,), (host,))
-    full = changed(at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short}: {user}@{host}"))
+    full = changed(
+        at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short} kernel: {user}@{host}")
+    )
     out = redacted_machine(full, names)
     text = json.dumps(to_dict(out))
     assert user not in text

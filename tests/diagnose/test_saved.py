@@ -121,3 +121,35 @@ def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...
     except UsageError as error:
         told = error.what
     assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is no JSON")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("driver.nvml.gpus.0.memory", 10**400),
+        ("driver.nvml.count", -(2**63)),
+        ("driver.cuda.answer.seconds", 10**400),
+        ("driver.cuda.answer.seconds", float("inf")),
+        ("platform.address_space", 2**63),
+        ("driver.cuda.count", 10**11),
+    ],
+)
+def test_a_number_that_no_machine_has_is_refused(path: str, value: float) -> None:
+    data = place = to_dict(healthy())
+    *steps, last = path.split(".")
+    for step in steps:
+        place = place[int(step) if step.isdigit() else step]
+    place[last] = value
+    with pytest.raises(ValueError, match=f"machine.*{last} cannot be "):
+        machine_from(data)
+
+
+def test_what_is_longer_than_any_report_is_cut() -> None:
+    data = to_dict(healthy())
+    data["kernel"]["log"] = ["NVRM: x"] * 100_000
+    data["driver"]["nvml"]["gpus"][0]["name"] = "A" * 5_000_000
+    data["variables"]["values"] = {f"NAME{index}": "x" for index in range(100_000)}
+    read = machine_from(data)
+    assert read.kernel.log == ("NVRM: x",) * 20_000
+    assert read.driver.nvml.gpus[0].name == "A" * 16_384
+    assert len(read.variables.values) == 20_000

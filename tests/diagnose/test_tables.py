@@ -288,6 +288,7 @@ def test_other_names(name: str) -> None:
         ("sm_101", (10, 3), None, False),
         ("sm_", (8, 0), None, False),
         ("gfx90a", (9, 0), None, False),
+        ("sm_" + "9" * 5000, (9, 0), None, False),
         ("", (9, 0), None, False),
     ],
 )

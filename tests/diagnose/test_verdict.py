@@ -139,3 +139,14 @@ def test_as_data_it_has_the_promised_keys() -> None:
     assert list(data) == ["schema", "status", "cuda_usable", "cause", "findings", "muted", "machine"]
     assert data["cause"]["code"] == "K01"
     assert data["muted"][0]["because"] == "K01"
+
+
+def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
+    def check(machine: Machine) -> Seen | None:
+        raise OverflowError(f"too large: {machine.taken}")
+
+    bad = Row("K99", "title", "about", "fix", "kernel", check)
+    diagnosis = decide(BROKEN, [bad, row("D01", "nodes")])
+    assert codes(diagnosis) == ["D01"]
+    assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}
+    assert "rule K99: OverflowError" in str(diagnosis)

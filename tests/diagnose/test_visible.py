@@ -140,3 +140,12 @@ def test_no_value_is_too_odd(value: str, count: int) -> None:
     seen = visible_devices(value, FOUR[:count])
     assert (seen.error == 0) == (seen.count > 0)
     assert set(seen.indices) <= set(range(count))
+
+
+@pytest.mark.parametrize(("value", "why"), [("9" * 5000, "negative"), ("-" + "9" * 5000, ""), ("²", "not-a-number")])
+def test_a_number_of_any_length_is_read_as_the_driver_does(value: str, why: str) -> None:
+    assert visible_devices(value, ("",)).why == why
+
+
+def test_zeros_before_a_number_do_not_count() -> None:
+    assert visible_devices("0" * 5000 + "1", ("", "")).indices == (1,)

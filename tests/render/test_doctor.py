@@ -509,7 +509,9 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
 )
 @given(anything(Machine))
 def test_any_machine_is_judged_and_shown(machine: Machine) -> None:
-    diagnosis = redacted(judge_machine(machine))
+    judged = judge_machine(machine)
+    assert judged.machine == machine  # no rule raised
+    diagnosis = redacted(judged)
     for blocks in (report(diagnosis), facts(machine)):
         text = "".join(lines_of(blocks, Style(width=60, cut=True)))
         assert text.isprintable()

@@ -122,7 +122,7 @@ def _diagnosis(arguments: Namespace) -> Diagnosis:
         diagnosis, names = judge_machine(_saved(arguments.saved)), Names()
     else:
         diagnosis, names = _examined(arguments), names_here()
-    return diagnosis if arguments.no_redact else redacted(diagnosis, names)
+    return diagnosis if arguments.no_redact else redacted(diagnosis, names, runnable=not arguments.json)
 
 
 def _examined(arguments: Namespace) -> Diagnosis:

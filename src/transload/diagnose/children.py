@@ -1,7 +1,7 @@
 """Questions asked in a child process: a driver or torch may hang, crash and print, and the doctor may not.
 
 A child tells what it finds step by step, so that it is known how far it came. Every child ends: by itself, at its
-deadline, or when the ``with`` block is left; nothing here waits for a process that cannot be killed.
+deadline, when the ``with`` block is left, or with us; nothing here waits for a process that cannot be killed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from transload.diagnose.host import reason
+from transload.diagnose.leash import Leash
 from transload.diagnose.scripts import source
 from transload.machine import Answer
 
@@ -42,7 +43,7 @@ _LINE = 1 << 16
 """The longest line kept, for the same reason."""
 _RECORDS = 4096
 _BACKSTOP = 5
-"""Seconds after its deadline at which a child ends itself, should its parent be gone."""
+"""Seconds after its deadline at which a child ends itself, should its parent be gone and the leash not have held."""
 
 _STACK = re.compile(r"Fatal Python error: |(?:Current thread|Stack).*\(most recent call first\)")
 _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
@@ -128,9 +129,10 @@ class Child:
         self._hearing = _Hearing()
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._leash = Leash()
         self._refusal = ""
         try:
-            self._process = _start(question, seconds)
+            self._process = _start(question, seconds, self._leash)
             threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
         except (OSError, ValueError, RuntimeError) as error:  # no such file, a NUL in a variable, no more threads
             self._refusal = f"could not be started: {reason(question.python, error)}"
@@ -172,6 +174,11 @@ class Child:
 
     def close(self) -> bool:
         """End it and all it started. False where it does not die: then it is left to itself."""
+        ended = self._ended()
+        self._leash.let_go()  # not before: what it started would outlive it
+        return ended
+
+    def _ended(self) -> bool:
         process = self._process
         if process is None or process.poll() is not None:
             return True
@@ -251,10 +258,10 @@ def _record(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _start(question: Question, seconds: float) -> subprocess.Popen[bytes]:
+def _start(question: Question, seconds: float, leash: Leash) -> subprocess.Popen[bytes]:
     command = [question.python, *question.flags, "-c", question.text or source(question.script)]
     process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is what is examined
-        [*command, str(round(seconds + _BACKSTOP))],
+        [*command, str(round(seconds + _BACKSTOP)), *map(str, leash.handed())],
         bufsize=0,
         stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
         stdout=subprocess.PIPE,
@@ -262,8 +269,10 @@ def _start(question: Question, seconds: float) -> subprocess.Popen[bytes]:
         env=dict(question.environ),
         cwd=question.cwd if os.path.isdir(question.cwd) and os.access(question.cwd, os.X_OK) else None,
         start_new_session=True,
+        pass_fds=leash.handed(),
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
     )
+    leash.give()
     _without_core(process.pid)
     if process.stdin:
         process.stdin.close()

@@ -2,8 +2,8 @@
 
 Everything here is pure but ``names_here``. The same thing is replaced by the same word wherever it stands, and
 different things by different words, so that a redacted machine is judged as the true one is. Words are left alone: a
-user name counts as a step of a path or before an ``@``, a host name as a whole word, and neither where it is a word
-that machines use anyway.
+user name counts as a step of a path or before an ``@``, a host name as a whole word or, where it might be a word of
+any language, where only a host can stand; and neither where it is a word that machines use anyway.
 """
 
 from __future__ import annotations
@@ -55,9 +55,14 @@ def names_here() -> Names:
 _NONE = Names()
 
 
-def redacted(diagnosis: Diagnosis, names: Names = _NONE) -> Diagnosis:
-    """The diagnosis, redacted as a whole."""
-    return _mapped(diagnosis, _Redactor(diagnosis.machine, names).text)
+def redacted(diagnosis: Diagnosis, names: Names = _NONE, *, runnable: bool = False) -> Diagnosis:
+    """The diagnosis, redacted as a whole.
+
+    ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A
+    path or an id that was changed would be one that does not exist.
+    """
+    redactor = _Redactor(diagnosis.machine, names)
+    return _mapped(diagnosis, redactor.to_do if runnable else redactor.text)
 
 
 def redacted_machine(machine: Machine, names: Names = _NONE) -> Machine:
@@ -121,7 +126,11 @@ _SERIAL = re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(
 _IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
 _ADDRESS = re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]")  # a version may look like one
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-_PATH = re.compile(r"[^\s:;,'\"()<>=]*[/\\][^\s:;,'\"()<>]*")
+_PATH = re.compile(
+    r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*"
+)  # from its start, or it is quadratic
+_IPV6 = re.compile(r"(?=(?:[^:]*:){2})[0-9A-Fa-f:.]+")
+_SITE = re.compile(r"(?<=://)[\w.-]+")
 _SYSTEM = ("/usr/", "/lib", "/etc/", "/proc/", "/sys/", "/dev/", "/bin/", "/sbin/")
 _QUOTED = re.compile(r"'([^'\"$`\\!]*)'")
 _TILDE = re.compile(r"(?<![\w.~/-])~(?=[/:]|$)")
@@ -143,8 +152,12 @@ _PLAIN = frozenset(
     users usr var venv vscode work workspace wsl
     """.split()  # noqa: SIM905  a list of one word a line is as long as all the rest
 )
+_PUBLIC = re.compile(
+    r"(?:[\w-]+\.)*(?:github|gitlab|githubusercontent|pypi|pythonhosted|pytorch|nvidia|huggingface|anaconda|conda|amd)"
+    r"\.(?:com|org|co|io)"
+)
 _TECHNICAL = re.compile(r"(?:nvidia|cuda|torch|python|lib|sm_|compute_)[\w.]*|[\d.]+", re.IGNORECASE)
-_SHORTEST_HOST = 3
+_SHORTEST = 3  # of a host's name, and of a user's where it only begins a word
 
 
 class _Redactor:
@@ -159,15 +172,28 @@ class _Redactor:
             (name for name in self.users if " " in name), before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"
         )
         self.login = _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)")
-        self.hosts = _any_of(_host_names(names.hosts), before=r"(?<![\w.-])", after=r"(?:\.[A-Za-z][\w-]*)*(?![\w-])")
+        self.step = _any_of(
+            (name for name in self.users if len(name) >= _SHORTEST), before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)"
+        )
+        self.program = _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])")
+        self.hosts = _hosts(names.hosts)
         self.home = _any_of(self.own, before=_BEGIN, after=_END)
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
         self.fakes = _Fakes()
         _mapped(machine, self._ids)  # in the order of the facts, so that what is redacted already stays as it is
 
+    def to_do(self, text: str, field: str) -> str:
+        """A text without names, unless somebody shall do what it says."""
+        return self._at_home(text) if field == "fix" else self.text(text, field)
+
+    def _at_home(self, text: str) -> str:
+        if text.startswith("| "):  # belongs into a file, where no shell reads it
+            return text
+        return self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
+
     def text(self, text: str, field: str) -> str:
-        """A text without names. A command stays one that works: its shell knows the own home as ``~`` or ``$HOME``."""
+        """A text without names. In a command the own home becomes what a shell knows it by, ``~`` or ``$HOME``."""
         if field in ("groups", "group"):
             return "user" if text in self.users else text
         text = self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
@@ -177,8 +203,11 @@ class _Redactor:
             text = pattern.sub(word, text)
         if field.endswith(("_HOST", "_ADDR", "_IP")):
             text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
+            text = "2001:db8::1" if _IPV6.fullmatch(text) else text
+        elif field == "origin":
+            text = _SITE.sub(lambda site: site[0] if _PUBLIC.fullmatch(site[0]) else "host", text)
         text = _PATH.sub(self._path, self.spaced.sub("user", text))
-        return self.hosts.sub("host", self.login.sub("user", text))
+        return self.hosts.sub("host", self.login.sub("user", self.program.sub("user", text)))
 
     def _command(self, line: str) -> str:
         line = self.home.sub("~", line)
@@ -199,7 +228,13 @@ class _Redactor:
     def _path(self, match: re.Match[str]) -> str:
         if match[0].startswith(_SYSTEM):
             return match[0]
-        return re.sub(r"[^/\\]+", lambda step: "user" if step[0] in self.users else step[0], match[0])
+        return re.sub(r"[^/\\]+", self._step, match[0])
+
+    def _step(self, match: re.Match[str]) -> str:
+        """A step of a path: ``alice``, ``~alice``, ``alice-proj``; a name of two letters only as a whole."""
+        if match[0] in self.users:
+            return "user"
+        return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
 
 
 _SUBSTITUTES = (
@@ -266,11 +301,27 @@ def _last(path: str) -> str:
     return re.split(r"[/\\]", path)[-1]
 
 
-def _host_names(names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        for form in (name, name.partition(".")[0]):
-            if len(form) >= _SHORTEST_HOST and form.lower() not in _PLAIN and not _TECHNICAL.fullmatch(form):
-                yield form
+def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Hosts by name. One that may be a word, such as ``desktop``, counts only where nothing but a host can stand."""
+    forms = {form for name in names for form in (name, name.partition(".")[0]) if _is_host(form)}
+    words = {form for form in forms if form.isalpha()}
+    domains = {domain for name in names if "." in (domain := name.partition(".")[2])}
+    alone = r"(?<![\w.-])"
+    return re.compile(
+        "|".join(
+            pattern.pattern
+            for pattern in (
+                _any_of(forms - words, before=alone, after=r"(?:\.[A-Za-z][\w-]*)*(?![\w-])"),
+                _any_of(domains, before=rf"{alone}(?:[\w-]+\.)+", after=r"(?![\w-])"),
+                _any_of(words, before=r"(?:(?<=@)|(?<=//)|(?<=\\\\))", after=r"(?![\w-])"),
+                _any_of(words, before=alone, after=r"(?=:\d{2,5}(?![\d:])|:/(?!/)| kernel:)"),
+            )
+        )
+    )
+
+
+def _is_host(name: str) -> bool:
+    return len(name) >= _SHORTEST and name.lower() not in _PLAIN and not _TECHNICAL.fullmatch(name)
 
 
 def _any_of(words: Iterable[str], *, before: str, after: str) -> re.Pattern[str]:

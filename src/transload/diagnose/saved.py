@@ -33,6 +33,11 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
+_FAR, _MANY = 1 << 63, 1 << 16
+"""Beyond every number of a machine, and every count of its cards."""
+_TEXT, _LIST = 1 << 14, 20_000
+"""How much is kept of a text and of a list: more than any probe writes, and not so much that judging it takes long."""
+
 _FIX = "Give the file that 'transload doctor --json > machine.json' wrote."
 
 
@@ -55,9 +60,12 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return _MAKERS[origin](get_args(kind), data, where)
     if is_dataclass(kind):
         return _object(kind, data, where)
-    if kind is float and type(data) is int:
-        return float(data)
-    return data if type(data) is kind else _wrong(data, where)
+    if kind in (int, float) and type(data) in (int, kind):
+        far = _MANY if where.endswith(".count") else _FAR
+        return kind(data) if -far < data < far else _wrong(data, where)
+    if kind is str and type(data) is str:
+        return data[:_TEXT]
+    return data if type(data) is kind is bool else _wrong(data, where)
 
 
 def _one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -65,7 +73,7 @@ def _one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in kinds:
         return None
     if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
-        return Unknown(str(data["unknown"]))
+        return Unknown(str(data["unknown"])[:_TEXT])
     return _value(next(kind for kind in kinds if kind not in (Unknown, type(None))), data, where)
 
 
@@ -76,13 +84,14 @@ def _literal(words: tuple[Any, ...], data: Any, where: str) -> Any:
 def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
         _wrong(data, where)
-    return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data))
+    return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data[:_LIST]))
 
 
 def _dict(kinds: tuple[Any, ...], data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         _wrong(data, where)
-    return {str(name): _value(kinds[1], each, f"{where}.{name}") for name, each in data.items()}
+    given = list(data.items())[:_LIST]
+    return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
 
 
 def _object(kind: Any, data: Any, where: str) -> Any:
@@ -98,7 +107,14 @@ def _object(kind: Any, data: Any, where: str) -> Any:
 
 
 def _wrong(data: Any, where: str) -> Any:
-    raise ValueError(f"{where} cannot be {json.dumps(data)[:60]}")
+    raise ValueError(f"{where} cannot be {_shown(data)}")
+
+
+def _shown(data: Any) -> str:
+    try:
+        return json.dumps(data)[:60]
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "so large a number"
 
 
 _MAKERS = {tuple: _tuple, dict: _dict, Union: _one_of, UnionType: _one_of, Literal: _literal}

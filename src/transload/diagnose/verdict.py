@@ -18,6 +18,7 @@ __all__ = ["Diagnosis", "Muted", "Status", "decide"]
 
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 
+_WORDS = 200  # of an error of ours
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
 _CHAIN = {layer.name: layer.chain for layer in LAYERS}
 _MACHINE = frozenset(layer.name for layer in LAYERS if layer.chain == "machine")
@@ -85,8 +86,10 @@ class Diagnosis:
 
 
 def decide(machine: Machine, rows: Sequence[Row]) -> Diagnosis:
-    """Judge a machine by all rows."""
-    met = [(row, _heeding(machine, row, found)) for row in rows if (found := row.finding(machine)) is not None]
+    """Judge a machine by all rows. One that raises is named in the machine's problems: the others shall be heard."""
+    heard, raised = _heard(machine, rows)
+    met = [(row, _heeding(machine, row, found)) for row, found in heard]
+    machine = replace(machine, problems={**machine.problems, **raised}) if raised else machine
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the table
     faults = [(row, found) for row, found in met if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only where no fault of any layer is
@@ -102,6 +105,20 @@ def decide(machine: Machine, rows: Sequence[Row]) -> Diagnosis:
     findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
     status = _status(machine, findings)
     return Diagnosis(status, findings[0] if status in ("broken", "degraded") else None, findings, tuple(muted), machine)
+
+
+def _heard(machine: Machine, rows: Sequence[Row]) -> tuple[list[tuple[Row, Finding]], dict[str, str]]:
+    """What the rows find, and what became of those that met a machine we did not think of."""
+    told = [(row, _found(row, machine)) for row in rows]
+    heard = [(row, found) for row, found in told if isinstance(found, Finding)]
+    return heard, {f"rule {row.code}": found for row, found in told if isinstance(found, str)}
+
+
+def _found(row: Row, machine: Machine) -> Finding | str | None:
+    try:
+        return row.finding(machine)
+    except Exception as error:  # noqa: BLE001  said in the report, as a bug of ours
+        return f"{type(error).__name__}: {error}"[:_WORDS]
 
 
 def _heeding(machine: Machine, row: Row, found: Finding) -> Finding:
@@ -136,5 +153,8 @@ def _status(machine: Machine, findings: Sequence[Finding]) -> Status:
         return "broken"
     if "warning" in severities:
         return "degraded"
-    accelerated = machine.hardware.present or any(other.usable for other in machine.accelerators)
+    from transload.diagnose.rules.withheld import withheld  # it knows the rules, which know this module's neighbours
+
+    present = machine.hardware.present and not withheld(machine)
+    accelerated = present or any(other.usable for other in machine.accelerators)
     return "ok" if accelerated or machine.torch_run.cuda_works else "no-gpu"

@@ -18,7 +18,8 @@ __all__ = ["Visible", "Why", "visible_devices"]
 Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice", "no-such-uuid", "ambiguous", "mixed"]
 
 NO_DEVICE, INVALID_DEVICE = 100, 101
-_NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]*)(?<=[0-9])")
+_DIGITS = 20  # more than a number of 64 bits has
 _NIBBLES = 32  # of a UUID; the driver reads no further
 
 
@@ -99,7 +100,7 @@ class _Numbers:
         digits = _NUMBER.match(token)
         if digits is None:
             return "mixed" if token.startswith(("GPU-", "MIG-")) else "not-a-number" if token.strip() else "empty"
-        number = _as_int32(int(digits[1]))
+        number = _as_int32(int(f"{digits[1]}{digits[2][:_DIGITS] or 0}"))
         if number < 0:
             return "negative"
         return (False, number) if number < self.count else "no-such-index"

@@ -27,11 +27,11 @@ _ROLE = {"ok": "good", "no-gpu": "good", "degraded": "trust", "broken": "bad"}
 
 
 def as_text(diagnosis: Diagnosis) -> str:
-    """The report as a pipe gets it: redacted, without colour."""
+    """The report as a pipe gets it: redacted but for what a fix says to type, without colour."""
     from transload.diagnose.redact import names_here, redacted
     from transload.render.style import Style
 
-    blocks = report(redacted(diagnosis, names_here()))
+    blocks = report(redacted(diagnosis, names_here(), runnable=True))
     return "\n".join(plain(line) for line in layout(blocks, Style()))
 
 
@@ -74,6 +74,8 @@ def _subject(diagnosis: Diagnosis) -> str:
         return "CUDA works, with a fault"
     if diagnosis.status == "degraded":
         return "torch works, with a fault" if run.answer.answered else "A fault"
+    if _is_unexamined(diagnosis):
+        return "Whether CUDA works is not known"
     imported = run.step("import")
     absent = machine.torch.first is None and not isinstance(machine.torch.installs, Unknown)
     if absent or machine.torch.shadow or (run.answer.state != "unasked" and not (imported and imported.ok)):
@@ -81,6 +83,11 @@ def _subject(diagnosis: Diagnosis) -> str:
     if machine.driver.cuda.works or not machine.hardware.present:
         return "torch cannot use the GPU" if machine.hardware.present else "torch does not work as it should"
     return "CUDA does not work"
+
+
+def _is_unexamined(diagnosis: Diagnosis) -> bool:
+    """Whether the cause is that nobody could be asked."""
+    return diagnosis.cause is not None and diagnosis.cause.code == "X13"
 
 
 def _well(diagnosis: Diagnosis) -> str:
@@ -92,8 +99,9 @@ def _well(diagnosis: Diagnosis) -> str:
         return f"CUDA works: {torch} computed on {devices(machine)}"
     if diagnosis.status == "no-gpu":
         unread = isinstance(machine.hardware.pci, Unknown)
+        where = "was given to this process" if machine.hardware.present else "was found" if unread else "in this machine"
         works = f"; {torch} works on the CPU" if run.answer.answered else f"; {torch} is installed" if first else ""
-        return f"No GPU {'was found' if unread else 'in this machine'}{works}. That is no fault."
+        return f"No GPU {where}{works}. That is no fault."
     if machine.driver.cuda.works:
         return f"The CUDA driver works, on {cards(machine)}; torch was not run"
     return _elsewhere(diagnosis, torch)
@@ -194,6 +202,8 @@ def _link(link: Link, found: Sequence[Finding], diagnosis: Diagnosis) -> Iterato
 
 def _mark(link: Link, own: Sequence[Finding], diagnosis: Diagnosis) -> tuple[str, str]:
     severities = {finding.severity for finding in own}
+    if own and link.state == "unknown" and all(map(_is_symptom, own)):
+        return _MARKS["unknown"]
     if "error" in severities:
         return _MARKS["broken"]
     if "warning" in severities:

@@ -15,7 +15,7 @@ from transload.render.sizes import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from transload.machine import Machine, PciDevice, TorchInstall
+    from transload.machine import Answer, Machine, PciDevice, TorchInstall
 
 __all__ = ["ORDER", "Link", "State", "cards", "chain", "devices", "gib", "torch_words"]
 
@@ -187,11 +187,17 @@ def _driver(machine: Machine) -> Seen:
     if cuda.works:
         return "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"
     if not cuda.answer.answered:
-        state: State = "idle" if cuda.answer.state in ("unasked", "no-library") else "broken"
-        return state, _answer(cuda.answer.state, cuda.answer.detail)
+        return _silence(cuda.answer), _answer(cuda.answer.state, cuda.answer.detail)
     if cuda.init:
         return "broken", f"cuInit answered {cuda.init} {cu_result(cuda.init).name}".rstrip()
     return "broken", "it starts, and has no GPU for this process"
+
+
+def _silence(answer: Answer) -> State:
+    """What it means that there is no answer: nobody asked, or nobody could, or it went wrong."""
+    if answer.state == "unasked":
+        return "unknown" if answer.detail else "idle"
+    return "idle" if answer.state == "no-library" else "broken"
 
 
 def _answer(state: str, detail: str) -> str:
@@ -274,7 +280,8 @@ def _fit(machine: Machine) -> Seen:
 def _run(machine: Machine) -> Seen:
     run = machine.torch_run
     if run.answer.state == "unasked":
-        return "idle", "torch was not run"
+        why = f": {printable(run.answer.detail, _ERROR)}" if run.answer.detail else ""
+        return _silence(run.answer), f"torch was not run{why}"
     failed = next((step for step in run.steps if not step.ok), None)
     if failed is not None:
         return "broken", printable(f"{failed.name}: {failed.error}", _ERROR)

@@ -60,6 +60,13 @@ def test_a_log_of_garbage_is_read_to_its_end(tmp_path: Path) -> None:
     assert kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log})) == (FELL,)
 
 
+def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+    told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": line(FELL + "x" * 100_000)}))
+    assert isinstance(told, tuple)
+    assert told[0].startswith(FELL)
+    assert len(told[0]) < 2100
+
+
 def test_no_log_is_said(tmp_path: Path) -> None:
     assert isinstance(kernel_log(plain_host(tmp_path)), Unknown)
 

@@ -236,6 +236,16 @@ def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_the_environment_of_a_project_is_known_by_its_lock(host: Host) -> None:
+    answer = json.dumps({**ANSWER, "prefix": "/app/.venv"})
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{answer}'")
+    plant(Path(host.root), {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"})
+    assert (python(host).tool, python(host).project) == ("uv", False)
+    plant(Path(host.root), {"/app/uv.lock": ""})
+    assert (python(host).tool, python(host).project) == ("uv", True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) -> None:
     answer = json.dumps({**ANSWER, "prefix": "/opt/venv"})
     script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{answer}'")

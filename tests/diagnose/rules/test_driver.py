@@ -22,7 +22,21 @@ from tests.diagnose.rules.machine_rows import (
     with_gpu,
 )
 
-from transload.machine import Answer, Cuda, Hardware, Machine, Node, Nodes, Nvml, PciDevice, Step, Unknown
+from transload.diagnose import judge_machine
+from transload.machine import (
+    Answer,
+    Cuda,
+    Hardware,
+    Library,
+    Machine,
+    Node,
+    Nodes,
+    Nvml,
+    PciDevice,
+    Step,
+    TorchRun,
+    Unknown,
+)
 
 NVSWITCH = PciDevice("0000:07:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch")
 FAMILIES = {
@@ -294,3 +308,29 @@ def test_without_a_sign_of_a_card_no_device_is_no_fault() -> None:
     assert alarms(blind) == []
     assert seen("H01", blind) is not None
     assert causes(refused(blind, 999)) == ["X08"]
+
+
+# -- something that stands in for the driver
+
+
+def shimmed(state: Any) -> Machine:
+    """A machine without a card whose libcuda.so.1 is a layer that does not come back, from us or from torch."""
+    lib = Library("libcuda.so.1", "/opt/shim/libcuda.so.1", "", "LD_LIBRARY_PATH", "", "other")
+    machine = changed(bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(Answer(state, "in cuInit"), lib.path))
+    machine = variables(machine, LD_LIBRARY_PATH="/opt/shim")
+    return changed(machine, torch_run=TorchRun(Answer(state, "in available")))
+
+
+@pytest.mark.parametrize(("state", "code"), [("crashed", "X08"), ("hung", "X02")])
+def test_a_layer_in_the_drivers_place_is_named_and_torch_is_not_blamed(state: str, code: str) -> None:
+    machine = shimmed(state)
+    assert judge_machine(machine).cause == told(code, machine)
+    found = told(code, machine)
+    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, by LD_LIBRARY_PATH" in found.evidence
+    assert "$ unset LD_LIBRARY_PATH" in found.fix
+    assert not any("reboot" in line for line in found.fix)
+
+
+def test_mig_is_switched_off_on_every_card() -> None:
+    machine = with_gpu(refused(healthy(), 100), mig="enabled")
+    assert "$ sudo nvidia-smi -mig 0" in told("M01", machine).fix

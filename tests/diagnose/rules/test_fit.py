@@ -18,7 +18,6 @@ from tests.diagnose.machines import (
     install,
     no_torch_run,
     nvml_gpu,
-    refused,
 )
 from tests.diagnose.rules.torch_rows import alarms, cause, failing, seen, told, variables
 
@@ -145,12 +144,12 @@ def test_ptx_alone_and_an_older_driver() -> None:
     assert seen("V02", carded(machine, (9, 0))) is None
 
 
-def test_a_kepler_under_a_newer_driver() -> None:
-    machine = changed(driven(refused(healthy(), 100), 13000, "580.65.06"), hardware__pci=(card(0x102D),))
-    machine = changed(machine, driver__nvml__gpus=(), driver__nvml__count=0)
-    assert told("V04", machine).title.startswith("probably: ")
-    assert seen("V04", changed(machine, kernel__version="470.256.02")) is None
-    assert seen("V04", changed(machine, hardware__pci=(card(0x2335),))) is None
+def test_an_old_card_is_not_offered_a_driver_for_a_build_that_has_no_code_for_it() -> None:
+    machine = changed(carded(healthy(), (6, 1)), hardware__pci=(card(0x1B80),), kernel__flavour="proprietary")
+    machine = driven(dead(machine, warning=OLD.format(12040)), 12040, "550.54.14")
+    found = told("V01", changed(machine, driver__cuda__init=0))
+    assert not any("nvidia-driver" in line for line in found.fix)
+    assert any(line.endswith("/cu126") for line in found.fix)
 
 
 # -- the card

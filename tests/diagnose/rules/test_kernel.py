@@ -42,7 +42,7 @@ def test_no_driver_is_installed() -> None:
     assert cause(machine) == "K01"
     found = told("K01", machine)
     assert "there is no nvidia.ko under /lib/modules" in found.evidence
-    assert found.fix[0] == "$ sudo ubuntu-drivers install"
+    assert found.fix[:2] == ("$ sudo apt install ubuntu-drivers-common", "$ sudo ubuntu-drivers install")
     assert cause(bare()) == ""
 
 
@@ -80,6 +80,33 @@ def test_a_driver_for_another_kernel() -> None:
     assert "$ sudo dkms autoinstall" in told("K02", machine).fix
     assert seen("K02", unloaded(healthy(), built_for=("6.8.0-44-generic", KERNEL))) is None
     assert seen("K02", changed(healthy(), kernel__built_for=("6.8.0-44-generic",))) is None  # loaded all the same
+
+
+def test_an_update_without_a_reboot_wants_a_reboot_and_nothing_else() -> None:
+    machine = changed(unloaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
+    found = told("K02", machine)
+    assert [line for line in found.fix if line.startswith("$ ")] == ["$ sudo reboot"]
+    assert "still runs" in found.title
+
+
+@pytest.mark.parametrize(
+    ("distribution", "like", "manager", "command"),
+    [
+        ("fedora", (), "dnf", "$ sudo akmods --force"),
+        ("rocky", ("rhel", "centos", "fedora"), "dnf", "$ sudo dkms autoinstall"),
+        ("ubuntu", ("debian",), "apt", "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)"),
+    ],
+)
+def test_a_module_is_built_in_the_distributions_way(
+    distribution: str, like: tuple[str, ...], manager: str, command: str
+) -> None:
+    machine = changed(
+        unloaded(healthy(), built_for=("6.8.0-44-generic",)),
+        platform__distribution=distribution,
+        platform__distribution_like=like,
+        platform__package_manager=manager,
+    )
+    assert command in told("K02", machine).fix
 
 
 def test_secure_boot_is_likely_until_the_log_says_so() -> None:
@@ -145,7 +172,23 @@ def test_the_last_branch_that_knows_the_card_is_no_fault() -> None:
 def test_an_old_card_beside_one_that_works_is_a_note() -> None:
     pci = (card(0x2335), card(0x1B06, "", "0000:01:00.0"))
     machine = changed(healthy(), hardware__pci=pci, kernel__version="595.58.03")
-    assert told("K06", machine).severity == "note"
+    found = told("K06", machine)
+    assert found.severity == "note"
+    assert any(line.startswith("The rest works as it is") for line in found.fix)
+
+
+def test_a_driver_that_would_kill_the_card_at_work_is_not_recommended() -> None:
+    pci = (card(0x2684), card(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
+    found = told("K06", changed(healthy(), hardware__pci=pci))
+    assert found.severity == "note"
+    assert found.fix == ("Leave it: no driver drives both this card and Ada.",)
+
+
+def test_no_driver_serves_blackwell_and_pascal_so_the_newer_card_is_chosen() -> None:
+    pci = (card(0x2B85, ""), card(0x1B80, "", "0000:01:00.0"))
+    found = told("K01", unloaded(changed(healthy(), hardware__pci=pci)))
+    assert "$ sudo apt install nvidia-driver-580-open" in found.fix
+    assert found.fix[0] == "No driver drives both Blackwell and Pascal. This is the one for Blackwell:"
 
 
 def test_the_open_module_on_a_card_before_turing() -> None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, library, refused
+from tests.diagnose.machines import (
+    bare,
+    changed,
+    dead,
+    healthy,
+    in_container,
+    in_slurm,
+    in_wsl,
+    library,
+    no_torch_run,
+    refused,
+)
 from tests.diagnose.rules.machine_rows import (
     NO_LIBRARY,
     alarms,
@@ -241,7 +253,12 @@ def test_wsl_with_a_linux_driver_inside() -> None:
     assert own is not None
     machine = taking(machine, library("libcuda.so.1", "535.104.05"), replace(own, via="disk"))
     assert causes(machine) == ["U09"]
-    assert "$ sudo apt purge 'libnvidia-*' 'nvidia-*' 'libcuda1*'" in told("U09", machine).fix
+    purge = told("U09", machine).fix[0]
+    pattern = purge.partition("'")[2].rstrip("'")
+    assert purge.startswith("$ sudo apt purge '")
+    gone = ("nvidia-driver-580-open", "libnvidia-compute-580", "nvidia-utils-580", "libcuda1")
+    kept = ("nvidia-cuda-toolkit", "nvidia-container-toolkit", "libnvidia-container1")
+    assert [bool(re.search(pattern, name)) for name in (*gone, *kept)] == [True] * 4 + [False] * 3
     assert causes(taking(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
 
 
@@ -281,3 +298,65 @@ def test_the_first_wsl() -> None:
     assert "$ wsl --set-version DISTRIBUTION 2" in told("U11", machine).fix
     assert seen("U11", in_wsl(healthy())) is None
     assert seen("U08", machine) is None
+
+
+# -- what a fix must not break
+
+
+def unloadable(machine: Machine, detail: str, **facts: Any) -> Machine:
+    """A machine whose libcuda.so.1 in the system's own folder cannot be loaded."""
+    lib = replace(library("libcuda.so.1"), **facts)
+    answer = Answer("not-loadable", detail)
+    return dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
+
+
+def test_the_systems_folder_is_never_taken_from_the_loader() -> None:
+    for machine in (healthy(), in_container(healthy())):
+        empty = unloadable(machine, "file too short", target="", version="", kind="other", problem="empty")
+        fix = told("U13", empty).fix
+        assert not any("ld.so.conf" in line for line in fix)
+        assert any(line.endswith("rm /usr/lib/x86_64-linux-gnu/libcuda.so.1") for line in fix)
+
+
+def test_the_drivers_own_library_is_not_removed_for_want_of_another() -> None:
+    machine = unloadable(healthy(), "libnvidia-gpucomp.so.580.159.04: cannot open shared object file")
+    fix = told("U13", machine).fix
+    assert not any(" rm " in line or "ld.so.conf" in line for line in fix)
+    assert fix[0] == "$ sudo apt install --reinstall libnvidia-compute-580 nvidia-utils-580"
+    noexec = told("U13", unloadable(healthy(), "failed to map segment: Operation not permitted")).fix
+    assert not any(line.startswith("$") for line in noexec)
+
+
+def test_a_preloaded_library_is_taken_off_the_list_and_not_from_the_disk() -> None:
+    lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
+    fix = told("U04", taking(refused(healthy(), 34), lib)).fix
+    assert not any(line.startswith("$") for line in fix)
+    assert "/opt/vgpu/libvgpu.so out of /etc/ld.so.preload" in fix[0]
+
+
+def test_a_folder_of_the_toolkit_is_still_taken_out_of_the_configuration() -> None:
+    fix = told("U04", taking(refused(healthy(), 34), stub("ld.so.cache"))).fix
+    assert f"$ grep -rn {STUBS} /etc/ld.so.conf /etc/ld.so.conf.d" in fix
+
+
+def test_an_nvml_on_the_disk_is_not_missing() -> None:
+    on_disk = library("libnvidia-ml.so.1", via="disk", folder="/run/opengl-driver/lib")
+    machine = changed(healthy(), driver__nvml=Nvml(NO_LIBRARY), driver__libraries__nvml=(on_disk,))
+    assert seen("U06", machine) is None
+    assert seen("U06", changed(machine, driver__libraries__nvml=())) is not None
+
+
+def test_where_torch_was_not_run_its_own_search_path_may_find_the_library() -> None:
+    lib = library("libcuda.so.1", via="disk", folder="/run/opengl-driver/lib")
+    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(lib,))
+    assert not told("U05", machine).title.startswith("probably: ")
+    assert told("U05", no_torch_run(machine)).title.startswith("probably: ")
+
+
+def test_the_persistence_daemon_is_stopped_before_the_modules_go() -> None:
+    machine = changed(refused(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
+    machine = changed(machine, driver__nvml=Nvml(Answer("answered"), init=18))
+    fix = told("U01", machine).fix
+    assert fix.index("$ sudo systemctl stop nvidia-persistenced") + 1 == fix.index(
+        "$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia"
+    )

@@ -22,6 +22,7 @@ from tests.diagnose.rules.machine_rows import (
     with_gpu,
 )
 
+from transload.diagnose.rules.catalogue import ROWS as CATALOGUE
 from transload.diagnose.verdict import decide
 from transload.machine import Answer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
 
@@ -130,3 +131,19 @@ def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
 def test_without_a_card_nothing_is_a_fault(odd: Change) -> None:
     for around in AROUND[:5]:
         assert alarms(odd(around(bare()))) == []
+
+
+@pytest.mark.parametrize("number", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
+def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
+    machine = changed(
+        refused(healthy(), 100),
+        kernel__version=number,
+        kernel__parameters={"DeviceFileMode": number},
+        nodes__found=tuple(replace(each, error="EACCES", mode=0o600) for each in healthy().nodes.found),
+        python__version=f"{number}.{number}",
+        torch_libraries__cubins={f"sm_{number}": 1},
+        driver__nvml__count=0,
+        driver__nvml__gpus=(),
+    )
+    for row in CATALOGUE:
+        row.finding(machine)

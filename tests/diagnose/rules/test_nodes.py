@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.diagnose.machines import changed, healthy, in_container, in_wsl, refused
+from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
 from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, missing, node, relieved_by, seen, told
 
 from transload.machine import Hardware, Machine, Node
@@ -113,9 +113,19 @@ def test_a_group_to_join() -> None:
 def test_a_mode_to_change() -> None:
     machine = changed(spoilt(UVM, error="EACCES", mode=0o600), kernel__parameters={"DeviceFileMode": "384"})
     found = told("D03", machine)
-    assert "$ sudo chmod 0666 /dev/nvidia-uvm" in found.fix
+    assert "$ sudo chmod 0666 /dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*" in found.fix
+    unload = found.fix.index("$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia")
+    assert found.fix[unload - 1] == "$ sudo systemctl stop nvidia-persistenced"
     assert any("NVreg_DeviceFileMode=0666" in line for line in found.fix)
     assert "the module was told DeviceFileMode=0600" in found.evidence
+
+
+def test_a_card_that_was_pulled_is_no_missing_node() -> None:
+    machine = changed(missing(refused(healthy(), 100), CARD), hardware__pci=bare().hardware.pci, kernel__gpus=())
+    machine = blind_nvml(machine)
+    assert causes(machine) == []
+    assert causes(missing(missing(machine, CONTROL), UVM)) == []
+    assert causes(changed(machine, hardware__pci=healthy().hardware.pci)) == ["D01"]
 
 
 def test_a_mount_without_devices() -> None:

@@ -22,6 +22,7 @@ from tests.diagnose.rules.machine_rows import (
     unloaded,
 )
 
+from transload.diagnose import judge_machine
 from transload.machine import Answer, Cuda, Hardware, Machine, Nodes, Nvml, Surroundings, Unknown
 
 
@@ -287,3 +288,80 @@ def test_a_question_that_was_not_asked_makes_no_cause() -> None:
     unasked = changed(forgotten(), driver__cuda=Cuda(Answer("unasked")))
     assert causes(changed(unasked, torch_run=healthy().torch_run)) == []
     assert cause(unasked) == ""
+
+
+# -- a torch without CUDA where no GPU was given
+
+
+def on_purpose(machine: Machine) -> Machine:
+    """The machine with a torch that was built without CUDA, and works."""
+    cpu = bare()
+    return replace(machine, torch=cpu.torch, torch_libraries=cpu.torch_libraries, torch_run=cpu.torch_run)
+
+
+def in_pod(machine: Machine) -> Machine:
+    return changed(machine, surroundings__kubernetes=True)
+
+
+def without_grant() -> Machine:
+    """A job of Slurm that asked for no GPU."""
+    forbidden = tuple(replace(each, error="EPERM") for each in healthy().nodes.found)
+    machine = changed(refused(in_slurm(healthy()), 100), nodes__found=forbidden)
+    return changed(machine, variables__values={"SLURM_JOB_ID": "1"})
+
+
+def set_aside() -> Machine:
+    """A host that keeps its card for virtual machines."""
+    machine = unloaded(healthy())
+    return changed(machine, hardware__pci=tuple(replace(each, driver="vfio-pci") for each in machine.hardware.gpus))
+
+
+@pytest.mark.parametrize(
+    ("machine", "code"),
+    [
+        (forgotten(), "C01"),
+        (forgotten("podman"), "C01"),
+        (in_pod(forgotten()), "C05"),
+        (variables(forgotten(), NVIDIA_VISIBLE_DEVICES="void"), "C04"),
+        (no_libcuda(in_container(healthy(), "apptainer")), "C08"),
+        (without_grant(), "C09"),
+        (set_aside(), "K05"),
+    ],
+)
+def test_a_torch_without_cuda_and_a_process_without_a_gpu_agree(machine: Machine, code: str) -> None:
+    assert cause(machine) == code
+    diagnosis = judge_machine(on_purpose(machine))
+    assert {found.severity for found in diagnosis.findings} == {"note"}
+    assert {"T01", code} <= {found.code for found in diagnosis.findings}
+    assert diagnosis.ok
+
+
+def test_slurm_gives_the_gpu_and_the_container_hands_it_on() -> None:
+    machine = changed(without_grant(), surroundings__container="apptainer")
+    fix = told("C09", machine).fix
+    assert fix.index("$ srun --gres=gpu:1 --pty bash") < fix.index("$ apptainer exec --nv IMAGE COMMAND")
+
+
+def test_podman_is_not_told_to_use_docker() -> None:
+    machine = variables(forgotten("podman"), NVIDIA_VISIBLE_DEVICES="void")
+    found = told("C04", machine)
+    assert found.title.startswith("probably: ")
+    assert not any("docker" in line for line in found.fix)
+    assert "$ podman run --device nvidia.com/gpu=all …" in found.fix
+
+
+def test_a_torch_without_cuda_in_a_container_without_a_gpu_is_meant_so() -> None:
+    plain = bare()
+    machine = changed(
+        in_container(healthy()),
+        nodes=plain.nodes,
+        driver=plain.driver,
+        torch=plain.torch,
+        torch_libraries=plain.torch_libraries,
+        torch_run=plain.torch_run,
+        kernel__gpus=(),
+        kernel__version="",
+    )
+    diagnosis = judge_machine(machine)
+    assert diagnosis.status == "no-gpu"
+    assert {found.severity for found in diagnosis.findings} == {"note"}

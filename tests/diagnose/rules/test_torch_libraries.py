@@ -179,6 +179,23 @@ def test_a_preloaded_library_that_an_experiment_convicts() -> None:
     assert told("L08", machine).title.startswith("probably: ")
 
 
+def test_what_else_is_preloaded_stays() -> None:
+    listed = ("/usr/lib/libjemalloc.so.2", "/opt/vgpu/libvgpu.so")
+    fix = told("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
+    assert not any("rm " in line for line in fix)
+    assert fix[0].startswith("Take /opt/vgpu/libvgpu.so out of /etc/ld.so.preload")
+
+
+def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> None:
+    machine = changed(
+        unimportable(healthy(), NO_CUDNN),
+        python__tool="conda",
+        torch__installs=(replace(install("2.5.1", "12.4"), installer="conda"),),
+        torch_libraries__needed=(Resolved("libcudnn.so.9", needed_by="libtorch_cuda.so"),),
+    )
+    assert told("L04", machine).fix[-1].endswith("-c conda-forge --force-reinstall cudnn")
+
+
 @pytest.mark.parametrize(
     "machine",
     [

@@ -23,7 +23,7 @@ FAMILIES = {
     "R": range(1, 3),
     "W": range(1, 3),
 }
-SINGLE = ("S05", "S06", "S08", "S09", "X01", "X05", "X06", "X07", "X09", "X10", "X11", "X12", "N03")
+SINGLE = ("S05", "S06", "S08", "S09", "X01", "X05", "X06", "X07", "X09", "X10", "X11", "X12", "X13", "N03")
 
 
 @pytest.mark.parametrize("name", FINE)

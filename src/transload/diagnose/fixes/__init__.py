@@ -4,19 +4,31 @@ Every function is pure and returns lines: a command begins with ``$ ``, what bel
 else is a sentence. Nothing is ever run; what needs root or a reboot says so.
 """
 
-from transload.diagnose.fixes.containers import give_gpu
-from transload.diagnose.fixes.packages import install, uninstall, wheel, wheel_choice
+from transload.diagnose.fixes.containers import give_gpu, give_slurm
+from transload.diagnose.fixes.driver import install_driver
+from transload.diagnose.fixes.packages import bring, install, uninstall, wheel, wheel_choice, wheel_platform
 from transload.diagnose.fixes.shell import drop_folder, set_variable, unset
-from transload.diagnose.fixes.system import install_driver, modprobe_option, on_host, reboot, sudo, system_package
+from transload.diagnose.fixes.system import (
+    modprobe_option,
+    on_host,
+    reboot,
+    reload_module,
+    sudo,
+    system_package,
+    write_line,
+)
 
 __all__ = [
+    "bring",
     "drop_folder",
     "give_gpu",
+    "give_slurm",
     "install",
     "install_driver",
     "modprobe_option",
     "on_host",
     "reboot",
+    "reload_module",
     "set_variable",
     "sudo",
     "system_package",
@@ -24,4 +36,6 @@ __all__ = [
     "unset",
     "wheel",
     "wheel_choice",
+    "wheel_platform",
+    "write_line",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transload.machine import Machine
 
-__all__ = ["give_gpu"]
+__all__ = ["give_gpu", "give_slurm"]
 
 Lines = tuple[str, ...]
 
@@ -22,13 +22,21 @@ def give_gpu(machine: Machine) -> Lines:
             "Where the cluster's default runtime is not NVIDIA's, also set runtimeClassName: nvidia.",
         )
     if around.slurm and not around.container:
-        return (
-            "Ask Slurm for a GPU:",
-            "$ srun --gres=gpu:1 --pty bash",
-            "Or in the batch script:",
-            "| #SBATCH --gres=gpu:1",
-        )
+        return give_slurm(machine)
     return _GIVE.get(around.container, _give_docker)()
+
+
+def give_slurm(machine: Machine) -> Lines:
+    """How to ask Slurm for a GPU, and how to hand it on to the container that the job runs in."""
+    around = machine.surroundings
+    inner = _GIVE.get(around.container, _give_docker)() if around.container else ()
+    return (
+        "Ask Slurm for a GPU:",
+        "$ srun --gres=gpu:1 --pty bash",
+        "Or in the batch script:",
+        "| #SBATCH --gres=gpu:1",
+        *(("Then hand it on to the container:", *inner) if inner else ()),
+    )
 
 
 def _give_docker() -> Lines:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from transload.diagnose.fixes.system import install_driver
+from transload.diagnose.fixes.driver import install_driver
+from transload.diagnose.tables.builds import releases
 
 if TYPE_CHECKING:
     from transload.diagnose.tables.builds import Platform as WheelPlatform
     from transload.diagnose.tables.wheels import WheelChoice
     from transload.machine import Machine
 
-__all__ = ["install", "uninstall", "wheel", "wheel_choice"]
+__all__ = ["bring", "install", "uninstall", "wheel", "wheel_choice", "wheel_platform"]
 
 Lines = tuple[str, ...]
 
 _TRIO = ("torchvision", "torchaudio")
+_CONDAS = ("conda", "pixi")
+_ON_CONDA = {
+    **{name: name for name in ("numpy", "torchvision", "torchaudio", "triton", "xformers")},
+    "torch": "pytorch",
+    **{f"nvidia-cudnn-cu{major}": "cudnn" for major in (11, 12, 13)},
+    **{f"nvidia-nccl-cu{major}": "nccl" for major in (11, 12, 13)},
+}
+"""The name at conda-forge of what the rules install or remove."""
+_HOLDS = {
+    "libcudnn": "cudnn",
+    "libnccl": "nccl",
+    "libcudart": "cuda-cudart",
+    "libcupti": "cuda-cupti",
+    "libnvrtc": "cuda-nvrtc",
+    "libnvJitLink": "libnvjitlink",
+    **{f"lib{name}": f"lib{name}" for name in ("cublas", "cufft", "curand", "cusolver", "cusparse")},
+}
+"""The start of a library's name, and conda-forge's package that holds it."""
 
 
 def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
@@ -34,30 +54,64 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
         driver=driver or None,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0) or None,
         capabilities=sorted(capabilities),
-        platform=_wheel_platform(machine),
+        platform=wheel_platform(machine),
         python=_python_version(machine),
         torch=torch,
         driver_sees_cards=bool(told),
     )
 
 
-def wheel(machine: Machine, torch: str | None = None) -> Lines:
-    """Install the torch that fits both the driver and the card, with the tool of this environment."""
-    choice = wheel_choice(machine, torch)
+def _preferred(machine: Machine) -> WheelChoice:
+    """The installed release, for which other packages are made, in a build that fits; else the newest."""
+    newest = wheel_choice(machine)
+    first = machine.torch.first
+    release = first.version.partition("+")[0] if first else ""
+    same = wheel_choice(machine, release) if release in releases() else newest
+    return same if same.torch_version and (not same.needs_driver or newest.needs_driver) else newest
+
+
+def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) -> Lines:
+    """Install the torch that fits both the driver and the card, with the tool of this environment.
+
+    It is of the release ``torch``; else of the one that is installed, where that has a build that fits. Without
+    ``driver`` another finding says how to install the driver that it may need.
+    """
+    choice = wheel_choice(machine, torch) if torch else _preferred(machine)
     if not choice.torch_version:
         return (choice.reason,)
     beside = [name for name in _TRIO if name in machine.python.packages]
-    lines = (*_reinstall(machine, choice, beside), f"Why this build: {choice.reason}")
+    lines = (*_reinstall(machine, choice, beside), *_why(machine, choice))
     if not choice.needs_driver:
-        return lines
+        return (*lines, *_newer(machine, choice))
+    if not driver:
+        return ("Once the driver is changed:", *lines)
     branch = int(choice.needs_driver.partition(".")[0])
-    return ("First the driver:", *install_driver(machine, branch), "Then torch:", *lines)
+    older = choice.direction == "older"
+    update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
+    return ("First the driver:", *update, "Then torch:", *lines)
+
+
+def _why(machine: Machine, choice: WheelChoice) -> Lines:
+    likely = ", which is likely to fit and not certain" if choice.how_sure == "guess" else ""
+    if _tool(machine) not in _CONDAS:
+        return (f"Why this build{likely}: {choice.reason}",)
+    if _conda_again(machine, choice):
+        return ()
+    return (f"Why CUDA {_cuda(choice)}, judged by PyTorch's wheels{likely}: {choice.reason}",)
+
+
+def _newer(machine: Machine, choice: WheelChoice) -> Lines:
+    first, newest = machine.torch.first, wheel_choice(machine)
+    same = first is not None and first.version.partition("+")[0] == choice.torch_version != newest.torch_version
+    if not same or newest.needs_driver or _tool(machine) in _CONDAS:
+        return ()
+    return (f"It is the release you have; the newest that fits this machine is {newest.torch_version} {newest.build}.",)
 
 
 def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
     tool = _tool(machine)
-    if tool in ("conda", "pixi"):
-        return _conda_torch(machine, choice, tool)
+    if tool in _CONDAS:
+        return _conda_torch(machine, choice, beside)
     wanted = (f"torch=={choice.torch_version}", *beside)
     if tool == "poetry" and choice.index:
         source = f"pytorch-{choice.build}"
@@ -65,16 +119,67 @@ def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Line
             f"$ poetry source add --priority=explicit {source} {choice.index}",
             f"$ poetry add --source {source} {' '.join(wanted)}",
         )
-    remove = uninstall(machine, "torch", *beside)
-    return (*remove, *install(machine, *wanted, index=choice.index))
+    if _project(machine) == "uv":
+        source = f" --index pytorch-{choice.build}={choice.index}" if choice.index else ""
+        return (f"$ uv add{source} {' '.join(wanted)}",)
+    others = () if _project(machine) else _of_other_cuda(machine, choice)  # a project's tool removes them itself
+    remove = uninstall(machine, "torch", *beside, *others)
+    return (*remove, *(line for line in install(machine, *wanted, index=choice.index) if line not in remove))
 
 
-def _conda_torch(machine: Machine, choice: WheelChoice, tool: str) -> Lines:
-    cuda = f"{choice.build[2:-1]}.{choice.build[-1]}" if choice.build.startswith("cu") else ""
-    if tool == "pixi":
-        return (f'$ pixi add "pytorch-gpu" "cuda-version={cuda}"',) if cuda else ("$ pixi add pytorch",)
-    where = f" -p {quote(machine.python.prefix)}" if machine.python.prefix else ""
-    return (f'$ conda install{where} -c conda-forge pytorch-gpu "cuda-version={cuda}"',)
+def _of_other_cuda(machine: Machine, choice: WheelChoice) -> Lines:
+    """NVIDIA's packages for another CUDA than the chosen build's: they put other files into the same folders."""
+    major = _cuda(choice).partition(".")[0]
+    found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
+    return tuple(sorted(name for name, of in found if of and of[1] != major))
+
+
+def _cuda(choice: WheelChoice) -> str:
+    """``12.6`` of ``cu126``."""
+    return f"{choice.build[2:-1]}.{choice.build[-1]}"
+
+
+def _conda_again(machine: Machine, choice: WheelChoice) -> bool:
+    """Whether conda's torch is the right one, and only has to be put in its place once more."""
+    first = machine.torch.first
+    release = first.version.partition("+")[0] if first else ""
+    major = first.cuda.partition(".")[0] if first else ""
+    return release == choice.torch_version and major == _cuda(choice).partition(".")[0]
+
+
+def _conda_torch(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
+    if _conda_again(machine, choice):  # conda keeps what already meets the request, and so what is broken
+        return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
+    return _conda(machine, "pytorch-gpu", f'"cuda-version={_cuda(choice)}"', *beside)
+
+
+def _conda(machine: Machine, *names: str, force: bool = False) -> Lines:
+    """Install packages of conda-forge."""
+    wanted = " ".join(names)
+    if machine.python.tool == "pixi":
+        anew = ("$ pixi clean", "$ pixi install") if force else ()
+        return (f"$ pixi add {wanted}", *anew)
+    again = " --force-reinstall" if force else ""
+    return (f"$ conda install{_prefix(machine)} -c conda-forge{again} {wanted}",)
+
+
+def _prefix(machine: Machine) -> str:
+    return f" -p {quote(machine.python.prefix)}" if machine.python.prefix else ""
+
+
+def _conda_names(requirements: tuple[str, ...]) -> Lines:
+    """What conda-forge calls some packages of PyPI; nothing where one of them may not be there.
+
+    >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
+    (('pytorch=2.5.1', 'cudnn'), ())
+    """
+    plain = [each for each in requirements if each not in ("--no-deps", "--upgrade")]
+    parts = [each.partition("==") for each in plain]
+    if not all(name in _ON_CONDA for name, _, _ in parts):
+        return ()
+    # NVIDIA's own version numbers are cut differently there
+    pinned = ("torch", *_TRIO)
+    return tuple(_ON_CONDA[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
@@ -84,15 +189,17 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     >>> install(Machine(python=Python("/opt/venv/bin/python")), "torch", force=True)
     ('$ /opt/venv/bin/python -m pip install --force-reinstall torch',)
     """
+    tool, project = _tool(machine), _project(machine)
+    if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
+        return _conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
     source = f" --index-url {index}" if index else ""
     python = quote(machine.python.executable or "python")
-    tool = _tool(machine)
+    if project and not index and not force:
+        return (f"$ {project} add {wanted}",)
     if tool == "uv":
         again = " --reinstall" if force else ""
-        return (f"$ uv pip install --python {python}{again} {wanted}{source}",)
-    if tool == "poetry" and not index and not force:
-        return (f"$ poetry add {wanted}",)
+        return (f"$ uv pip install --python {python}{again} {wanted}{source}", *_record(project, index))
     again = " --force-reinstall" if force else ""
     line = f"$ {python} -m pip install{again} {wanted}{source}"
     if machine.python.externally_managed:
@@ -101,41 +208,71 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
             f"$ {python} -m venv .venv",
             line.replace(f"$ {python} ", "$ .venv/bin/python ", 1),
         )
-    return (line,) if machine.python.pip else (f"$ {python} -m ensurepip", line)
+    return (*_ensure_pip(machine), line, *_record(project, index))
+
+
+def _record(project: str, index: str) -> Lines:
+    """What to do so that a project's tool does not undo an installation from another index."""
+    if not project or not index:
+        return ()
+    return (f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.",)
+
+
+def bring(machine: Machine, *libraries: str) -> Lines:
+    """Install the packages of conda-forge that hold some libraries again; nothing where it is not conda that does.
+
+    >>> from transload.machine import Machine, Python
+    >>> bring(Machine(python=Python(tool="conda")), "libcudnn.so.9", "libcublasLt.so.12")
+    ('$ conda install -c conda-forge --force-reinstall cudnn libcublas',)
+    """
+    names = sorted({package for name in libraries for start, package in _HOLDS.items() if name.startswith(start)})
+    return _conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
 
 
 def uninstall(machine: Machine, *packages: str) -> Lines:
     """Remove Python packages from the environment that was examined."""
     python = quote(machine.python.executable or "python")
-    names = " ".join(packages)
-    tool = _tool(machine)
+    tool, project = _tool(machine), _project(machine)
     if machine.python.externally_managed:
         return ()
+    if tool in _CONDAS and (names := _conda_names(packages)):
+        listed = " ".join(names)
+        return (f"$ pixi remove {listed}" if tool == "pixi" else f"$ conda remove --force{_prefix(machine)} {listed}",)
+    listed = " ".join(packages)
+    if project and project != "uv":
+        return (f"$ {project} remove {listed}",)
     if tool == "uv":
-        return (f"$ uv pip uninstall --python {python} {names}",)
-    if tool == "poetry":
-        return (f"$ poetry remove {names}",)
-    return (f"$ {python} -m pip uninstall -y {names}",)
+        return (f"$ uv pip uninstall --python {python} {listed}",)
+    return (*_ensure_pip(machine), f"$ {python} -m pip uninstall -y {listed}")
+
+
+def _ensure_pip(machine: Machine) -> Lines:
+    python = quote(machine.python.executable or "python")
+    return () if machine.python.pip else (f"$ {python} -m ensurepip",)
+
+
+def _project(machine: Machine) -> str:
+    """The tool that keeps a list of this project's packages, and undoes what is installed past it; empty for none."""
+    tool = _tool(machine)
+    return tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
 
 
 def _tool(machine: Machine) -> str:
     """What to install torch with: what installed it, where that differs from the environment's own tool."""
     first = machine.torch.first
-    if machine.python.tool in ("conda", "pixi") and first and first.installer in ("pip", "uv"):
+    if machine.python.tool in _CONDAS and first and first.installer in ("pip", "uv"):
         return first.installer
     return machine.python.tool
 
 
-def _wheel_platform(machine: Machine) -> WheelPlatform:
-    system, cpu = machine.platform.system, machine.platform.machine
+def wheel_platform(machine: Machine) -> WheelPlatform:
+    """Whose wheels this machine takes."""
+    system, arm = machine.platform.system, machine.platform.machine in ("aarch64", "arm64")
     if system == "Darwin":
-        return "macos-arm64" if cpu == "arm64" else "macos-x86_64"
-    if system == "Windows":
-        return "windows"
-    return "linux-aarch64" if cpu in ("aarch64", "arm64") else "linux-x86_64"
+        return "macos-arm64" if arm else "macos-x86_64"
+    return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
 
 
 def _python_version(machine: Machine) -> tuple[int, int]:
-    major, _, rest = machine.python.version.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (3, 12)
+    found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
+    return (int(found[1]), int(found[2])) if found else (3, 12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posixpath import normpath
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,17 @@ def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     '$ export LD_LIBRARY_PATH=/a'
     """
     value = machine.variables.get(variable) or ""
-    bad = folder.rstrip("/")
-    left = ":".join(each for each in value.split(":") if each.rstrip("/") != bad)
+    bad = normpath(folder)
+    left = ":".join(each for each in value.split(":") if not _leads(each, bad))
     return set_variable(machine, variable, left) if left.strip(":") else unset(machine, variable)
+
+
+def _leads(element: str, folder: str) -> bool:
+    """Whether an element of a search path is the folder; a relative one, if the folder ends in it."""
+    plain = normpath(element) if element else ""
+    if plain.startswith(("/", "..")) or plain in ("", "."):
+        return plain == folder
+    return folder.endswith(f"/{plain}")
 
 
 def _where_set(machine: Machine, names: Lines) -> Lines:

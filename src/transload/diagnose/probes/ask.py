@@ -33,14 +33,28 @@ class Report:
 
 
 def begin() -> Report:
-    """Set the backstop, the seconds in the first argument: a child whose parent was killed shall not hang for ever."""
+    """Set what ends a child whose parent was killed: the leash, and a backstop, the seconds in the first argument."""
     try:
         from _signal import alarm  # type: ignore[import-not-found]  # signal itself would import enum
 
         alarm(int(sys.argv[1]))
+        end_with(int(sys.argv[2]))
     except (ImportError, IndexError):  # Windows; by hand
         pass
     return Report()
+
+
+def end_with(leash: int) -> None:
+    """Have the kernel end this process by SIGIO when the other end of a pipe is closed, even while it hangs in C."""
+    try:
+        from fcntl import F_SETFL, F_SETOWN, fcntl
+
+        fcntl(leash, F_SETOWN, os.getpid())
+        fcntl(leash, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        if not os.read(leash, 1):  # it was closed before we could be told
+            os._exit(1)
+    except Exception:  # noqa: BLE001, S110  a system without it, or a file of the user's that is called fcntl.py
+        pass
 
 
 def form(value: object) -> str:

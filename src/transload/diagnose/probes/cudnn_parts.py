@@ -23,7 +23,8 @@ _CONSTANTS = 1 << 25
 
 def strangers(loader: Loader, cudnn: Object, release: str) -> Iterator[tuple[str, Found]]:
     """The parts that ``cudnn``, of the release ``9.20.0``, would take from elsewhere and of another release."""
-    major = int(release.partition(".")[0]) if release[:1].isdigit() else 0
+    number = re.match(r"[0-9]{1,4}", release)
+    major = int(number[0]) if number else 0
     for part in _BY_CUDNN.get(major, _BY_CUDNN_9):
         yield from _stranger(loader, cudnn, cudnn, part, release)
     graph = loader.examine(f"{_folder(cudnn.path)}/libcudnn_graph.so.{major}")

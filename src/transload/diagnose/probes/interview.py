@@ -52,7 +52,7 @@ if sys.path[:1] == [""]:
 import json, os
 try:
     import signal
-    signal.alarm(int(sys.argv[-1]))
+    signal.alarm(int(sys.argv[1]))
 except Exception:
     pass
 told = facts(sys.path)

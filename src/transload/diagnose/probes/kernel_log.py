@@ -18,6 +18,7 @@ _BEFORE = re.compile(r"^(?:<\d+>)?(?:.{0,80}? kernel: )?(?:\[ *[\d.]+\] ?)?")
 _BANNER = "Linux version "
 _LINES = 40
 _TAIL = 512 << 10  # bytes: most rings are smaller, and a log file is longer than anybody asked for
+_LINE = 1 << 11  # letters: the kernel itself writes no more than half of that at once
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
 _FILES = ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages")
 
@@ -83,7 +84,7 @@ def _concerning(text: str) -> tuple[str, ...]:
     for line in text.split("\n"):
         if not any(word in line for word in _SPEAKS) or _NOISE.search(line):
             continue
-        message = _BEFORE.sub("", line.strip(), count=1)
+        message = _BEFORE.sub("", line[:_LINE].strip(), count=1)
         last.pop(message, None)
         last[message] = None
     return tuple(last)[-_LINES:]

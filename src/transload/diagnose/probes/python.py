@@ -132,6 +132,7 @@ def _described(host: Host, bare: Python, stdlib: str, why: str) -> Python:
         bare,
         environment=kind,
         tool=tool,
+        project=host.exists(f"{os.path.dirname(bare.prefix)}/{tool}.lock"),
         pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in bare.path),
         externally_managed=managed,
         why=why,

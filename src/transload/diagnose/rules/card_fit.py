@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transload.diagnose import fixes
 from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.torch_build import jetson_wheel
-from transload.diagnose.rules.torch_facts import Card, build_cuda, cards, complaint, said, wheel_platform
+from transload.diagnose.rules.torch_facts import Card, build_cuda, cards, complaint, said
 from transload.diagnose.tables import TEGRA, build_of, covers, numbers_of
 
 if TYPE_CHECKING:
@@ -62,13 +62,14 @@ def codes(machine: Machine) -> tuple[Lines, bool]:
     if told:
         return told, True
     version = torch_version(machine)
-    build = build_of(version, version.partition("+")[2], wheel_platform(machine)) if numbers_of(version) else None
+    build = build_of(version, version.partition("+")[2], fixes.wheel_platform(machine)) if numbers_of(version) else None
     return (build.archs, False) if build else ((), False)
 
 
 def _numbers(code: str) -> tuple[int, int]:
-    digits = re.sub(r"\D", "", code.partition("_")[2]) or "0"
-    return int(digits) // 10, int(digits) % 10
+    found = re.search(r"[0-9]{1,4}", code.partition("_")[2])
+    number = int(found[0]) if found else 0
+    return number // 10, number % 10
 
 
 def no_code(machine: Machine, found: Misfit, fix: Lines) -> Seen:

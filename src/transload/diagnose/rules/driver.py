@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transload.diagnose import fixes
 from transload.diagnose.rules import fabric
+from transload.diagnose.rules.libraries import drop_library, library_line
 from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.signs import (
     CONTROL,
@@ -24,6 +25,7 @@ from transload.diagnose.rules.signs import (
     taken,
     works,
 )
+from transload.diagnose.rules.withheld import withheld
 from transload.diagnose.tables import cu_result, nvml_result
 from transload.machine import Machine, Unknown
 
@@ -110,12 +112,16 @@ def hangs(machine: Machine) -> Seen | None:
         return None
     stuck = tuple(f"{process} is stuck in the driver, in state D" for process in machine.kernel.stuck[:4])
     others = ("nvidia-smi and NVML hang too",) if cuda and nvml else ("NVML hangs, and nvidia-smi with it",) * nvml
+    lib = taken(machine)
+    if cuda and lib is not None and lib.via.startswith("LD_"):
+        drop = (f"{lib.path} may be no driver's. Try without it:", *drop_library(machine, lib))
+        return Seen((library_line(lib), answer_line(machine), *others, *stuck), drop)
     persist = "nvidia-persistenced" not in machine.kernel.daemons and not machine.surroundings.container
     enable = host_lines(machine, "systemctl enable --now nvidia-persistenced") if persist else ()
     fix = (
         "Look for processes in state D; no signal ends them:",
         "$ ps -eo pid,stat,wchan:32,cmd | awk '$2 ~ /^D/'",
-        "If there are any, or it stays so, reboot:",
+        "If there are any, or it stays so, only a reboot helps.",
         fixes.reboot(machine),
         *(("If it is only slow, keep the driver awake:", *enable) if enable else ()),
     )
@@ -142,7 +148,8 @@ sandbox NVML can fail while CUDA is well: nvidia-smi shows an error, and program
 GPU say no, vLLM for one: "RuntimeError: Failed to infer device type". torch itself works.
 
 It is told by both answers.""",
-    fix="Nothing is wrong with CUDA. Tell the program which device to use, or repair NVML if you need nvidia-smi.",
+    fix="""Nothing is wrong with CUDA. Update the program, or tell it its device where it can be told
+(CUDA_VISIBLE_DEVICES); or repair NVML if you need nvidia-smi.""",
     sources=("https://github.com/vllm-project/vllm/issues/49006",),
 )
 def nvml_only(machine: Machine) -> Seen | None:
@@ -157,12 +164,14 @@ def nvml_only(machine: Machine) -> Seen | None:
         *filter(None, (meaning,)),
         f"CUDA works and has {machine.driver.cuda.count} devices",
     )
-    fix = ("CUDA and torch need nothing. A program that asks NVML must be told its device: vLLM by --device cuda.",)
+    fix = ("CUDA and torch need nothing. Update a program that asks NVML, or set CUDA_VISIBLE_DEVICES for it.",)
     return Seen(evidence, fix, severity="note")
 
 
 def _expected(machine: Machine) -> bool:
     """Whether a GPU is surely there; where the bus could not be read, any answer but "no device" speaks for one."""
+    if machine.driver.cuda.answer.state == machine.torch_run.answer.state == "crashed":
+        return True  # whatever stands in for the driver, it is what ends torch as well
     if absent(machine):
         return False
     traces = machine.hardware.present or host_gpu(machine) or nvml_ok(machine)
@@ -182,7 +191,7 @@ states of the driver that nothing shows. If it stays, report it with the output 
 def unexplained(machine: Machine) -> Seen | None:
     """CUDA fails where a GPU is; last of all, and told only where no other row explains it."""
     state = machine.driver.cuda.answer.state
-    if not fails(machine) or state == "hung" or not _expected(machine):
+    if not fails(machine) or state in ("hung", "unasked") or not _expected(machine) or withheld(machine):
         return None
     if state == "no-library" and machine.surroundings.wsl:
         return None
@@ -192,7 +201,18 @@ def unexplained(machine: Machine) -> Seen | None:
         "crashed": "the CUDA driver's library crashes, and we could not find out why",
         "no-library": "no libcuda.so.1 is found, and we could not find out why",
     }.get(state, "")
-    evidence = (answer_line(machine), *meaning, *_ruled_out(machine), *_unknown(machine), *relief_line(machine))
+    lib = taken(machine)
+    mapped = (library_line(lib),) if lib is not None and state == "crashed" else ()
+    evidence = (
+        *mapped,
+        answer_line(machine),
+        *meaning,
+        *_ruled_out(machine),
+        *_unknown(machine),
+        *relief_line(machine),
+    )
+    if lib is not None and state == "crashed" and (lib.via.startswith("LD_") or absent(machine)):
+        return Seen(evidence, ("Try without it:", *drop_library(machine, lib)), title)
     return Seen(evidence, _next(machine), title)
 
 

@@ -107,8 +107,8 @@ of its host.
 
 It is told by the answer 802, NVSwitches on the PCI bus, NVML's fabric state, and the service, which is not running.""",
     fix="""Install nvidia-fabricmanager in the driver's exact version, and sudo systemctl enable --now
-nvidia-fabricmanager. On NVLink 5 (B200) nvlsm belongs to it. In a cloud's virtual machine it is the provider's to
-do: report it.""",
+nvidia-fabricmanager. On NVLink 5 (B200) nvlsm most likely belongs to it. In a cloud's virtual machine it is the
+provider's to do: report it.""",
     avoid="Reinstalling torch or the driver's libraries: both are fine.",
     sources=(
         "https://github.com/pytorch/pytorch/issues/35710",
@@ -249,8 +249,8 @@ def undivided(machine: Machine) -> Seen | None:
     fix = (
         "Divide the card; the list of profiles first:",
         *host_lines(machine, "nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
-        "Or switch MIG off, with no program on the card:",
-        *host_lines(machine, "nvidia-smi -i 0 -mig 0"),
+        "Or switch MIG off on every card, with no program on any:",
+        *host_lines(machine, "nvidia-smi -mig 0"),
         *given,
     )
     evidence = ("MIG is enabled on every card, and NVML sees no MIG device", answer_line(machine))

@@ -9,15 +9,12 @@ from transload.diagnose import fixes
 from transload.diagnose.rules import card_fit
 from transload.diagnose.rules.card_fit import codes, torch_version
 from transload.diagnose.rules.row import Seen, Table
-from transload.diagnose.rules.signs import answer_line, works
 from transload.diagnose.rules.torch_facts import build_cuda, cards, complaint, computes, failed, said, unrun, wheel_cuda
 from transload.diagnose.tables import (
     branch_of,
-    chip_of,
     covers,
     cuda_text,
     driver_floor,
-    numbers_of,
     toolkit_driver,
 )
 
@@ -33,7 +30,6 @@ Lines = tuple[str, ...]
 
 _TOO_OLD = re.compile(r"NVIDIA driver on your system is too old \(found version (\d+)\)")
 _TORCH = "https://github.com/pytorch/pytorch/issues"
-_KEPLER_LAST = 470
 
 
 def driver_cuda(machine: Machine) -> int:
@@ -120,11 +116,11 @@ def too_old(machine: Machine) -> Seen | None:
 
 
 def _either(machine: Machine, floor: str) -> Lines:
-    """The two ways out; only one, where the card needs a newer driver anyway."""
+    """The two ways out; only one, where the card needs a newer driver anyway or has no code in this torch."""
     wheel = fixes.wheel(machine)
-    if not floor or fixes.wheel_choice(machine).needs_driver:
+    if not floor or fixes.wheel_choice(machine).needs_driver or card_fit.misfit(machine):
         return wheel
-    update = (f"Or update the driver to {floor} or newer:", *fixes.install_driver(machine, branch_of(floor)))
+    update = (f"Or update the driver to {floor} or newer:", *fixes.install_driver(machine, at_least=branch_of(floor)))
     return ("Either install the torch that fits this driver:", *wheel, *update)
 
 
@@ -147,7 +143,7 @@ def newer_ptx(machine: Machine) -> Seen | None:
     driver, wheel = driver_cuda(machine), wheel_cuda(machine)
     known = f"the driver is for CUDA {cuda_text(driver)}, torch was built with {wheel}" if driver and wheel else ""
     update = f"Update the driver{f' to {wanted} or newer' if wanted else ''}:"
-    fix = (update, *fixes.install_driver(machine, branch_of(wanted) if wanted else 0))
+    fix = (update, *fixes.install_driver(machine, at_least=branch_of(wanted) if wanted else 0))
     return Seen(tuple(filter(None, (*said(told), known))), fix, likely=not told)
 
 
@@ -176,28 +172,18 @@ def missing_call(machine: Machine) -> Seen | None:
     if not told or not failed(machine):
         return None
     wanted = toolkit_driver(wheel_cuda(machine), system(machine)) if build_cuda(machine) else ""
-    return Seen(said(told), fixes.install_driver(machine, branch_of(wanted) if wanted else 0))
+    return Seen(said(told), fixes.install_driver(machine, at_least=branch_of(wanted) if wanted else 0))
 
 
-@TABLE.row(
+TABLE.page(
     "V04",
     "the driver no longer drives this Kepler card",
     likely=True,
     about="""Branch 470 is the last driver for Kepler cards (GTX 6xx and 7xx, K40, K80), and torch 2.0 the last
-release with code for any of them, for 3.7 alone (K80). A newer driver installs, and finds no card.""",
+release with code for any of them, for 3.7 alone (K80). A newer driver installs, and finds no card. On the machine
+itself that is told as K06.""",
     fix="Install a driver of branch 470 and torch 2.0.1 from https://download.pytorch.org/whl/cu118.",
 )
-def kepler(machine: Machine) -> Seen | None:
-    """Only Kepler cards, a newer driver, and a torch with CUDA that gets none."""
-    gpus = machine.hardware.gpus
-    generations = {chip.generation if (chip := chip_of(gpu.device)) else "" for gpu in gpus}
-    version = machine.kernel.version or machine.driver.nvml.driver
-    if generations != {"Kepler"} or works(machine) or not wheel_cuda(machine):
-        return None
-    if not numbers_of(version) or branch_of(version) <= _KEPLER_LAST:
-        return None
-    evidence = (f"driver {version} is newer than branch {_KEPLER_LAST}, and the card is a Kepler", answer_line(machine))
-    return Seen(evidence, fixes.install_driver(machine, _KEPLER_LAST, open_module=False))
 
 
 TABLE.rows.extend(card_fit.TABLE.rows)

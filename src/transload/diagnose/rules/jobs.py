@@ -17,6 +17,7 @@ from transload.diagnose.rules.signs import (
     fails,
     granted,
     nodes_absent,
+    unmet,
 )
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ def slurm(machine: Machine) -> Seen | None:
         f"opening {forbidden} fails with EPERM: the job's device cgroup forbids it" if forbidden else "",
         f"CUDA_VISIBLE_DEVICES is {visible!r}" if hidden else "",
     )
-    fix = fixes.give_gpu(machine)
-    return Seen((job, *filter(None, facts), answer_line(machine)), fix, likely=not forbidden)
+    fix, severity = fixes.give_slurm(machine), unmet(machine)
+    return Seen((job, *filter(None, facts), answer_line(machine)), fix, severity=severity, likely=not forbidden)
 
 
 @TABLE.row(

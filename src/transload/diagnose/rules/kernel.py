@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from transload.diagnose import fixes
 from transload.diagnose.rules import kernel_card
-from transload.diagnose.rules.kernel_card import applies, driver_lines, initramfs_lines, loaded_line, misfit
+from transload.diagnose.rules.kernel_card import applies, initramfs_lines, loaded_line, misfit
 from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.signs import (
     UVM,
@@ -16,6 +18,7 @@ from transload.diagnose.rules.signs import (
     logged,
     nvml_line,
     nvml_ok,
+    unmet,
 )
 from transload.machine import Machine, Unknown
 
@@ -25,6 +28,7 @@ TABLE = Table("kernel")
 TABLE.rows.extend(kernel_card.TABLE.rows)  # first: a driver that cannot drive the card explains why it is not loaded
 
 _NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
+_BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
 _TREE = "https://github.com/NVIDIA/open-gpu-kernel-modules/issues"
 
@@ -50,17 +54,15 @@ def nouveau(machine: Machine) -> Seen | None:
     if not applies(machine) or not held or "nvidia" in drivers:
         return None
     if machine.surroundings.container:
-        return Seen(card_line(machine), driver_lines(machine))
+        return Seen(card_line(machine), fixes.install_driver(machine))
     installed = machine.platform.kernel in (machine.kernel.built_for or ())
-    line = "\\n".join(f"blacklist {name}" for name in sorted(held))
-    tee = "tee" if machine.platform.root else "sudo tee"
     blacklist = (
         "NVIDIA's module is installed; keep the other one from loading (needs root and a reboot):",
-        f"$ printf '{line}\\n' | {tee} /etc/modprobe.d/blacklist-nouveau.conf",
+        fixes.write_line(machine, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
         *initramfs_lines(machine),
         fixes.reboot(machine),
     )
-    return Seen(card_line(machine), blacklist if installed else driver_lines(machine))
+    return Seen(card_line(machine), blacklist if installed else fixes.install_driver(machine))
 
 
 @TABLE.row(
@@ -83,7 +85,7 @@ def vfio(machine: Machine) -> Seen | None:
         "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
         "Then rebuild the initial RAM disk and reboot (needs root).",
     )
-    return Seen(card_line(machine), (*fixes.on_host(machine), *fix))
+    return Seen(card_line(machine), (*fixes.on_host(machine), *fix), severity=unmet(machine))
 
 
 def _idle(machine: Machine) -> bool:
@@ -94,14 +96,15 @@ def _idle(machine: Machine) -> bool:
 
 @TABLE.row(
     "K02",
-    "the kernel was updated and has no NVIDIA module",
+    "the running kernel has no NVIDIA module, another one has",
     about="""NVIDIA's module is built for one kernel at a time. After a kernel update the running kernel has none,
-because the headers were missing, the build failed, or the packages are out of step; nvidia-smi says "NVIDIA-SMI has
+because the headers were missing, the build failed, or the packages are out of step; or the update took away the
+module of the old kernel, which runs until the next reboot. nvidia-smi says "NVIDIA-SMI has
 failed because it couldn't communicate with the NVIDIA driver".
 
 It is told by nvidia.ko, which is there for another kernel under /lib/modules and not for the running one.""",
-    fix="""Install the headers of the running kernel and have the module built (dkms autoinstall), or boot the older
-kernel for now.""",
+    fix="""Where a newer kernel has the module: reboot. Otherwise install the headers of the running kernel and have
+the module built (dkms autoinstall, Fedora: akmods --force), or boot the older kernel for now.""",
     avoid="Reinstalling CUDA or torch: neither holds a kernel module.",
     sources=(
         "https://github.com/NVIDIA/nvidia-docker/issues/291",
@@ -117,6 +120,22 @@ def other_kernel(machine: Machine) -> Seen | None:
         loaded_line(machine),
         f"the running kernel is {running}, nvidia.ko is there for {', '.join(built[:3])}",
     )
+    newer = [version for version in built if _numbers(version) > _numbers(running)]
+    if newer:
+        title = "the kernel was updated, and the old one that still runs has no NVIDIA module"
+        now = (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(machine))
+        return Seen(evidence, now, title)
+    return Seen(evidence, (*_build_module(machine), f"Or reboot into the kernel {built[0]} for now."))
+
+
+def _numbers(kernel: str) -> tuple[int, ...]:
+    """The numbers of a kernel's version, for comparing: ``6.8.0-45-generic`` is before ``6.12.4``."""
+    return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", kernel.partition("+")[0]))
+
+
+def _build_module(machine: Machine) -> tuple[str, ...]:
+    """Have the module built for the running kernel, in the distribution's way."""
+    like = (machine.platform.distribution, *machine.platform.distribution_like)
     headers = fixes.system_package(
         machine,
         apt="linux-headers-$(uname -r)",
@@ -124,9 +143,20 @@ def other_kernel(machine: Machine) -> Seen | None:
         zypper="kernel-default-devel",
         pacman="linux-headers",
     )
-    build = "akmods --force" if machine.platform.package_manager == "dnf" else "dkms autoinstall"
-    steps = (fixes.sudo(machine, build), fixes.sudo(machine, "modprobe nvidia"))
-    return Seen(evidence, (*headers, *steps, f"Or reboot into the kernel {built[0]} for now."))
+    fedora = like[0] == "fedora"
+    steps = (
+        fixes.sudo(machine, "akmods --force" if fedora else "dkms autoinstall"),
+        fixes.sudo(machine, "modprobe nvidia"),
+    )
+    if "ubuntu" not in like:
+        return (*headers, *steps)
+    return (
+        "Where the module is built here (package nvidia-dkms-…):",
+        *headers,
+        *steps,
+        "Where Ubuntu's own is used (linux-modules-nvidia-…), install it for this kernel; this finds the name:",
+        "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)",
+    )
 
 
 @TABLE.row(
@@ -187,13 +217,13 @@ def not_loaded(machine: Machine) -> Seen | None:
     built = machine.kernel.built_for
     evidence = (*card_line(machine), loaded_line(machine))
     if machine.surroundings.container:
-        fix = ("Run transload doctor on the host: it can see there why.", *driver_lines(machine))
+        fix = ("Run transload doctor on the host: it can see there why.", *fixes.install_driver(machine))
         return Seen(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
     if built == ():
-        return Seen((*evidence, "there is no nvidia.ko under /lib/modules"), driver_lines(machine))
+        return Seen((*evidence, "there is no nvidia.ko under /lib/modules"), fixes.install_driver(machine))
     if isinstance(built, Unknown):
         unclear = f"whether it is installed could not be found out: {built.reason}"
-        fix = (*_load(machine), "If there is no such module:", *driver_lines(machine))
+        fix = (*_load(machine), "If there is no such module:", *fixes.install_driver(machine))
         return Seen((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
     there = f"nvidia.ko is there for the running kernel {machine.platform.kernel}"
     return Seen((*evidence, there), _load(machine), "NVIDIA's kernel driver is installed and not loaded")

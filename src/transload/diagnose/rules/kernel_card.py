@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
+from transload.diagnose.fixes.driver import wanted
 from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.signs import broken, card_line, logged, nvml_line, nvml_ok, taken, unseen, works
-from transload.diagnose.tables import chip_of, first_branch, generation, parse_version
+from transload.diagnose.tables import chip_of, first_branch, generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transload.diagnose.tables import Chip, Generation
+    from transload.findings import Severity
     from transload.machine import Machine, PciDevice
 
-__all__ = ["TABLE", "applies", "driver_lines", "initramfs_lines", "loaded_line", "misfit"]
+__all__ = ["TABLE", "applies", "initramfs_lines", "loaded_line", "misfit"]
 
 TABLE = Table("kernel")
 
@@ -34,8 +37,8 @@ def _release(machine: Machine) -> int:
     lib = taken(machine)
     beside = lib.version if lib is not None and lib.kind == "driver" and not machine.surroundings.container else ""
     for version in (machine.kernel.version, beside):
-        if version[:3].isdigit():
-            return parse_version(version)[0]
+        if found := re.match(r"[0-9]{3}(?![0-9])", version):
+            return int(found[0])
     return 0
 
 
@@ -58,16 +61,6 @@ def initramfs_lines(machine: Machine) -> Lines:
     }
     command = commands.get(machine.platform.package_manager)
     return (fixes.sudo(machine, command),) if command else ("Rebuild the initial RAM disk.",)
-
-
-def driver_lines(machine: Machine) -> Lines:
-    """Install a driver that can drive the cards of this machine."""
-    chips = [chip for card in machine.hardware.gpus if (chip := chip_of(card.device))]
-    known = [found for chip in chips if (found := generation(chip.generation))]
-    last = min((each.last_branch for each in known if each.last_branch), default=0)
-    flavours = {each.open_module for each in known}
-    open_module = False if "impossible" in flavours else True if "required" in flavours else None
-    return fixes.install_driver(machine, last, open_module=open_module)
 
 
 def misfit(machine: Machine) -> bool:
@@ -98,8 +91,9 @@ found". The kernel's log has it: "The NVIDIA … GPU installed in this system is
 Legacy drivers … will ignore this GPU."
 
 It is told by the card's PCI id and the driver's version.""",
-    fix="""Install the last branch that knows the card (nvidia-driver-580, akmod-nvidia-580xx, nvidia-580xx-dkms)
-and keep it from being upgraded. torch must fit too: for Maxwell, Pascal and Volta that is a cu126 build.""",
+    fix="""Install the last branch that knows the card (nvidia-driver-580 on Ubuntu, nvidia-580xx-dkms on Arch)
+and keep it from being upgraded. torch must fit too: for Maxwell, Pascal and Volta that is a cu126 build, for the
+K80 torch 2.0.1 with cu118; no torch has code for other Kepler cards. Beside a newer card, which works, leave it.""",
     avoid="Updating the driver again: every newer one ignores the card as well.",
     sources=(
         "https://github.com/NixOS/nixos-hardware/issues/1828",
@@ -115,13 +109,21 @@ def legacy(machine: Machine) -> Seen | None:
             said = logged(machine, r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}, installed is {release}"
             evidence = tuple(filter(None, (_is(card, chip), last, said)))
-            fix = (
-                *fixes.install_driver(machine, known.last_branch, open_module=False),
-                f"torch needs code for the card too: for {chip.generation} that is a build for CUDA 12.6 or older.",
-            )
             inferred = chip.inferred and not said
-            return Seen(evidence, fix, severity="note" if works(machine) else "error", likely=inferred)
+            severity: Severity = "note" if works(machine) else "error"
+            return Seen(evidence, _legacy_lines(machine, known), severity=severity, likely=inferred)
     return None
+
+
+def _legacy_lines(machine: Machine, known: Generation) -> Lines:
+    """The last driver of a generation; nothing to install where that would take the driver from a newer card."""
+    want = wanted(machine)
+    if known.name in want.dropped:
+        return (f"Leave it: no driver drives both this card and {' and '.join(want.kept)}.",)
+    kepler = "only the K80's (3.7), in torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
+    code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older have it"
+    spared = ("The rest works as it is. To use this card too:",) if works(machine) else ()
+    return (*spared, *fixes.install_driver(machine), f"torch needs code for the card too: {code}.")
 
 
 @TABLE.row(
@@ -142,9 +144,7 @@ def open_too_early(machine: Machine) -> Seen | None:
     for card, chip, known in _strangers(machine):
         if known.open_module == "impossible" and applies(machine) and (machine.kernel.flavour == "open" or said):
             evidence = tuple(filter(None, (_is(card, chip), loaded_line(machine), said)))
-            branch = min(_release(machine) or known.last_branch, known.last_branch)
-            fix = fixes.install_driver(machine, branch, open_module=False)
-            return Seen(evidence, fix, likely=chip.inferred and not said)
+            return Seen(evidence, fixes.install_driver(machine), likely=chip.inferred and not said)
     return None
 
 
@@ -166,7 +166,7 @@ def open_required(machine: Machine) -> Seen | None:
         closed = machine.kernel.flavour == "proprietary"
         if known.open_module == "required" and applies(machine) and (closed or said):
             evidence = tuple(filter(None, (_is(card, chip), loaded_line(machine), said)))
-            fix = fixes.install_driver(machine, _release(machine), open_module=True)
+            fix = fixes.install_driver(machine, at_least=_release(machine))
             return Seen(evidence, fix, likely=chip.inferred and not said)
     return None
 
@@ -191,9 +191,9 @@ def too_new(machine: Machine) -> Seen | None:
         first = first_branch(chip.capability) if chip.capability else 0
         if 0 < release < first:
             since = f"its first driver branch is {first}, installed is {release}"
-            return Seen((_is(card, chip), since), driver_lines(machine), likely=chip.inferred)
+            return Seen((_is(card, chip), since), fixes.install_driver(machine), likely=chip.inferred)
     said = logged(machine, r"not supported by the NVIDIA [\d.]+ driver release")
-    return Seen((*card_line(machine), said), driver_lines(machine)) if said else None
+    return Seen((*card_line(machine), said), fixes.install_driver(machine)) if said else None
 
 
 @TABLE.row(
@@ -209,7 +209,7 @@ nvidia-kernel-common-…, linux-firmware-nvidia), rebuild the initial RAM disk, 
 )
 def firmware(machine: Machine) -> Seen | None:
     """The log names the file; or its folder is not there and the card does not start."""
-    said = logged(machine, r"\S*gsp_\w+\.bin\)? failed with error -?\d+")
+    said = logged(machine, r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
     kernel = machine.kernel
     gone = kernel.firmware is False and kernel.flavour == "open" and not machine.surroundings.container
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)

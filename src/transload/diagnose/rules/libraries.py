@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
@@ -14,7 +16,6 @@ from transload.diagnose.rules.signs import (
     broken,
     code,
     fails,
-    host_lines,
     mismatched,
     nvml_line,
     relief_line,
@@ -22,12 +23,13 @@ from transload.diagnose.rules.signs import (
     taken,
     works,
 )
+from transload.diagnose.rules.withheld import withheld
 from transload.diagnose.tables import is_data_centre, numbers_of
 
 if TYPE_CHECKING:
     from transload.machine import Library, Machine
 
-__all__ = ["TABLE"]
+__all__ = ["TABLE", "drop_library", "library_line"]
 
 TABLE = Table("libraries")
 TABLE.rows.extend(wsl.TABLE.rows)
@@ -40,10 +42,11 @@ _NO_JIT = 221
 
 def _refused(machine: Machine) -> bool:
     """Whether libcuda.so.1 answered, and no."""
-    return fails(machine) and machine.driver.cuda.answer.answered and not absent(machine)
+    return fails(machine) and machine.driver.cuda.answer.answered and not absent(machine) and not withheld(machine)
 
 
-def _lib_line(lib: Library) -> str:
+def library_line(lib: Library) -> str:
+    """Which libcuda.so.1 a process gets, and how the loader comes to it."""
     leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
     return f"libcuda.so.1 is {lib.path}{leads}, by {lib.via or 'the loader'}"
 
@@ -52,19 +55,26 @@ def _folder(lib: Library) -> str:
     return lib.path.rpartition("/")[0]
 
 
-def _drop(machine: Machine, lib: Library) -> Lines:
+def _is_systems(path: str) -> bool:
+    """Whether a folder is the system's own: to take it from the loader would break every program."""
+    return bool(re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", path))
+
+
+def drop_library(machine: Machine, lib: Library) -> Lines:
     """Keep the loader from taking a library."""
     if lib.via == "LD_LIBRARY_PATH":
         return fixes.drop_folder(machine, "LD_LIBRARY_PATH", _folder(lib))
     if lib.via == "LD_PRELOAD":
         return fixes.unset(machine, "LD_PRELOAD")
-    if lib.via == "ld.so.cache":
+    if lib.via == "ld.so.preload":
+        return (f"Take {lib.path} out of /etc/ld.so.preload, and leave what else stands there (needs root).",)
+    if lib.via == "ld.so.cache" and not _is_systems(_folder(lib)):
         return (
             f"Take {_folder(lib)} out of the loader's configuration, where this finds it:",
-            f"$ grep -rn {_folder(lib)} /etc/ld.so.conf /etc/ld.so.conf.d",
+            f"$ grep -rn {quote(_folder(lib))} /etc/ld.so.conf /etc/ld.so.conf.d",
             fixes.sudo(machine, "ldconfig"),
         )
-    return (fixes.sudo(machine, f"rm {lib.path}"), fixes.sudo(machine, "ldconfig"))
+    return (fixes.sudo(machine, f"rm {quote(lib.path)}"), fixes.sudo(machine, "ldconfig"))
 
 
 def _better(machine: Machine, lib: Library) -> Lines:
@@ -97,8 +107,8 @@ def stub(machine: Machine) -> Seen | None:
         return None
     if lib is None:
         return Seen((answer_line(machine),), ("Take every folder named stubs off LD_LIBRARY_PATH.",))
-    evidence = (_lib_line(lib), answer_line(machine), *_better(machine, lib), *relief_line(machine))
-    return Seen(evidence, _drop(machine, lib))
+    evidence = (library_line(lib), answer_line(machine), *_better(machine, lib), *relief_line(machine))
+    return Seen(evidence, drop_library(machine, lib))
 
 
 @TABLE.row(
@@ -127,8 +137,8 @@ def compat(machine: Machine) -> Seen | None:
     if code(machine) != 803 and not proven:
         return None
     versions = _versions(machine, lib)
-    evidence = (_lib_line(lib), *versions, answer_line(machine), *_better(machine, lib), *relief_line(machine))
-    return Seen(evidence, _drop(machine, lib))
+    evidence = (library_line(lib), *versions, answer_line(machine), *_better(machine, lib), *relief_line(machine))
+    return Seen(evidence, drop_library(machine, lib))
 
 
 def _versions(machine: Machine, lib: Library) -> Lines:
@@ -161,11 +171,11 @@ def forward(machine: Machine) -> Seen | None:
     plain = tuple(f"{name} is no data-centre card" for name in names if name and not is_data_centre(name))[:1]
     driver = ("Or update the host's driver, which needs no compat library then:", *fixes.install_driver(machine))
     if lib is None or lib.kind != "compat":
-        which = (_lib_line(lib),) if lib else ()
+        which = (library_line(lib),) if lib else ()
         restart = (fixes.reboot(machine),)
         return Seen((answer_line(machine), *which, *plain, *relief_line(machine)), (*restart, *driver), likely=True)
-    evidence = (_lib_line(lib), *_versions(machine, lib), answer_line(machine), *plain, *relief_line(machine))
-    return Seen(evidence, (*_drop(machine, lib), *driver))
+    evidence = (library_line(lib), *_versions(machine, lib), answer_line(machine), *plain, *relief_line(machine))
+    return Seen(evidence, (*drop_library(machine, lib), *driver))
 
 
 @TABLE.row(
@@ -194,7 +204,7 @@ def mismatch(machine: Machine) -> Seen | None:
         return None
     if not told and code(machine) != 803 and (other is None or not _telling(machine)):
         return None
-    which = (_lib_line(lib), *_versions(machine, lib)) if lib else ()
+    which = (library_line(lib), *_versions(machine, lib)) if lib else ()
     evidence = (*which, answer_line(machine), nvml_line(machine), *relief_line(machine))
     return Seen(evidence, _align(machine, other or lib))
 
@@ -206,18 +216,17 @@ def _telling(machine: Machine) -> bool:
 
 def _align(machine: Machine, lib: Library | None) -> Lines:
     if lib is not None and lib.via.startswith("LD_"):
-        return _drop(machine, lib)
+        return drop_library(machine, lib)
     kernel, library = numbers_of(machine.kernel.version), numbers_of(lib.version) if lib else ()
     if machine.surroundings.container:
         return ("Start the container anew, so that it gets the host's libraries:", *fixes.give_gpu(machine))
     if kernel and library and library < kernel:
-        branch = kernel[0]
         return (
             f"The libraries are older than the loaded module {machine.kernel.version}: bring them to its version.",
-            *fixes.install_driver(machine, branch),
+            *fixes.install_driver(machine, exactly=kernel[0]),
         )
-    reload = ("rmmod nvidia_drm nvidia_modeset nvidia_uvm nvidia", "modprobe nvidia")
-    return (fixes.reboot(machine), "Or, with no program and no desktop on the GPU:", *host_lines(machine, *reload))
+    again = fixes.reload_module(machine)
+    return (fixes.reboot(machine), "Or, with no program and no desktop on the GPU:", *again)
 
 
 @TABLE.row(
@@ -234,17 +243,29 @@ starting as soon as the folder is off LD_LIBRARY_PATH.""",
 def unusable(machine: Machine) -> Seen | None:
     """The library cannot be loaded or lacks its functions; or the driver works once its folder is not searched."""
     lib, answer = taken(machine), machine.driver.cuda.answer
-    if not fails(machine) or absent(machine):
+    if not fails(machine) or absent(machine) or withheld(machine):
         return None
     if answer.state not in ("not-loadable", "no-symbol"):
         return _impostor(machine, lib)
     problem = (f"{lib.path}: {lib.problem}",) if lib and lib.problem else ()
-    evidence = (*((_lib_line(lib),) if lib else ()), *problem, answer_line(machine), *relief_line(machine))
+    evidence = (*((library_line(lib),) if lib else ()), *problem, answer_line(machine), *relief_line(machine))
     if lib is None:
         return Seen(evidence, fixes.install_driver(machine))
+    if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
+        return Seen(evidence, _complete(machine))  # the driver's own, and whole: something else is missing
     left = _better(machine, lib)
-    inside = fixes.give_gpu(machine) if machine.surroundings.container else fixes.install_driver(machine)
-    return Seen((*evidence, *left), (*_drop(machine, lib), *(() if left else inside)))
+    own = machine.kernel.loaded is True or machine.surroundings.container
+    inside = _packages(machine, again=True) if own else fixes.install_driver(machine)
+    return Seen((*evidence, *left), (*drop_library(machine, lib), *(() if left else inside)))
+
+
+def _complete(machine: Machine) -> Lines:
+    """What to do about a driver's library that is in order and cannot be loaded."""
+    if "map segment" in machine.driver.cuda.answer.detail:
+        return (
+            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids to run code from it.",
+        )
+    return _packages(machine, again=True)
 
 
 def _impostor(machine: Machine, lib: Library | None) -> Seen | None:
@@ -252,7 +273,7 @@ def _impostor(machine: Machine, lib: Library | None) -> Seen | None:
     if lib is None or not proven or any(check(machine) for check in (stub, compat, forward, mismatch)):
         return None
     title = "another libcuda.so.1 takes the place of the driver's"
-    return Seen((_lib_line(lib), answer_line(machine), *relief_line(machine)), _drop(machine, lib), title)
+    return Seen((library_line(lib), answer_line(machine), *relief_line(machine)), drop_library(machine, lib), title)
 
 
 def _on_disk(machine: Machine) -> Library | None:
@@ -263,7 +284,8 @@ def _on_disk(machine: Machine) -> Library | None:
 
 def _no_library(machine: Machine) -> bool:
     none = machine.driver.cuda.answer.state == "no-library"
-    return none and broken(machine) and not absent(machine) and not machine.surroundings.wsl
+    here = not absent(machine) and not machine.surroundings.wsl and not withheld(machine)
+    return none and broken(machine) and here
 
 
 @TABLE.row(
@@ -288,10 +310,12 @@ def unlisted(machine: Machine) -> Seen | None:
         return None
     value = ":".join(filter(None, (_folder(lib), machine.variables.get("LD_LIBRARY_PATH"))))
     shell = fixes.set_variable(machine, "LD_LIBRARY_PATH", value)
-    tee = "tee" if machine.platform.root else "sudo tee"
-    cache = (f"$ echo {_folder(lib)} | {tee} /etc/ld.so.conf.d/nvidia.conf", fixes.sudo(machine, "ldconfig"))
+    line = fixes.write_line(machine, _folder(lib), file="/etc/ld.so.conf.d/nvidia.conf")
+    cache = (line, fixes.sudo(machine, "ldconfig"))
     fix = shell if machine.platform.distribution == "nixos" else (*cache, "Or, for this shell only:", *shell)
-    return Seen((f"{lib.path} is there, and the loader does not look into {_folder(lib)}", answer_line(machine)), fix)
+    there = f"{lib.path} is there, and the loader does not look into {_folder(lib)}"
+    # a torch of NixOS or conda may have that folder in its own RUNPATH
+    return Seen((there, answer_line(machine)), fix, likely=machine.torch_run.answer.state == "unasked")
 
 
 @TABLE.row(
@@ -312,7 +336,8 @@ def partial(machine: Machine) -> Seen | None:
     """The module is loaded and libcuda.so.1 is nowhere; or CUDA works and libnvidia-ml.so.1 is nowhere, a note."""
     loaded = f"the kernel driver {machine.kernel.version} is loaded"
     own_nvml = machine.surroundings.wsl or machine.hardware.tegra
-    if works(machine) and machine.driver.nvml.answer.state == "no-library" and not own_nvml:
+    no_nvml = machine.driver.nvml.answer.state == "no-library" and not machine.driver.libraries.nvml
+    if works(machine) and no_nvml and not own_nvml:
         missing = "libnvidia-ml.so.1 is found nowhere: nvidia-smi and tools that ask NVML will not work"
         return Seen((missing, "CUDA works"), _packages(machine), "the driver's NVML library is not installed", "note")
     given = not machine.surroundings.container or machine.nodes.at(CONTROL).exists
@@ -322,7 +347,8 @@ def partial(machine: Machine) -> Seen | None:
     return Seen((loaded, "libcuda.so.1 is found nowhere", nvml_line(machine)), _packages(machine), title)
 
 
-def _packages(machine: Machine) -> Lines:
+def _packages(machine: Machine, *, again: bool = False) -> Lines:
+    """Install the driver's libraries, or do so again where files of an installed package are missing."""
     if machine.surroundings.container:
         return ("The runtime brings the libraries in:", *fixes.give_gpu(machine))
     branch = numbers_of(machine.kernel.version)[:1]
@@ -331,7 +357,11 @@ def _packages(machine: Machine) -> Lines:
     names = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{number} nvidia-utils-{number}"
     same = f"Take the version of the loaded module, {machine.kernel.version}." if machine.kernel.version else ""
     packages = fixes.system_package(
-        machine, apt=names, dnf="xorg-x11-drv-nvidia-cuda", pacman="nvidia-utils", zypper="nvidia-compute-utils-G06"
+        machine,
+        apt=f"--reinstall {names}" if again else names,
+        dnf="xorg-x11-drv-nvidia-cuda",
+        pacman="nvidia-utils",
+        zypper="nvidia-compute-utils-G06",
     )
     return (*packages, *filter(None, (same,)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
@@ -9,6 +10,7 @@ from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.signs import (
     CONTROL,
     UVM,
+    absent,
     answer_line,
     broken,
     card_nodes,
@@ -17,6 +19,7 @@ from transload.diagnose.rules.signs import (
     nodes_absent,
     nvml_line,
 )
+from transload.diagnose.rules.withheld import withheld
 
 if TYPE_CHECKING:
     from transload.machine import Machine, Node
@@ -30,6 +33,7 @@ Lines = tuple[str, ...]
 NVIDIA_MAJOR = 195  # assigned for good; only nvidia-uvm's is given out anew at each boot
 _MEM_MAJOR = 1  # /dev/null, /dev/zero …
 _STUB = 34
+_OURS = "/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*"
 _TOOLKIT = "https://github.com/NVIDIA/nvidia-container-toolkit/issues"
 
 
@@ -39,6 +43,8 @@ def culprit(machine: Machine) -> Node | None:
     Seen on a live card: without /dev/nvidiactl or the card's node cuInit answers 100, without /dev/nvidia-uvm 999.
     """
     if not broken(machine) or code(machine) <= 0 or code(machine) == _STUB or not machine.nodes.found:
+        return None
+    if absent(machine) or withheld(machine):
         return None
     if machine.surroundings.wsl:
         dxg = machine.nodes.at("/dev/dxg")
@@ -239,7 +245,8 @@ def denied(machine: Machine) -> Seen | None:
     allowed = _mode_allows(machine, node)
     odd = ("its mode would allow it: something else forbids it (AppArmor, a user namespace)",) if allowed else ()
     mode = machine.kernel.parameters.get("DeviceFileMode", "")
-    asked = f"the module was told DeviceFileMode={int(mode):04o}" if mode.isdigit() and int(mode) != 0o666 else ""
+    odd_mode = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
+    asked = f"the module was told DeviceFileMode={int(mode):04o}" if odd_mode else ""
     fix = _let_in(machine, node)
     return Seen(_evidence(machine, node, *odd, *filter(None, (asked,))), fix, likely=allowed)
 
@@ -260,8 +267,9 @@ def _let_in(machine: Machine, node: Node) -> Lines:
             fixes.sudo(machine, f"usermod -aG {node.group} $USER"),
             "Then log out and in again: groups are read at login.",
         )
-    now = ("For now:", fixes.sudo(machine, f"chmod 0666 {node.path}"))
-    if not node.path.startswith("/dev/nvidia"):
+    ours = node.path.startswith("/dev/nvidia")
+    now = ("For now:", fixes.sudo(machine, f"chmod 0666 {_OURS if ours else node.path}"))
+    if not ours:
         return now
     option = "options nvidia NVreg_DeviceFileMode=0666"
     return (

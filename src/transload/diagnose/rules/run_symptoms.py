@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.rules.row import Seen, Table
-from transload.diagnose.rules.torch_facts import again, complaint, failed, import_error, imported, said, wheel_cuda
+from transload.diagnose.rules.signs import answer_line, taken, unheard, works
+from transload.diagnose.rules.torch_facts import (
+    again,
+    complaint,
+    failed,
+    import_error,
+    imported,
+    said,
+    unrun,
+    wheel_cuda,
+)
 
 if TYPE_CHECKING:
     from transload.machine import Machine
@@ -50,10 +60,30 @@ def no_return(machine: Machine) -> Seen | None:
     where = f" in {step.name}" if step else ""
     hung = answer.state == "hung"
     title = f"torch hangs{where}" if hung else f"torch crashes{where}"
+    if machine.driver.cuda.answer.state == "crashed" and step and step.name != "import":
+        return Seen((answer.detail or answer.state, *_crash(machine)), _other_driver(machine), title=title)
     more = (
         ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120") if hung else again(machine)
     )
     return Seen((answer.detail or answer.state,), more, title=title, likely=hung)
+
+
+def _crash(machine: Machine) -> Lines:
+    """That the driver's library crashes without torch as well, and which file that is."""
+    lib = taken(machine)
+    where = (f"libcuda.so.1 is {lib.path}{f', by {lib.via}' if lib.via else ''}",) if lib else ()
+    return (f"without torch too: {answer_line(machine)}", *where)
+
+
+def _other_driver(machine: Machine) -> Lines:
+    """Torch is not to blame, and is not to be installed anew."""
+    lib = taken(machine)
+    if lib is None or not lib.via.startswith("LD_"):
+        return ("The driver's library crashes, not torch: install the driver anew, or what stands in its place.",)
+    said = f"{lib.path} crashes, not torch. Leave it out:"
+    if lib.via == "LD_LIBRARY_PATH":
+        return (said, *fixes.drop_folder(machine, lib.via, lib.path.rpartition("/")[0]))
+    return (said, *fixes.unset(machine, lib.via))
 
 
 @TABLE.row(
@@ -144,3 +174,49 @@ def fails_at_work(machine: Machine) -> Seen | None:
         fix = ("A card that computes wrong results is broken: test its memory, or replace it.",)
         return Seen(_lines(step.error), fix, title="the GPU computes wrong results")
     return Seen(_lines(step.error), again(machine), title=_STEPS[step.name])
+
+
+@TABLE.row(
+    "X13",
+    "the machine could not be examined",
+    symptom=True,
+    about="""The driver and torch are asked in processes of their own, since either may hang or crash. Such a process
+could not be started: the interpreter may not be executed by this user, no more processes are allowed (ulimit -u, the
+pids.max of a container or a job), or no memory is left. What the files show is told all the same; whether CUDA works
+is not known.""",
+    fix="""Run transload doctor as a user who may execute the interpreter that is named. Where processes run out, end
+some, or have the limit raised.""",
+)
+def unexamined(machine: Machine) -> Seen | None:
+    """A child could not be started: an error where a GPU is and nothing tells whether it works; else a warning."""
+    driver = unheard(machine) and machine.hardware.present and not works(machine)
+    torch = unrun(machine) and bool(_why_not_run(machine)) and not machine.python.problem
+    if not (driver or torch):
+        return None
+    evidence = (
+        *((f"the CUDA driver was not asked: {_why_not_asked(machine)}",) if driver else ()),
+        *((f"torch was not run: {_why_not_run(machine)}",) if torch else ()),
+    )
+    title = "" if driver else "torch could not be run, so it is not known whether it works"
+    return Seen(evidence, _startable(" ".join(evidence)), title, severity="error" if driver else "warning")
+
+
+def _why_not_asked(machine: Machine) -> str:
+    return machine.driver.cuda.answer.detail or machine.problems.get("cuda", "")
+
+
+def _why_not_run(machine: Machine) -> str:
+    return machine.torch_run.answer.detail or machine.problems.get("torch run", "")
+
+
+def _startable(why: str) -> Lines:
+    lowered = why.lower()
+    if "permission" in lowered or "not permitted" in lowered:
+        return ("Run it as a user who may execute that interpreter.",)
+    if any(word in lowered for word in ("temporarily unavailable", "memory", "thread")):
+        return (
+            "No more processes are to be had. See what the limits are, and end what is not needed:",
+            "$ ulimit -u",
+            "$ cat /sys/fs/cgroup/pids.max",
+        )
+    return ("Mend what is said above, and run it again.",)

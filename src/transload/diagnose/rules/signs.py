@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
 from transload.diagnose.tables import chip_of, cu_result, nvml_result
 from transload.machine import Library, Machine, Node, PciDevice
+
+if TYPE_CHECKING:
+    from transload.findings import Severity
 
 __all__ = [
     "CONTROL",
@@ -29,6 +33,8 @@ __all__ = [
     "relief_line",
     "relieved",
     "taken",
+    "unheard",
+    "unmet",
     "unseen",
     "works",
 ]
@@ -51,8 +57,21 @@ def works(machine: Machine) -> bool:
 
 
 def fails(machine: Machine) -> bool:
-    """Whether the CUDA driver was asked and gave no GPU."""
-    return machine.driver.cuda.answer.state != "unasked" and not works(machine)
+    """Whether the CUDA driver was asked and gave no GPU; or could not be asked, and files show that it cannot."""
+    asked = machine.driver.cuda.answer.state != "unasked"
+    return (asked or (unheard(machine) and _hopeless(machine))) and not works(machine)
+
+
+def unheard(machine: Machine) -> bool:
+    """Whether the CUDA driver was to be asked, and the child that asks could not be run."""
+    answer = machine.driver.cuda.answer
+    return answer.state == "unasked" and bool(answer.detail or "cuda" in machine.problems)
+
+
+def _hopeless(machine: Machine) -> bool:
+    """Whether a process cannot reach a GPU, by files alone: there is no module to reach it by, or no node."""
+    elsewhere = machine.surroundings.wsl or machine.hardware.dxg or machine.hardware.tegra
+    return not elsewhere and (machine.kernel.loaded is False or nodes_absent(machine))
 
 
 def relieved(machine: Machine) -> Lines:
@@ -108,18 +127,31 @@ def nodes_absent(machine: Machine) -> bool:
     return looked and not (card_nodes(machine) or at(CONTROL).exists or at(UVM).exists)
 
 
+def _pulled(machine: Machine) -> bool:
+    """Whether the card was taken out under a driver that is still loaded, whose nodes outlive it."""
+    bare = isinstance(machine.hardware.pci, tuple) and not (machine.hardware.present or machine.kernel.gpus)
+    return bare and machine.kernel.loaded is True and not machine.surroundings.container
+
+
 def host_gpu(machine: Machine) -> bool:
     """Whether the machine under a container surely has an NVIDIA card."""
-    return bool(machine.hardware.gpus or machine.kernel.loaded or machine.kernel.gpus)
+    seen = machine.hardware.gpus or machine.kernel.loaded or machine.kernel.gpus
+    return bool(seen) and not _pulled(machine)
 
 
 def absent(machine: Machine) -> bool:
     """Whether no NVIDIA GPU is there, as far as was looked: nothing of a driver can be at fault then."""
     if not isinstance(machine.hardware.pci, tuple):
         return False
-    node = machine.nodes.found and not nodes_absent(machine)
+    node = machine.nodes.found and not nodes_absent(machine) and not _pulled(machine)
     here = machine.hardware.present or host_gpu(machine) or node or nvml_ok(machine)
     return not (here or works(machine) or machine.surroundings.wsl)
+
+
+def unmet(machine: Machine) -> Severity:
+    """How bad it is that a process was given no card: no fault where its torch is built for none."""
+    first = machine.torch.first
+    return "note" if first is not None and first.cpu_only and not machine.torch.shadow else "error"
 
 
 def unseen(machine: Machine) -> tuple[PciDevice, ...]:

@@ -19,6 +19,7 @@ from transload.diagnose.rules.signs import (
     mismatched,
     nodes_absent,
     nvml_line,
+    unmet,
 )
 
 if TYPE_CHECKING:
@@ -68,14 +69,17 @@ def apptainer(machine: Machine) -> Seen | None:
     none = machine.driver.cuda.answer.state == "no-library" and not machine.driver.libraries.cuda
     if machine.surroundings.container not in _APPTAINER or not none or not broken(machine) or not host_gpu(machine):
         return None
-    return Seen((_inside(machine), *_host(machine), answer_line(machine)), fixes.give_gpu(machine))
+    return Seen(
+        (_inside(machine), *_host(machine), answer_line(machine)), fixes.give_gpu(machine), severity=unmet(machine)
+    )
 
 
 @TABLE.row(
     "C05",
     "the pod asked for no GPU",
-    about="""In Kubernetes a container gets a GPU only if it asks for one; without, the device plugin sets
-NVIDIA_VISIBLE_DEVICES=void and neither nodes nor libraries are there: "Found no NVIDIA driver on your system".
+    about="""In Kubernetes a container gets a GPU only if it asks for one; without, neither nodes nor libraries are
+there: "Found no NVIDIA driver on your system". Where torch is a build without CUDA, that is as it should be.
+NVIDIA_VISIBLE_DEVICES tells nothing here: with CDI it is "void" in containers that have a GPU, too.
 
 It is told by KUBERNETES_SERVICE_HOST or the service account, and a /dev without NVIDIA's nodes.""",
     fix="""Add resources: {limits: {nvidia.com/gpu: 1}} to the container, and runtimeClassName: nvidia where the
@@ -89,19 +93,17 @@ def pod(machine: Machine) -> Seen | None:
     """A pod without nodes on a machine with a card."""
     if not machine.surroundings.kubernetes or not without_nodes(machine) or not host_gpu(machine):
         return None
-    visible = machine.variables.get("NVIDIA_VISIBLE_DEVICES")
-    said = (f"NVIDIA_VISIBLE_DEVICES is {visible!r}",) if visible is not None else ()
-    return Seen(
-        ("this is a Kubernetes pod", "no /dev/nvidia* is there", *said, *_host(machine)), fixes.give_gpu(machine)
-    )
+    evidence = ("this is a Kubernetes pod", "no /dev/nvidia* is there", *_host(machine))
+    return Seen(evidence, fixes.give_gpu(machine), severity=unmet(machine))
 
 
 @TABLE.row(
     "C04",
     "NVIDIA_VISIBLE_DEVICES keeps the GPUs out of the container",
-    about="""NVIDIA's container runtime looks at NVIDIA_VISIBLE_DEVICES when the container starts: "void" or empty
-gives it neither libraries nor nodes, "none" the libraries only. An image, a compose file or an env file that sets
-it so wins over good intentions.
+    about="""NVIDIA's container runtime looks at NVIDIA_VISIBLE_DEVICES when the container starts: empty gives it
+neither libraries nor nodes, "none" the libraries only. An image, a compose file or an env file that sets it so wins
+over good intentions. "void" does the same in the older mode of the runtime; with CDI it stands in containers that
+have their GPU, so that it is only likely to be the reason.
 
 It is told by the value and the lack of a card's node; changing it inside a running container has no effect.""",
     fix="Set it when the container is started: -e NVIDIA_VISIBLE_DEVICES=all (or indices, or UUIDs), or pass --gpus.",
@@ -116,11 +118,12 @@ def void(machine: Machine) -> Seen | None:
         return None
     if card_nodes(machine) or not machine.nodes.found:
         return None
-    fix = ("Start the container with another value, or without that one:", "$ docker run --gpus all …")
+    fix = ("Start the container with another value, or without that one:", *fixes.give_gpu(machine))
     origins = machine.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
     where = (f"It is set in: {', '.join(origins)}",) if origins else ("Look for it in the image's ENV and env files.",)
     evidence = (_inside(machine), f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "no /dev/nvidia0 or other card is there")
-    return Seen((*evidence, *_host(machine)), (*fix, *where))
+    likely = visible is not None and visible.strip().lower() == "void"
+    return Seen((*evidence, *_host(machine)), (*fix, *where), severity=unmet(machine), likely=likely)
 
 
 @TABLE.row(
@@ -145,10 +148,7 @@ def no_compute(machine: Machine) -> Seen | None:
         return None
     if not broken(machine):
         return None
-    fix = (
-        "Start the container with the compute libraries:",
-        "$ docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility …",
-    )
+    fix = ("Start the container with -e NVIDIA_DRIVER_CAPABILITIES=compute,utility.", *fixes.give_gpu(machine))
     evidence = (f"NVIDIA_DRIVER_CAPABILITIES is {value!r}", answer_line(machine), nvml_line(machine))
     return Seen((_inside(machine), *evidence), fix)
 
@@ -247,7 +247,8 @@ def no_devices(machine: Machine) -> Seen | None:
     )
     visible = machine.variables.get("NVIDIA_VISIBLE_DEVICES")
     said = (f"NVIDIA_VISIBLE_DEVICES is {visible!r}, and no NVIDIA runtime acted on it",) if visible else ()
-    return Seen((_inside(machine), nodes, *said, *_host(machine)), fixes.give_gpu(machine), likely=jetson)
+    evidence = (_inside(machine), nodes, *said, *_host(machine))
+    return Seen(evidence, fixes.give_gpu(machine), severity=unmet(machine), likely=jetson)
 
 
 @TABLE.row(

@@ -7,8 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
+from transload.diagnose.rules.kernel_card import misfit
 from transload.diagnose.rules.row import Seen, Table
 from transload.diagnose.rules.torch_facts import again, cards, computes, has_nvidia, import_error, imported, said
+from transload.diagnose.rules.withheld import withheld
 from transload.diagnose.tables import index_builds, numbers_of, releases
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ def cpu_build(machine: Machine) -> TorchInstall | None:
     first = machine.torch.first
     if first is None or machine.torch.shadow or not first.cpu_only or not has_nvidia(machine):
         return None
-    return first if machine.platform.system != "Darwin" and not computes(machine) and not _hopeless(machine) else None
+    if machine.platform.system == "Darwin" or computes(machine) or _hopeless(machine) or withheld(machine):
+        return None
+    return first
 
 
 def _hopeless(machine: Machine) -> bool:
@@ -66,7 +70,8 @@ def _pinned(first: TorchInstall) -> Lines:
 def _seen(machine: Machine, first: TorchInstall) -> Seen:
     # a card of no known chip may be one that CUDA never drove
     known = cards(machine) or machine.hardware.dxg or machine.driver.cuda.works
-    return Seen(_evidence(machine, first), (*fixes.wheel(machine), *_pinned(first)), likely=not known)
+    fix = (*fixes.wheel(machine, driver=not misfit(machine)), *_pinned(first))
+    return Seen(_evidence(machine, first), fix, likely=not known)
 
 
 @TABLE.row(
@@ -198,15 +203,26 @@ It is told by torch/version.py: the version ends in +cpu, and cuda is None. The 
     ),
 )
 def cpu_only(machine: Machine) -> Seen | None:
-    """A build without CUDA, and no reason known for it; a note where the card is too old for any torch."""
+    """A build without CUDA, and no reason known for it; a note where the card is too old, or not for this process."""
     first = cpu_build(machine)
     if first is not None:
         return None if first.replaced_by or _has_reason(machine, first) else _seen(machine, first)
     found = machine.torch.first
-    if found is None or not found.cpu_only or not has_nvidia(machine) or not _hopeless(machine):
+    if found is None or not found.cpu_only or not has_nvidia(machine) or computes(machine):
+        return None
+    if withheld(machine):
+        return _agrees(found)
+    if not _hopeless(machine):
         return None
     title = "torch has no CUDA, and none was ever made for this card"
     return Seen(tuple(map(str, cards(machine))), ("The CPU build is the right one.",), title=title, severity="note")
+
+
+def _agrees(found: TorchInstall) -> Seen:
+    title = "torch was built without CUDA, and no GPU was given to it"
+    fix = "Nothing is wrong if that is meant. To use a GPU, get one first; then this names the torch to install for it."
+    built = f"{found.location}/version.py says {found.version}: built without CUDA"
+    return Seen((built,), (fix,), title=title, severity="note")
 
 
 @TABLE.row(

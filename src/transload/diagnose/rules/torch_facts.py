@@ -13,7 +13,6 @@ from transload.diagnose.tables import chip_of, default_build, numbers_of, releas
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transload.diagnose.tables import Platform
     from transload.machine import Machine, Step
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "said",
     "unrun",
     "wheel_cuda",
-    "wheel_platform",
 ]
 
 _SHOWN = 300
@@ -145,14 +143,6 @@ def _by_id(machine: Machine) -> Iterator[Card]:
             yield Card(name, chip.capability, sure=not chip.inferred)
 
 
-def wheel_platform(machine: Machine) -> Platform:
-    """Whose wheels this machine takes."""
-    system, arm = machine.platform.system, machine.platform.machine in ("aarch64", "arm64")
-    if system == "Darwin":
-        return "macos-arm64" if arm else "macos-x86_64"
-    return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
-
-
 def again(machine: Machine) -> tuple[str, ...]:
     """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
     first = machine.torch.first
@@ -163,6 +153,6 @@ def again(machine: Machine) -> tuple[str, ...]:
         return fixes.wheel(machine, release if fixes.wheel_choice(machine, release).torch_version else None)
     from transload.diagnose.tables.wheels import INDEX
 
-    default = default_build(release, wheel_platform(machine))
+    default = default_build(release, fixes.wheel_platform(machine))
     index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
     return fixes.install(machine, f"torch=={release}", index=index, force=True)

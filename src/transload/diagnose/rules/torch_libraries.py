@@ -95,7 +95,7 @@ def _bring(machine: Machine, blamed: list[Resolved]) -> Lines:
     packages = sorted({lib.package for lib in blamed if lib.package})
     versions = machine.python.packages
     if not packages or "torch" in packages:
-        return again(machine)
+        return fixes.bring(machine, *(lib.name for lib in blamed)) or again(machine)
     pinned = (f"{name}=={versions[name]}" if versions.get(name) else name for name in packages)
     return fixes.install(machine, "--no-deps", *pinned, force=True)
 

@@ -53,7 +53,7 @@ def line(lib: Resolved) -> str:
     about="""LD_PRELOAD or /etc/ld.so.preload puts a library before all others: a CUDA runtime, a GPU sharing layer
 such as HAMi's libvgpu.so, a profiler. It answers in CUDA's name, and torch fails or sees something else than the
 driver gives.""",
-    fix="Unset LD_PRELOAD, or empty /etc/ld.so.preload, and try again.",
+    fix="Unset LD_PRELOAD, or take the library's line out of /etc/ld.so.preload, and try again.",
 )
 def preloaded(machine: Machine) -> Seen | None:
     """Without it the driver works; or torch fails and what is preloaded is about GPUs. Silent where torch works."""
@@ -67,9 +67,14 @@ def preloaded(machine: Machine) -> Seen | None:
     severity: Severity = "error" if proof or odd else "note"
     where = "LD_PRELOAD" if value else "/etc/ld.so.preload"
     proven = ("without it the driver works",) if proof else ()
-    fix = fixes.unset(machine, "LD_PRELOAD") if value else (fixes.sudo(machine, "rm /etc/ld.so.preload"),)
+    fix = fixes.unset(machine, "LD_PRELOAD") if value else _unlist(names)
     evidence = (f"{where} is {value or ' '.join(names)}", *proven, *said(import_error(machine)))
     return Seen(evidence, fix, severity=severity, likely=not proof)
+
+
+def _unlist(names: list[str]) -> tuple[str, ...]:
+    suspects = [name for name in names if _ABOUT_GPUS.search(name.rpartition("/")[2])] or names
+    return (f"Take {', '.join(suspects)} out of /etc/ld.so.preload, and leave what else stands there (needs root).",)
 
 
 @TABLE.row(

@@ -55,7 +55,8 @@ install nvidia-driver-…, cuda, nvidia-cuda-toolkit with its recommendations) p
 finds no kernel driver to talk to: torch says "No CUDA GPUs are available" or 803.
 
 It is told by the libcuda.so.1 that the loader takes, which is not Windows'.""",
-    fix="Remove every driver package inside WSL: sudo apt purge 'libnvidia-*' 'nvidia-*', then sudo ldconfig.",
+    fix="""Remove every driver package inside WSL, then run ldconfig: sudo apt purge
+'^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*' && sudo ldconfig.""",
     avoid="Installing any Linux driver inside WSL. The toolkit alone (cuda-toolkit-…) is harmless.",
     sources=(f"{_WSL}/7056",),
 )
@@ -65,7 +66,10 @@ def second_driver(machine: Machine) -> Seen | None:
     if machine.surroundings.wsl != 2 or not fails(machine) or lib is None or lib.kind != "driver":
         return None
     own = tuple(f"Windows' own is {each.path}" for each in _own(machine)[:1])
-    purge = {"apt": "apt purge 'libnvidia-*' 'nvidia-*' 'libcuda1*'", "dnf": "dnf remove '*nvidia*'"}
+    purge = {
+        "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
+        "dnf": "dnf remove '*nvidia*'",
+    }
     command = purge.get(machine.platform.package_manager, f"rm {lib.path}")
     first = fixes.drop_folder(machine, "LD_LIBRARY_PATH", lib.path.rpartition("/")[0])
     remove = first if lib.via == "LD_LIBRARY_PATH" else (fixes.sudo(machine, command), fixes.sudo(machine, "ldconfig"))
@@ -119,7 +123,7 @@ def _unlisted(machine: Machine, lib: Library) -> Seen:
     folder = lib.path.rpartition("/")[0]
     value = ":".join(filter(None, (folder, machine.variables.get("LD_LIBRARY_PATH"))))
     fix = (
-        f"$ echo {folder} | {'' if machine.platform.root else 'sudo '}tee /etc/ld.so.conf.d/ld.wsl.conf",
+        fixes.write_line(machine, folder, file="/etc/ld.so.conf.d/ld.wsl.conf"),
         fixes.sudo(machine, "ldconfig"),
         "Or, for this shell only:",
         *fixes.set_variable(machine, "LD_LIBRARY_PATH", value),

@@ -14,7 +14,7 @@ TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7)})
 _TEGRA_WITH_DESKTOP_CODE: frozenset[Capability] = frozenset({(7, 2), (8, 7)})
 _DESKTOP_CODE_FOR_TEGRA_SINCE = (13, 2)
 
-_CODE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+_CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
 
 
 def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
