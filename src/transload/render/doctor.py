@@ -99,7 +99,8 @@ def _well(diagnosis: Diagnosis) -> str:
         return f"CUDA works: {torch} computed on {devices(machine)}"
     if diagnosis.status == "no-gpu":
         unread = isinstance(machine.hardware.pci, Unknown)
-        where = "was given to this process" if machine.hardware.present else "was found" if unread else "in this machine"
+        given = "was given to this process" if machine.hardware.present else ""
+        where = given or ("was found" if unread else "in this machine")
         works = f"; {torch} works on the CPU" if run.answer.answered else f"; {torch} is installed" if first else ""
         return f"No GPU {where}{works}. That is no fault."
     if machine.driver.cuda.works:
