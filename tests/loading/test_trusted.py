@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import pickle
 import struct
 import sys
@@ -19,7 +20,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, QUIET, ZOO, Net, Pair, saved
 from torch import nn
 
-from transload.errors import TransloadError
+from transload.errors import TransloadError, UsageError
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.trusted import load_trusted
 from transload.loading.trusted_names import MissingClassError, MissingModuleError
@@ -176,6 +177,24 @@ def test_a_pickle_module_of_ones_own_is_used() -> None:
     before = Counting.made
     same(by_torch(data), load(data, pickle_module=module))
     assert Counting.made > before
+
+
+def test_a_module_that_cannot_unpickle() -> None:
+    with pytest.raises(UsageError, match="no Unpickler"):
+        load(saved(1), pickle_module=json)
+
+
+def test_a_dill_that_is_too_old() -> None:
+    dill = SimpleNamespace(Unpickler=pickle.Unpickler, load=pickle.load, __name__="dill", __version__="0.2.0")
+    with pytest.raises(UsageError, match="dill"):
+        load(saved(1), pickle_module=dill)
+
+
+def test_a_storage_that_the_file_does_not_hold() -> None:
+    source = open_source(forge.checkpoint())
+    nothing: dict[str, torch.UntypedStorage] = {}
+    with pytest.raises(BrokenFileError, match="storage '0'"):
+        load_trusted(source, read_source(source), nothing.__getitem__)
 
 
 def test_a_python_unpickler_will_do() -> None:

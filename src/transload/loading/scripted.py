@@ -22,17 +22,8 @@ __all__ = ["load_exported", "load_script"]
 DeviceOf = Callable[[str], str]
 _ZIP = b"PK\x03\x04"
 
-_OPERATORS = {
-    "torchvision": "torchvision",
-    "torchaudio": "torchaudio",
-    "torchtext": "torchtext",
-    "fbgemm": "fbgemm_gpu",
-    "torch_scatter": "torch_scatter",
-    "torch_sparse": "torch_sparse",
-    "torch_cluster": "torch_cluster",
-    "tensorrt": "torch_tensorrt",
-}
-"""The package that brings the operators of a namespace, where it has another name or is often met."""
+_OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
+"""The package that brings the operators of a namespace, where it has another name."""
 
 
 def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:

@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import TransloadError
+from transload.errors import TransloadError, UsageError
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.streams import as_file
 from transload.loading.trusted_names import class_of, storage_dtype, unpickler_of
@@ -50,15 +50,25 @@ def load_trusted(
 
     import torch
 
-    check_dill = getattr(torch.serialization, "_check_dill_version", None)
-    if check_dill is not None and pickle_module is not None:
-        check_dill(pickle_module)
+    _check_module(pickle_module)
     arguments.setdefault("encoding", "utf-8")
     load = _Load(source, checkpoint, storage_of, unpickler_of(pickle_module or pickle, device_of), arguments)
     with _in_our_words(checkpoint.path):
         value = load.run()
         torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001 - as torch.load ends
         return value
+
+
+def _check_module(pickle_module: Any) -> None:
+    """Raise if a module is none that can unpickle; torch needs a recent dill."""
+    import torch
+
+    if pickle_module is not None and not hasattr(pickle_module, "Unpickler"):
+        raise UsageError(f"pickle_module has no Unpickler: {pickle_module!r}")
+    try:
+        getattr(torch.serialization, "_check_dill_version", bool)(pickle_module)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class _Load:
@@ -115,13 +125,19 @@ class _Load:
         known = self._typed.get(key)
         if known is not None and (known.dtype == dtype or known._untyped_storage.nbytes()):  # noqa: SLF001 - see _typed
             return known
-        made = self._typed[key] = _typed(self._storage_of(key), dtype)
+        try:
+            storage = self._storage_of(key)
+        except KeyError as error:
+            raise BrokenFileError(
+                f"it names a storage {key!r} that is not in it", where=self._checkpoint.path
+            ) from error
+        made = self._typed[key] = _typed(storage, dtype)
         return made
 
     def _part(self, whole: Any, key: Any, first: int, count: int) -> Any:
         """A part of a storage as a storage of its own, over the same memory."""
         if ("view", key) not in self._typed:
-            size, untyped = _itemsize(whole.dtype), whole._untyped_storage  # noqa: SLF001 - see _typed
+            size, untyped = whole.dtype.itemsize, whole._untyped_storage  # noqa: SLF001 - see _typed
             self._typed["view", key] = _typed(untyped[first * size : (first + count) * size], whole.dtype)
         return self._typed["view", key]
 
@@ -148,7 +164,7 @@ class _Load:
             key, _, kind = self._unpickle(file)
             dtype = storage_dtype(kind)
             (count,) = _numbers(file, 1)
-            file.seek(count * _itemsize(dtype), io.SEEK_CUR)
+            file.seek(count * dtype.itemsize, io.SEEK_CUR)
             objects[int(key)] = self._wrapped(_text(key), dtype)
         for key, root, first, count in self._unpickle(file):
             objects[int(key)] = self._part(objects[int(root)], key, first, count)
@@ -170,12 +186,6 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    import torch
-
-    return int(torch._utils._element_size(dtype))  # noqa: SLF001 - dtype.itemsize is not in torch 2.0 and quantized ones
 
 
 def _text(value: Any) -> str:
