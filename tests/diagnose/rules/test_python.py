@@ -35,7 +35,7 @@ def test_without_a_gpu_any_torch_will_do() -> None:
     "torch",
     [
         Torch(installs=Unknown("not asked")),
-        Torch(installs=(), shadow="/work/torch.py"),
+        Torch(installs=(), shadow="/srv/torch.py"),
         Torch(installs=(), dangling=(f"{SITE}/torch-2.13.0.dist-info",)),
     ],
 )
@@ -54,10 +54,10 @@ def test_the_interpreter_does_not_answer() -> None:
 
 
 def test_a_file_of_ones_own_is_imported_as_torch() -> None:
-    shadow = {"torch__shadow": "/work/torch.py", "torch__shadow_via": "the current directory"}
+    shadow = {"torch__shadow": "/srv/torch.py", "torch__shadow_via": "the current directory"}
     machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
     assert cause(machine) == "P03"
-    assert told("P03", machine).evidence[0] == "import torch takes /work/torch.py, by the current directory"
+    assert told("P03", machine).evidence[0] == "import torch takes /srv/torch.py, by the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
     assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
 
