@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import transload
 
@@ -68,3 +70,12 @@ def test_the_files_show_every_outcome(outcomes: dict[str, list[str]]) -> None:
     plain = [first for first, _ in outcomes.values()]
     for outcome in ("loads", "needs", "refuses"):
         assert plain.count(outcome) > 3, outcome
+
+
+def test_nested_tensors_are_refused_by_the_newest_torch() -> None:
+    file = io.BytesIO()
+    torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), file)
+    assert "from 2.15 on" in transload.inspect(file.getvalue()).prediction
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    assert transload.inspect(file.getvalue()).prediction == "torch.load loads it anywhere"

@@ -74,6 +74,13 @@ _UNNOTICED = frozenset(
 )
 
 
+_NESTED = frozenset(
+    {
+        "torch._utils._rebuild_nested_tensor",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+    }
+)
 _REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
@@ -116,6 +123,8 @@ def _steps(checkpoint: Checkpoint, safety: Safety) -> list[str]:
         ]
     elif safety == "needs-trust":
         first = [f"{_REFUSES} until you allow the names below"]
+    elif _NESTED & {use.full_name for use in checkpoint.globals}:
+        first = ["loads it up to torch 2.14; from 2.15 on it refuses nested tensors until you allow them"]
     else:
         first = []
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]
