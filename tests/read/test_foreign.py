@@ -41,7 +41,7 @@ def zip_of(records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, data in records.items():
-            archive.writestr(name, data)
+            archive.writestr(zipfile.ZipInfo(name), data)  # of no time: some times hold a line end
     return out.getvalue()
 
 
