@@ -37,6 +37,7 @@ JUDGED: dict[str, Rule] = {
     "missing-package": Rule("it needs a package that is not installed", "error"),
     "no-such-device": Rule("it was asked onto a device that is not here", "error"),
     "no-torch": Rule("there is no torch here to load it with", "error"),
+    "torch-too-old": Rule("it holds dtypes that this torch does not have", "error"),
     "other-architecture": Rule("it holds compiled code that this machine does not run", "error"),
     "too-little-memory": Rule("it does not fit where it would land", "error"),
 }

@@ -140,7 +140,7 @@ def _refusal(checkpoint: Checkpoint, found: tuple[Finding, ...]) -> str:
     titles = {finding.code: finding.title for finding in found}
     if "needs-trust" in titles:
         titles["needs-trust"] = "it asks for names that nobody has allowed"
-    order = ("is-a-program", "no-torch"), ("needs-trust", "no-such-device", "too-little-memory")
+    order = ("is-a-program", "no-torch"), ("needs-trust", "no-such-device", "too-little-memory", "torch-too-old")
     before, after = ([titles[code] for code in codes if code in titles] for codes in order)
     return next(iter((*before, *_alarms(checkpoint), *after)), "")
 
@@ -163,6 +163,7 @@ def _findings(made: Check) -> Iterator[Finding]:
 
     yield from advice.of_program(made.checkpoint)
     yield from advice.of_torch(made.diagnosis)
+    yield from advice.of_dtypes(made.checkpoint, made.diagnosis.machine)
     yield from advice.of_plan(made.plan)
     yield from advice.of_file(made.checkpoint, made.devices)
     if made.checkpoint.safety != "dangerous":  # nobody shall install anything for that

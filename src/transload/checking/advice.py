@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.findings import Finding, Severity
-from transload.loading.allowed import Allowed, _registrar
+from transload.loading.allowed import Allowed, registrar
 from transload.loading.errors import LoadError
 from transload.loading.refusal import PROGRAMS, loaded_pickles, refuse_program
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transload.place import Devices, Plan
     from transload.read.nodes import Global
 
-__all__ = ["of_compiled", "of_file", "of_packages", "of_plan", "of_program", "of_quantized", "of_torch"]
+__all__ = ["of_compiled", "of_dtypes", "of_file", "of_packages", "of_plan", "of_program", "of_quantized", "of_torch"]
 
 _DEVICES_INSIDE = frozenset({"device-objects", "script-device", "export-device"})
 _SAID_OTHERWISE = frozenset({"rare-opcodes", "aoti-architecture"})
@@ -45,6 +45,30 @@ def of_torch(diagnosis: Diagnosis) -> Iterator[Finding]:
     if isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
+
+
+def of_dtypes(checkpoint: Checkpoint, machine: Machine) -> Iterator[Finding]:
+    """Kinds of numbers that the installed torch is too old to know."""
+    first = machine.torch.first
+    release = _release(first.version if first else "")
+    unknown = [name for name, *_ in checkpoint.dtypes if release and release <= _WITHOUT.get(name, (0, 0))]
+    if unknown and first:
+        title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
+        yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", version, re.ASCII)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+# The newest release that was seen to lack a dtype; the next one need not have it yet.
+_WITHOUT: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
+    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
+    "bcomplex32": (2, 13),
+}
 
 
 def of_plan(plan: Plan) -> Iterator[Finding]:
@@ -79,7 +103,7 @@ class _Listed(Allowed):
     """torch's own list, without torch: names that a part of torch allows when it is imported are on it."""
 
     def user(self, node: Global) -> Any:
-        return _registrar(node.full_name) or None
+        return registrar(node.full_name) or None
 
 
 def _refused(checkpoint: Checkpoint) -> bool:

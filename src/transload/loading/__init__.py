@@ -105,6 +105,7 @@ def _placed(checkpoint: Checkpoint, wish: Any, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
     from transload.loading.here import devices_here
     from transload.place import place
+    from transload.render.landing import shortage_words
 
     tags = [use.device for use in checkpoint.devices]
     plan = place(checkpoint, devices_here(wanted_devices(tags, wish), checkpoint.tensor_nbytes), wish)
@@ -112,10 +113,7 @@ def _placed(checkpoint: Checkpoint, wish: Any, *, mapped: bool) -> Plan:
         raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
-        what = "; ".join(
-            f"{each.device} has {each.free / 1e9:.2f} GB free, and {each.needed / 1e9:.2f} GB would go there"
-            for each in short
-        )
+        what = "; ".join(map(shortage_words, short))
         fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
         raise DoesNotFitError(what, where=checkpoint.path, fix=fix)
     return plan

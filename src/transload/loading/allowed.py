@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from transload.read.nodes import Global, Pickle
 
-__all__ = ["Allowed", "Unknown"]
+__all__ = ["Allowed", "Unknown", "registrar"]
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, whatever the program says (torch/_weights_only_unpickler.py, and two more)."""
@@ -75,7 +75,7 @@ class Allowed:
         if spellings[0].partition(".")[0] in _BLOCKED or spellings[1] in _BLOCKED:
             return None
         found = self._find(spellings)
-        if found is None and (module := _registrar(spellings[0])):
+        if found is None and (module := registrar(spellings[0])):
             _try_import(module)
             self._user = None
             found = self._find(spellings)
@@ -128,7 +128,8 @@ def _known_object(full: str) -> Any:
     return found
 
 
-def _registrar(full: str) -> str:
+def registrar(full: str) -> str:
+    """The part of torch that allows a name when it is imported; empty where none does."""
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
 
 

@@ -168,7 +168,7 @@ class _Loading:
         what = f"{lead}it does not fit {type(self._model).__name__}, of whose {len(self._slots):,} keys it has "
         what += f"{len(match.tensors):,}\n{report.text}"
         where = f"{self._opened.checkpoint.path}{place}"
-        return MismatchError(what, report, where=where, fix=_advice(report, match.branch.name))
+        return MismatchError(what, report, where=where, fix=_advice(report, match))
 
     def _extras(self, found: Fit) -> dict[str, Any]:
         """The values of extra state, as ``transload.load`` would make them."""
@@ -240,13 +240,15 @@ def _half(done: int, count: int) -> str:
     return f"{done:,} of {count:,} tensors are in the model already. " if done else ""
 
 
-def _advice(report: Mismatch, place: str) -> str:
-    """The one line that helps: a part of the file that fits, or not to insist."""
+def _advice(report: Mismatch, match: Match) -> str:
+    """The one line that helps: a part of the file that fits, or not to insist where some of it does."""
+    place = match.branch.name
     whole = next((renamed.theirs for renamed in report.renames if not renamed.ours), "")
     if whole:
         lead = f"{place}/" if place else ""
         return f"prefix={lead + whole!r} takes that part of the file."
-    return "" if report.shapes or report.dtypes or report.others else "strict=False loads what fits."
+    stuck = report.shapes or report.dtypes or report.others or not match.tensors
+    return "" if stuck else "strict=False loads what fits."
 
 
 def _post_hooks(model: torch.nn.Module, found: Fit) -> None:

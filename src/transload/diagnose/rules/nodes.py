@@ -181,7 +181,7 @@ def forbidden(machine: Machine) -> Seen | None:
     rules = machine.nodes.cgroup
     listed = (f"the devices cgroup allows: {', '.join(rules[:4])}",) if rules else ()
     if not machine.surroundings.container:
-        fix = ("The device cgroup of this session forbids it: start the program from another session or unit.",)
+        fix = ("The device cgroup of this login or unit forbids it: start the program from another one.",)
         return Seen(_evidence(machine, node, *listed), fix, "the device cgroup forbids the device nodes")
     prevent = host_lines(machine, "nvidia-ctk system create-dev-char-symlinks --create-all")
     anew = ("Start the container anew; a restart of the process inside is not enough.", "To prevent it:")
