@@ -358,7 +358,9 @@ def test_parts_of_nested_tensors_are_checked(offset: int) -> None:
     if offset > 1:
         with pytest.raises(BrokenFileError, match="nested"):
             load(data)
-    else:
+    elif (
+        torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+    ):  # before, torch wants a buffer that holds nothing else
         assert load(data).unbind()[0].tolist() == [1 + offset, 2 + offset, 3 + offset]
 
 

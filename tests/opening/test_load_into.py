@@ -720,7 +720,7 @@ class TestForms:
             pytest.skip("this release saves them otherwise")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
+            dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x")
         model = made(1)
         with pytest.warns(KeysWarning, match=r"took 'model\.' off 12 keys"):
             load_into(model, tmp_path / "x")

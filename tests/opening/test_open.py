@@ -461,7 +461,7 @@ class TestForms:
         state = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}, "step": 7}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+            dcp.save(state, checkpoint_id=tmp_path / "step-1")
         with open_(tmp_path / "step-1") as handle:
             assert torch.equal(handle["model.w"], state["model"]["w"])  # type: ignore[index]
             assert torch.equal(handle["model.b"], state["model"]["b"])  # type: ignore[index]
