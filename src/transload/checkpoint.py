@@ -9,8 +9,10 @@ as frozen dataclasses, which was a tenth of the time it takes to read such a fil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.dtypes import itemsize
@@ -319,6 +321,8 @@ class Checkpoint:
     written_by: Origin = field(default_factory=Origin)
     problems: tuple[Problem, ...] = ()
     pickles: tuple[Pickle, ...] = ()
+    counted: tuple[tuple[str, int], ...] = ()
+    """Tensors by device tag, where they were only counted: see ``read.read_source``."""
     checksummed: bool = False
     """The container carries checksums, and all of them were compared and agree."""
     safety: Safety = "unknown"
@@ -335,12 +339,11 @@ class Checkpoint:
     @property
     def devices(self) -> tuple[DeviceUse, ...]:
         """Tensors and bytes by device tag, most bytes first; shared storage is counted once."""
-        counts: dict[str, list[int]] = {}
-        for tensor in self.tensors:
-            counts.setdefault(tensor.device, [0, 0])[0] += 1
-        for storage in self.storages:
-            counts.setdefault(storage.device, [0, 0])[1] += storage.nbytes
-        uses = (DeviceUse(name, *pair) for name, pair in counts.items())
+        tensors = Counter(map(attrgetter("device"), self.tensors))
+        nbytes: dict[str, int] = dict.fromkeys(tensors, 0)
+        for device, size in map(attrgetter("device", "nbytes"), self.storages):
+            nbytes[device] = nbytes.get(device, 0) + size
+        uses = (DeviceUse(device, tensors[device], size) for device, size in nbytes.items())
         return tuple(sorted(uses, key=lambda use: (-use.nbytes, use.device)))
 
     @property
@@ -358,7 +361,7 @@ class Checkpoint:
     @property
     def tensor_nbytes(self) -> int:
         """Bytes of all storages, each counted once."""
-        return sum(storage.nbytes for storage in self.storages)
+        return sum(map(attrgetter("nbytes"), self.storages))
 
     @property
     def dead_nbytes(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from transload.frozen import facts
 
 __all__ = [
     "INTEGRITY",
@@ -42,7 +43,7 @@ def worst_integrity(*verdicts: Integrity) -> Integrity:
     return max(verdicts, key=INTEGRITY.index, default="whole")
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Problem:
     """Something a reader met that is not as it should be. A fact: what it means is judged later.
 
@@ -58,7 +59,7 @@ class Problem:
     fix: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Finding:
     """One thing worth telling: what it is, what shows it, and what to do.
 

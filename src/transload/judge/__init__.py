@@ -57,12 +57,13 @@ def _of_names(checkpoint: Checkpoint, findings: tuple[Finding, ...]) -> tuple[Fi
 
 def _flavour(checkpoint: Checkpoint) -> str:
     """A tree that a known program writes."""
-    top = {leaf.path[0] for leaf in checkpoint.leaves if leaf.path} | {t.path[0] for t in checkpoint.tensors if t.path}
+    paths = [tensor.path for tensor in checkpoint.tensors]
+    top = {leaf.path[0] for leaf in checkpoint.leaves if leaf.path} | {path[0] for path in paths if path}
     if "pytorch-lightning_version" in top:
         return "Lightning checkpoint"
     if {"ds_version", "module"} <= top:
         return "DeepSpeed model states"
-    if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in checkpoint.tensors):
+    if any("_parameters" in path or "_buffers" in path for path in paths):
         return "pickled module"
     return ""
 

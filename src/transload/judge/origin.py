@@ -60,7 +60,7 @@ def _legacy(_: Checkpoint) -> Iterable[_Clue]:
 
 def _zip(checkpoint: Checkpoint) -> Iterable[_Clue]:
     names = [record.name for record in checkpoint.records]
-    keys = [name.partition("/")[2] for name in names if name.startswith(("data/", "tensors/"))]
+    keys = [name for name in names if name.startswith(("data/", "tensors/"))]
     facts = dict(checkpoint.facts)
     if "data.pkl" not in names:
         return  # a save that never got as far as its object shows nothing
@@ -68,7 +68,7 @@ def _zip(checkpoint: Checkpoint) -> Iterable[_Clue]:
         old = "1.4" if any(name.startswith("tensors/") for name in names) or facts.get("version") == "1" else "1.5"
         yield _Clue(old, old, "the record `version` comes first")
         return
-    if any(len(key) > 8 for key in keys):
+    if max(map(len, keys), default=0) > 13 and any(len(key.partition("/")[2]) > 8 for key in keys):
         yield _Clue("1.6", "1.8", "storages are named by memory address")
         return
     if ".format_version" in names:
@@ -167,7 +167,8 @@ def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     """Versions somebody stored in the file: under a well-known key, or as torch's own version object."""
     for pickle in checkpoint.pickles:
         yield from _top_level(pickle)
-        for call in pickle.calls:
+        versioned = any(name == "TorchVersion" for _, name in pickle.globals)
+        for call in pickle.calls if versioned else ():
             callee = call.callee
             if type(callee) is not Global or callee.name != "TorchVersion" or type(call.args) is not tuple:
                 continue
@@ -178,7 +179,6 @@ def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
 def _top_level(pickle: Pickle) -> Iterable[tuple[str, str]]:
     root = pickle.root
     items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
-    for index in range(0, len(items) - 1, 2):
-        key, value = items[index], items[index + 1]
+    for key, value in zip(items[::2], items[1::2], strict=False):
         if type(key) is str and key in _VERSION_KEYS and type(value) is str:
             yield _VERSION_KEYS[key], value[:_MAX_VERSION]

@@ -65,7 +65,7 @@ class _Judge:
     def _one(self, pickle: Pickle) -> list[Pickle]:
         keys = {id(node): self._name(node, pickle) for node in pickle.globals.values()}
         inside: list[Pickle] = []
-        for call in pickle.calls:
+        for call in self._count_ordinary(pickle, keys):
             callee = call.callee
             if type(callee) is Persistent:
                 callee = _class_of(callee)
@@ -76,12 +76,36 @@ class _Judge:
                 self._odd_call(callee, call, pickle)
         for target, _ in pickle.built:
             self._built(target, pickle)
-        if any(_is_module(node.id) for node in pickle.persistent):
+        if _holds_module(pickle):
             self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
         for extension in pickle.extensions:
             text = f"it asks for extension {extension.code}: a name that is not in the file"
             self.complain("dangerous", text, pickle, pickle.start)
         return inside
+
+    def _count_ordinary(self, pickle: Pickle, keys: dict[int, tuple[str, str]]) -> list[Call]:
+        """Count the two calls that every tensor makes, as ``_known_call`` would; those that are left."""
+        ordered, tensor = (self._data(pickle, keys, key) for key in (_ORDERED_DICT, _TENSOR))
+        if ordered is None or tensor is None:
+            return pickle.calls
+        left: list[Call] = []
+        empty = tensors = 0
+        for call in pickle.calls:
+            callee = call.callee
+            if callee is ordered and call.args == () and not call.states and not call.appended:  # as _is_empty
+                empty += 1
+            elif callee is tensor and _is_ordinary(call, ordered):
+                tensors += 1
+            else:
+                left.append(call)
+        self.uses[_ORDERED_DICT]["called"] += empty
+        self.uses[_TENSOR]["called"] += tensors
+        return left
+
+    def _data(self, pickle: Pickle, keys: dict[int, tuple[str, str]], key: tuple[str, str]) -> Global | None:
+        """The node of a name that is plain data, if a pickle has it."""
+        node = pickle.globals.get(key)
+        return node if node is not None and keys[id(node)] == key and self.verdicts[key][0] == "data" else None
 
     def _name(self, node: Global, pickle: Pickle) -> tuple[str, str]:
         """Take in a name; under the older protocols also as Python 3 spells it, else as it stands beside that."""
@@ -124,8 +148,8 @@ class _Judge:
             uses["built"] += 1
         verdict = self.verdicts[key][0]
         if verdict == "data":
-            if call.args == () and not call.states and key == _ORDERED_DICT and not call.appended:
-                return []  # the empty hooks of every tensor: nearly half of all calls
+            if key == _ORDERED_DICT and _is_empty(call):
+                return []
             complaint = check_call(".".join(key), call)
             if complaint:
                 self.complain(*complaint, pickle, call.position)
@@ -232,6 +256,7 @@ class _Judge:
 
 
 _ORDERED_DICT = ("collections", "OrderedDict")
+_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
 _GETATTR = ("builtins", "getattr")
 _TYPE = ("builtins", "type")
 _MEANING: dict[str, Safety] = {
@@ -257,6 +282,34 @@ def _plain_getattr(call: Call) -> bool:
     if type(name) is not str or type(owner) not in (Global, Call):
         return False
     return not name.startswith("__") or (name == "__new__" and type(owner) is Global)
+
+
+def _is_empty(call: Call) -> bool:
+    """``OrderedDict()``: the hooks of every tensor, or a dictionary to be filled with items."""
+    return call.args == () and not call.states and not call.appended
+
+
+def _is_ordinary(call: Call, ordered: Global) -> bool:
+    """A tensor with a flag and empty hooks, and nothing else: what ``check_call`` has nothing to say about."""
+    args = call.args
+    if type(args) is not tuple or len(args) != 6 or type(args[4]) is not bool or type(args[5]) is not Call:
+        return False
+    hooks = args[5]
+    if hooks.callee is not ordered or hooks.items or not _is_empty(hooks):
+        return False
+    return not (call.items or call.appended or call.states or call.kwargs)
+
+
+def _holds_module(pickle: Pickle) -> bool:
+    """Whether a persistent id is that of a module; all storages' ids begin with one and the same text."""
+    cleared: object = None
+    for node in pickle.persistent:
+        pid = node.id
+        if type(pid) is tuple and pid and pid[0] is not cleared:
+            if _is_module(pid):
+                return True
+            cleared = pid[0] if type(pid[0]) is str and pid[0] != "module" else cleared
+    return False
 
 
 def _is_module(pid: object) -> bool:

@@ -96,12 +96,16 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
         source.close()
 
 
-def read_source(source: Source, *, verify: bool = False) -> Checkpoint:
-    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know); read it."""
+def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> Checkpoint:
+    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know); read it.
+
+    Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
+    are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
+    """
     from transload.read.zip_index import starts_like_zip
 
     if starts_like_zip(source):
-        return _read_zip(source, verify=verify)
+        return _read_zip(source, verify=verify, tree=tree)
     for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
         checkpoint = recognise(source)
         if checkpoint is not None:
@@ -154,7 +158,7 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
     return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
 
 
-def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
+def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.read.torch_zip import Archive
     from transload.read.zip_index import read_index
 
@@ -172,7 +176,8 @@ def _read_zip(source: Source, *, verify: bool) -> Checkpoint:
     if reader is None:
         return _foreign_zip(source, index)
     problems = (*index.problems, *_other_face(source))
-    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size)
+    light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
+    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
     return _with_checksums(checkpoint, source, index) if verify else checkpoint
 
 
@@ -198,7 +203,9 @@ def _holds(*names: str) -> Callable[[Archive], bool]:
     folders = tuple(name for name in names if name.endswith(("/", "_")))
 
     def holds(archive: Archive) -> bool:
-        return any(archive.find(name) for name in names) or any(n.startswith(folders) for n in archive.records)
+        if any(archive.find(name) for name in names):
+            return True
+        return bool(folders) and any(name.startswith(folders) for name in archive.records)
 
     return holds
 

@@ -8,7 +8,8 @@ says so.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, SAFETENSORS
@@ -76,8 +77,8 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     header = _header(source, length, noted)
     table = _parse(header, noted) if header else {}
     facts = _metadata(table.pop("__metadata__", None), noted)
-    entries = [entry for name, raw in table.items() if (entry := _entry(name, raw, noted)) is not None]
-    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    read = ((_ordinary(name, raw) or _entry(name, raw, noted)) for name, raw in table.items())
+    entries = sorted((entry for entry in read if entry is not None), key=attrgetter("begin", "end"))
     start = PREFIX + length
     if header and not noted.has("safetensors-header-invalid"):
         _check_layout(entries, source.size - start, noted)
@@ -86,8 +87,8 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
         path=source.name,
         format="safetensors",
         nbytes=source.size,
-        tensors=tuple(tensor for tensor, _ in pairs),
-        storages=tuple(storage for _, storage in pairs if storage is not None),
+        tensors=tuple([tensor for tensor, _ in pairs]),
+        storages=tuple([storage for _, storage in pairs if storage is not None]),
         facts=(("header", f"{length:,} bytes"), *facts),
         problems=noted.problems(),
     )
@@ -195,6 +196,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_METADATA_TEXT else text[:MAX_METADATA_TEXT] + "…"
 
 
+def _ordinary(name: str, raw: Any) -> _Entry | None:
+    """An entry that is in order, as every writer spells it; ``None`` for any other, right or wrong."""
+    if type(raw) is not dict or raw.keys() != _FIELD_SET or type(raw["dtype"]) is not str:
+        return None
+    dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
+    if type(shape) is not list or len(shape) > 8 or type(offsets) is not list or len(offsets) != 2:
+        return None
+    bits = BITS.get(dtype, 0)
+    begin, end = offsets
+    for size in shape:
+        if type(size) is not int or not 0 <= size < MAX_COUNT:
+            return None
+        bits *= size
+        if bits >= MAX_COUNT:
+            return None
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < MAX_COUNT or dtype not in BITS:
+        return None
+    return _new(_Entry, (name, dtype, tuple(shape), begin, end, False)) if bits == 8 * (end - begin) else None
+
+
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
 def _entry(name: str, raw: object, noted: Noted) -> _Entry | None:
     """One entry, checked field by field; ``None`` if it does not even say what the tensor is."""
     fields = _fields(name, raw, noted)
@@ -293,16 +317,19 @@ def _check_layout(entries: list[_Entry], held: int, noted: Noted) -> None:
 
 def _tensor(entry: _Entry, start: int, size: int, file: str, noted: Noted) -> tuple[Tensor, Storage | None]:
     """The entry as torch would see it, and the bytes it looks at."""
-    name = entry.name
+    name, _, _, begin, end, broken = entry
     dtype, shape = _as_torch(entry, noted)
-    stride = contiguous(shape)
-    if entry.broken:
-        return Tensor((name,), name, dtype, shape, stride, "cpu", None), None
-    nbytes, offset = entry.end - entry.begin, start + entry.begin
-    stored = max(0, min(nbytes, size - offset))
+    stride = (1,) if len(shape) == 1 else contiguous(shape)
+    path = (name,)
+    if broken:
+        return Tensor(path, name, dtype, shape, stride, "cpu", None), None
+    nbytes, offset = end - begin, start + begin
+    stored = nbytes if offset + nbytes <= size else max(0, size - offset)
     place = offset if stored or not nbytes else None
-    tensor = Tensor((name,), name, dtype, shape, stride, "cpu", name, file_offset=place)
-    return tensor, Storage(name, name, "cpu", dtype, nbytes, stored, place, file=file, tensors=(name,))
+    return (
+        _new(Tensor, (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())),
+        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", file, None, False, False, path)),
+    )
 
 
 def _as_torch(entry: _Entry, noted: Noted) -> tuple[str, tuple[int, ...]]:

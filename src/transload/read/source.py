@@ -63,6 +63,11 @@ class FileSource:
         self.size = status.st_size
         self._lock = Lock()
 
+    @property
+    def descriptor(self) -> int:
+        """The open file, for those who read it in their own way."""
+        return self._fd
+
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
         count = min(count, self.size - offset)

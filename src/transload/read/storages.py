@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from transload.checkpoint import Storage
@@ -58,6 +58,15 @@ class Budget:
         self._seen.add(ident)
         return False
 
+    def meet(self, ident: int, size: int, *, again: bool) -> None:
+        """Pay for a name of that size and for the object that bears it."""
+        if again or ident in self._seen or self._names + size > self.MAX_NAMES:
+            self.spend(size, again=again)
+            self.seen(ident)
+        else:
+            self._names += size
+            self._seen.add(ident)
+
     def spend(self, size: int, *, again: bool) -> None:
         """Pay for a name of that size; ``again`` if it is that of something met before."""
         self._names += size
@@ -101,7 +110,33 @@ class StorageTable:
         self.noted = Noted()
         self.budget = Budget()
         self._seen: dict[int, tuple[Slot, int, str] | None] = {}
+        self._kinds: dict[Global, tuple[str, int]] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
+
+    def enter(self, nodes: Iterable[Persistent]) -> None:
+        """Take in the storages of a pickle, in the order it names them; the ordinary ones in one step."""
+        slots, seen, locate, kinds = self.slots, self._seen, self._locate, self._kinds
+        for node in nodes:
+            pid = node.id
+            if type(pid) is tuple and len(pid) == 5:
+                mark, kind, key, device, numel = pid
+                known = (kinds.get(kind) or self._known(kind)) if type(kind) is Global else None
+                if known and mark == "storage" and type(key) is str and type(device) is str and type(numel) is int:
+                    dtype, width = known
+                    nbytes = numel * width
+                    if key not in slots and 0 <= nbytes < MAX_SIZE and id(node) not in seen:
+                        slot = slots[key] = Slot(key, device, dtype, nbytes, locate(key, nbytes))
+                        seen[id(node)] = (slot, 0, dtype)
+                        continue
+            self.resolve(node)
+
+    def _known(self, kind: Global) -> tuple[str, int] | None:
+        """The dtype of a storage class and the bytes of its elements."""
+        dtype = STORAGES.get(kind.name.rpartition(".")[2])
+        if dtype is None:
+            return None
+        known = self._kinds[kind] = dtype, ITEMSIZE[dtype]
+        return known
 
     def resolve(self, node: object) -> tuple[Slot, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
@@ -158,23 +193,31 @@ class StorageTable:
 
     def finish(self) -> tuple[Storage, ...]:
         """All storages, each with the names of its tensors."""
-        return tuple(self._storage(slot) for slot in self.slots.values())
+        return tuple([self._storage(slot) for slot in self.slots.values()])
 
     def _storage(self, slot: Slot) -> Storage:
-        place = slot.place
-        stored = place.stored if place.compressed else min(place.stored, slot.nbytes)
-        return Storage(
-            slot.key,
-            slot.key,
-            slot.device,
-            slot.dtype,
-            slot.nbytes,
-            stored,
-            place.offset,
-            place.record,
-            self._file,
-            place.crc32,
-            place.compressed,
-            self._big_endian,
-            tuple(slot.names),
+        offset, stored, record, crc, compressed = slot.place
+        key, nbytes = slot.key, slot.nbytes
+        if not compressed and stored > nbytes:
+            stored = nbytes
+        return _new(
+            Storage,
+            (
+                key,
+                key,
+                slot.device,
+                slot.dtype,
+                nbytes,
+                stored,
+                offset,
+                record,
+                self._file,
+                crc,
+                compressed,
+                self._big_endian,
+                tuple(slot.names),
+            ),
         )
+
+
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields

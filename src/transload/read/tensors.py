@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor
 from transload.findings import Problem
 from transload.read.nodes import Call, Dict, Persistent, Set
 from transload.read.noted import Noted
-from transload.read.rebuild import READERS, BadTensor, Context, apply
+from transload.read.rebuild import READERS, BadTensor, Context, apply, ordinary
 from transload.read.storages import StorageTable, TooMuch
 from transload.read.values import called, leaf_kind, short, short_key
 
@@ -58,6 +59,7 @@ class _Walk:
         """Walk everything below ``root``."""
         path, name = context.path, context.name
         self._visit(root, path, name, context, again=False)
+        tensors = self.tensors
         while self.frames:
             children, path, name, ident, again = self.frames[-1]
             for child, key, label in children:
@@ -65,13 +67,16 @@ class _Walk:
                     self.skipped += 1
                     self.table.budget.spend(0, again=again)
                     continue
-                if label is None:
-                    key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
-                    label = f"{name}/{key}" if name else str(key)  # noqa: PLW2901
-                    steps: tuple[Key, ...] = (*path, key)
+                if label is not None:
+                    steps: tuple[Key, ...] = (*path, *key)
                 else:
-                    steps = (*path, *key)
-                if self._visit(child, steps, label, context, again=again):
+                    key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
+                    steps = (*path, key)
+                    label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
+                tensor = ordinary(context, child, steps, label, again) if type(child) is Call else None
+                if tensor is not None:
+                    tensors.append(tensor)
+                elif self._visit(child, steps, label, context, again=again):
                     break
             else:
                 self.frames.pop()
@@ -206,6 +211,11 @@ def _children(node: Any, path: tuple[Key, ...], name: str, separator: str) -> _C
 
 def _pairs(items: list[Any]) -> _Children:
     """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
+    keys, values = items[: len(items) // 2 * 2 : 2], items[1::2]
+    texts = [key for key in keys if type(key) is str]
+    if len(set(texts)) == len(texts):
+        yield from zip(values, keys, repeat(None))
+        return
     last = {items[index]: index for index in range(0, len(items) - 1, 2) if type(items[index]) is str}
     for index in range(0, len(items) - 1, 2):
         key = items[index]

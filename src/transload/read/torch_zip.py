@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from transload.checkpoint import Checkpoint, Record, Storage
+from transload.dtypes import STORAGES
 from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.nodes import Pickle
@@ -63,9 +66,15 @@ class Archive:
         record = self.records.get(name)
         if record is None:
             if self._folded is None:
-                self._folded = {key.lower(): value for key, value in self.records.items()}
+                self._folded = self._fold()
             record = self._folded.get(name.lower())
         return record
+
+    def _fold(self) -> dict[str, Record]:
+        names = "\n".join(self.records)
+        if names == names.lower():  # as nearly always
+            return self.records
+        return {key.lower(): value for key, value in self.records.items()}
 
     def get(self, name: str, limit: int) -> Payload | None:
         """The bytes of a record, ``None`` if there is no such record."""
@@ -73,31 +82,60 @@ class Archive:
         return None if record is None else self.read(record, limit)
 
 
-def read_torch_zip(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
-    """A checkpoint out of the records ``data.pkl`` and ``data/<key>``."""
+def read_torch_zip(
+    archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
+) -> Checkpoint:
+    """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     found = list(problems)
     facts = _facts(archive, found)
     big_endian = dict(facts).get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
-    table = storage_table(archive, big_endian=big_endian)
-    tree = read_tree(pickle, table)
-    found = _with_users(found, tree.storages)
-    found += tree.problems
-    found += check_storages(tree.storages, archive)
-    strays, pickles = stray_records(archive, tree.storages)
-    return Checkpoint(
-        path=path,
-        format="torch-zip",
-        nbytes=nbytes,
-        tensors=tree.tensors,
-        storages=tree.storages,
-        leaves=tree.leaves,
-        records=tuple(archive.records.values()),
-        facts=facts,
+    held = Checkpoint(path, "torch-zip", nbytes, records=tuple(archive.records.values()), facts=facts)
+    if not (tree or found or big_endian):
+        light = _counted(archive, pickle)
+        if light is not None:
+            return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
+    whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
+    found = _with_users(found, whole.storages)
+    found += whole.problems
+    found += check_storages(whole.storages, archive)
+    strays, pickles = stray_records(archive, whole.storages)
+    return replace(
+        held,
+        tensors=whole.tensors,
+        storages=whole.storages,
+        leaves=whole.leaves,
         problems=(*found, *strays),
         pickles=(pickle, *pickles),
     )
+
+
+def _counted(archive: Archive, pickle: Pickle) -> tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]] | None:
+    """Storages, and tensors by tag, of nothing but dictionaries of plain tensors; ``None`` if anything is odd."""
+    if any(name not in _ORDINARY and not _is_storage_class(*name) for name in pickle.globals):
+        return None
+    table = storage_table(archive)
+    table.enter(pickle.persistent)
+    storages = table.finish()
+    strays, pickles = stray_records(archive, storages)
+    if table.noted.problems() or check_storages(storages, archive) or strays or pickles:
+        return None
+    ids: list[Any] = [node.id for node in pickle.persistent]
+    return storages, tuple(Counter([pid[3] for pid in ids]).items())
+
+
+_ORDINARY = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_parameter"),
+    }
+)
+
+
+def _is_storage_class(module: str, name: str) -> bool:
+    return module == "torch" and name in STORAGES
 
 
 def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:
@@ -112,8 +150,7 @@ def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Pr
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
     """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
-    for node in pickle.persistent:
-        table.resolve(node)
+    table.enter(pickle.persistent)
     # Where there is no pickle there is nothing, not the value None.
     root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
     return find_tensors(root, table, separator=separator)
@@ -225,33 +262,47 @@ def storage_table(
     big_endian: bool = False,
 ) -> StorageTable:
     """A table that finds storages in the records of an archive, whose names are keys with one of ``forms`` around."""
+    lead, end = forms[0]
+    records = archive.records
 
     def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
-        record = None
-        for prefix, suffix in forms:
-            record = archive.find(f"{prefix}{key}{suffix}")
-            if record is not None:
-                break
+        record = records.get(f"{lead}{key}{end}") or _find(archive, key, forms)
         if record is None:
             return Place(None, 0)
-        if record.method:
-            return Place(None, record.size, record.name, record.crc32, compressed=True)
-        return Place(record.offset, min(record.stored, record.size), record.name, record.crc32)
+        name, offset, size, stored, crc, method = record
+        if method:
+            return Place(None, size, name, crc, compressed=True)
+        return _new(Place, (offset, min(stored, size), name, crc, False))
 
     return StorageTable(locate, big_endian=big_endian)
+
+
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+def _find(archive: Archive, key: str, forms: tuple[tuple[str, str], ...]) -> Record | None:
+    for prefix, suffix in forms:
+        record = archive.find(f"{prefix}{key}{suffix}")
+        if record is not None:
+            return record
+    return None
 
 
 def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
     """Each storage against its record: there, and of the size the index claims."""
     out: list[Problem] = []
     packed = 0
+    records = archive.records
     for storage in storages:
+        _, _, _, _, nbytes, stored, _, name, _, crc, compressed, _, _ = storage
+        if name and not compressed and records[name].size == nbytes == stored and (crc != 0 or not nbytes):
+            continue
         where = f"storage {storage.key}"
         users = needed_by(storage)
         if not storage.record:
             out.append(Problem("storage-missing" if storage.nbytes else "storage-empty-missing", where, users))
             continue
-        record = archive.records[storage.record]
+        record = records[storage.record]
         packed += storage.compressed
         if record.size != storage.nbytes:
             detail = f"its record holds {record.size} bytes, the index wants {storage.nbytes}; {users}"

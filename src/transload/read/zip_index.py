@@ -16,6 +16,7 @@ from zlib import crc32
 from transload.checkpoint import Record
 from transload.findings import Problem
 from transload.read.source import Source
+from transload.read.zip_entry import Entry, check_names, find_root, names_below, text_of
 
 __all__ = [
     "MAX_PAYLOAD",
@@ -43,10 +44,16 @@ _END = Struct("<4s4H2LH")
 _END64 = Struct("<4sQ2H2L4Q")
 _LOCATOR64 = Struct("<4sLQL")
 _CENTRAL = Struct("<4s6H3L5H2L")
-_LOCAL = Struct("<4s5H3L2H")
+_CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
+_NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
+_LOCAL = Struct("<4s5H3L")
+_LOCAL_IN_SHORT = Struct("<26s2H")
 _EXTRA = Struct("<2H")
 _SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
 _WINDOW = 4096
+_WIDE_WINDOW = 256 << 10
+_NARROW = 8 << 10  # bytes between headers below which they are read many at a time
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 
 class Payload(NamedTuple):
@@ -73,18 +80,6 @@ class ZipIndex:
     unsummed: bool = False
     end: int = 0
     ok: bool = True
-
-
-class _Entry(NamedTuple):
-    """One line of the central directory."""
-
-    raw_name: bytes
-    flags: int
-    method: int
-    crc32: int
-    stored: int
-    size: int
-    header: int
 
 
 def starts_like_zip(source: Source) -> bool:
@@ -117,8 +112,8 @@ def read_index(source: Source) -> ZipIndex:
     except _NoDirectoryError as reason:
         problems.append(Problem("zip-no-directory", detail=str(reason)))
         return ZipIndex("", {}, tuple(problems), ok=False)
-    _check_names(entries, problems)
-    root = _root(entries, problems)
+    check_names(entries, problems)
+    root = find_root(entries, problems)
     unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
     records, by_torch = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
     if unsummed:
@@ -208,18 +203,15 @@ def _end64(
     return stated, size, start, count
 
 
-def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[_Entry]:
+def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
     if count * _CENTRAL.size > size:  # four billion entries claimed in a kilobyte
         problems.append(Problem("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes"))
     raw = source.read(start, size)
-    entries: list[_Entry] = []
-    position = 0
-    while position + _CENTRAL.size <= len(raw) and raw[position : position + 4] == b"PK\x01\x02":
-        entry, position = _read_entry(raw, position, problems)
-        entries.append(entry)
-        if len(entries) >= _MAX_ENTRIES:
-            problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
-            return entries
+    entries: list[Entry] = []
+    position = _read_entries(raw, entries, problems)
+    if len(entries) >= _MAX_ENTRIES:
+        problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
+        return entries
     if position != len(raw):
         detail = f"entry {len(entries)} of {count} in the directory is no entry"
         if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
@@ -233,7 +225,33 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     return entries
 
 
-def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[_Entry, int]:
+def _read_entries(raw: bytes, entries: list[Entry], problems: list[Problem]) -> int:
+    """Read one entry after the other; where there is no further one.
+
+    Most begin with the same sixteen bytes as the one before, in which nothing was odd, and have nothing but a name.
+    """
+    position, last = 0, len(raw) - _CENTRAL.size
+    plain, flags, method = b"", 0, 0
+    for _ in range(_MAX_ENTRIES):
+        if position > last:
+            break
+        begin, crc, stored, size, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
+        end = position + _CENTRAL.size + n_name
+        if begin == plain and rest == _NOTHING_ELSE and stored == size and raw[end - 1 : end] != b"/":
+            name = raw[position + _CENTRAL.size : end]
+            entries.append(_new(Entry, (name, flags, method, crc, stored, size, header)))
+            position = end
+        elif begin[:4] == b"PK\x01\x02":
+            known = len(problems)
+            entry, position = _read_entry(raw, position, problems)
+            entries.append(entry)
+            plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
+        else:
+            break
+    return position
+
+
+def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Entry, int]:
     fields = _CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
     name_at = position + _CENTRAL.size
@@ -243,16 +261,16 @@ def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[_En
         _check_extra(extra, name, (size, stored, header), problems)
         if _ALL32 in (stored, size, header):
             size, stored, header = widen(extra, size, stored, header)
-    entry = _Entry(name, flags, method, crc, stored, size, header)
+    entry = Entry(name, flags, method, crc, stored, size, header)
     odd = disk or needed & 0xFF > _NEWEST_VERSION or flags & _SECRET_FLAGS
     if odd or marks & _DOS_DIRECTORY or name[-1:] == b"/" or (stored != size and (not method or not stored)):
         _check_entry(entry, disk, needed & 0xFF, marks, problems)
     return entry, name_at + n_name + n_extra + n_comment
 
 
-def _check_entry(entry: _Entry, disk: int, needed: int, marks: int, problems: list[Problem]) -> None:
+def _check_entry(entry: Entry, disk: int, needed: int, marks: int, problems: list[Problem]) -> None:
     """What makes torch and zipfile differ about the bytes of one record, or one of them refuse it."""
-    name = _text(entry.raw_name)
+    name = text_of(entry.raw_name)
     if disk or entry.flags & _SECRET_FLAGS:
         problems.append(Problem("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it"))
     if needed > _NEWEST_VERSION:
@@ -270,14 +288,16 @@ def _check_extra(extra: bytes, name: bytes, sizes: tuple[int, int, int], problem
     """Extra fields that change how a reader sees an entry: zip64 sizes and, for zipfile from 3.12 on, another name."""
     fields = list(_extra_fields(extra))
     if sum(4 + length for _, length, _ in fields) > len(extra):
-        problems.append(Problem("zip-one-reader", _text(name), "zipfile refuses it: its extra fields are cut off"))
+        problems.append(Problem("zip-one-reader", text_of(name), "zipfile refuses it: its extra fields are cut off"))
     wide = [data for tag, _, data in fields if tag == 1]
     needed = 8 * sum(value == _ALL32 for value in sizes)
     if needed and (len(wide) != 1 or len(wide[0]) < needed):
-        problems.append(Problem("zip-headers-differ", _text(name), "its zip64 sizes are missing, or there are several"))
+        problems.append(
+            Problem("zip-headers-differ", text_of(name), "its zip64 sizes are missing, or there are several")
+        )
     names = [data[5:] for tag, _, data in fields if tag == _UNICODE_PATH]
     if any(other.partition(b"/")[2] != name.partition(b"/")[2] for other in names):
-        problems.append(Problem("zip-names-differ", _text(name), f"an extra field calls it {_text(names[0])[:80]}"))
+        problems.append(Problem("zip-names-differ", text_of(name), f"an extra field calls it {text_of(names[0])[:80]}"))
 
 
 def widen(extra: bytes, *values: int) -> list[int]:
@@ -301,54 +321,70 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _read_locals(
-    source: Source, entries: list[_Entry], data_end: int, prefix: str, problems: list[Problem]
+    source: Source, entries: list[Entry], data_end: int, prefix: str, problems: list[Problem]
 ) -> tuple[dict[str, Record], bool]:
     """Each record's place, from its local header; and whether torch's writer made the first one.
 
-    Records are named by their path below ``prefix``, those outside it by their whole path and a slash before it.
+    Records are named by their path below ``prefix``, those outside it by their whole path and a slash before it. Most
+    headers begin with the same bytes as the one before, which agreed with the directory.
     """
     window, base = b"", 0
+    wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
-    by_torch = False
-    cut = len(prefix)
-    for entry in entries:
+    by_torch, file_size = False, source.size
+    plain, plain_flags, plain_method = b"", -1, -1
+    for entry, name in zip(entries, names_below(entries, prefix), strict=True):
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
-        name = raw_name.decode("utf-8", "backslashreplace")
-        if cut:
-            name = name[cut:] if name.startswith(prefix) else f"/{name}"
         need = 30 + len(raw_name)
         at = header - base
         if at < 0 or at + need > len(window):
             base, at = header, 0
-            window = source.read(base, max(need, _WINDOW))
-        if window[at : at + 4] != b"PK\x03\x04" or at + need > len(window):
+            window = source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
+            wide -= len(window)
+        if at + need > len(window) or window[at : at + 4] != b"PK\x03\x04":
             problems.append(Problem("zip-no-local-header", name, f"no record header at byte {header}"))
             records[name] = Record(name, None, entry_size, entry_stored, entry_crc, entry_method)
             continue
-        _, _, flags, method, _, date, crc, stored, size, n_name, n_extra = _LOCAL.unpack_from(window, at)
+        begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(window, at)
+        offset = header + 30 + n_name + n_extra
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.append(Problem("zip-names-differ", name, "the record's own header bears another name"))
-        offset = header + 30 + n_name + n_extra
-        if flags != entry_flags or method != entry_method or crc or stored or size or not flags & 8:
-            if _ALL32 in (stored, size):
-                size, stored = widen(source.read(offset - n_extra, n_extra), size, stored)
-            _compare(entry, name, (flags, method, crc, stored, size), problems)
+        if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
+            if _agrees(entry, begin):
+                plain, plain_flags, plain_method = begin, entry_flags, entry_method
+            else:
+                _compare(entry, name, _numbers(source, begin, offset - n_extra, n_extra), problems)
+            if not records:
+                dated = any(begin[12:14])
+                by_torch = not dated and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
         end = offset + entry_stored
-        if not records:
-            by_torch = date == 0 and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
         spans.append((header, end, name))
-        if end > source.size:
-            present = max(0, source.size - offset)
+        if end > file_size:
+            present = max(0, file_size - offset)
             problems.append(Problem("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file"))
-            offset, entry_stored = min(offset, source.size), present
-        records[name] = Record(name, offset, entry_size, entry_stored, entry_crc, entry_method)
+            offset, entry_stored = min(offset, file_size), present
+        records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
     _check_overlap(spans, data_end, problems)
     records.pop("", None)
     return records, by_torch
 
 
-def _compare(entry: _Entry, name: str, local: tuple[int, int, int, int, int], problems: list[Problem]) -> None:
+def _agrees(entry: Entry, begin: bytes) -> bool:
+    """Whether a local header says what the directory says, and leaves the numbers to it, as torch's writer does."""
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
+    return flags == entry.flags and method == entry.method and bool(flags & 8) and not (crc or stored or size)
+
+
+def _numbers(source: Source, begin: bytes, at: int, length: int) -> tuple[int, int, int, int, int]:
+    """Flags, method, checksum and the two sizes of a local header, whose extra fields lie at ``at``."""
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
+    if _ALL32 in (stored, size):
+        size, stored = widen(source.read(at, length), size, stored)
+    return flags, method, crc, stored, size
+
+
+def _compare(entry: Entry, name: str, local: tuple[int, int, int, int, int], problems: list[Problem]) -> None:
     """torch and zipfile believe the directory; readers that stream believe the local header. They must agree."""
     flags, method, crc, stored, size = local
     if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
@@ -370,58 +406,6 @@ def _check_overlap(spans: list[tuple[int, int, str]], data_end: int, problems: l
             reach, owner = end, name
     if reach > data_end:
         problems.append(Problem("zip-overlap", owner, "reaches into the directory"))
-
-
-def _check_names(entries: list[_Entry], problems: list[Problem]) -> None:
-    seen: dict[bytes, _Entry] = {}
-    for entry in entries:
-        raw = entry[0]
-        folded = raw.lower()  # miniz compares ASCII letters without case, over an unstable sort
-        before = seen.get(folded)
-        # torch 1.1 wrote the code of a shared submodule once for each of its names.
-        if before is not None and not (b"/code/" in raw and before[:6] == entry[:6]):
-            detail = f"again, after {_text(before[0])}: which of them torch reads is chance"
-            problems.append(Problem("zip-duplicate-name", _text(raw), detail))
-        seen[folded] = entry
-        if b"\0" in raw:
-            problems.append(Problem("zip-nul-name", _text(raw), "zipfile cuts a name at a NUL byte, torch does not"))
-        if b"\\" in raw or raw[:1] == b"/" or (b".." in raw and b".." in raw.split(b"/")):
-            problems.append(Problem("zip-odd-name", _text(raw), "not a plain path below one folder"))
-        if not raw.isascii() and not _is_utf8(raw):
-            problems.append(Problem("zip-name-encoding", _text(raw), "it is not UTF-8"))
-
-
-def _root(entries: list[_Entry], problems: list[Problem]) -> str | None:
-    """The folder torch takes all records from, that of the first entry; where it holds no index, one that does.
-
-    ``None`` if the records lie in no folder.
-    """
-    first = entries[0].raw_name
-    folder, slash, _ = first.partition(b"/")
-    if not slash:
-        detail = "records lie at the top; torch wants them in one folder"
-        problems.append(Problem("zip-no-folder", _text(first), detail))
-        return None
-    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(folder + b"/")]
-    if outside:
-        detail = f"{len(outside)} records lie outside the folder {_text(folder)}/"
-        problems.append(Problem("zip-two-folders", _text(outside[0]), detail))
-        indexed = [raw[:-9] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
-        if indexed and folder + b"/data.pkl" not in {entry.raw_name for entry in entries}:
-            return _text(indexed[0])
-    return _text(folder)
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "backslashreplace")
 
 
 def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:

@@ -1,0 +1,263 @@
+"""The tensor pattern makes the very graph that the machine makes opcode by opcode, of any stream, sound or not."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
+from transload.read.pickle_machine import run
+from transload.read.tensor_pattern import TensorPattern
+
+FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))
+DATA = Path(__file__).parent.parent / "data"
+
+
+def pickle_in(value: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    if not zipfile.is_zipfile(buffer):
+        return buffer.getvalue()
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+def weights(count: int = 60) -> dict[str, torch.Tensor]:
+    """As a model has them: layers alike, of several ranks and dtypes."""
+    shapes = ((3, 300), (300,), (), (2, 1, 3, 2), (2, 2, 2), (0, 3), (70000,))
+    kinds = (torch.float32, torch.float32, torch.int64, torch.float16)
+    return {
+        f"layers.{i}.{len(shapes[i % 7])}.weight": torch.zeros(shapes[i % 7], dtype=kinds[i % 4]) for i in range(count)
+    }
+
+
+def shared() -> dict[str, torch.Tensor]:
+    base = torch.zeros(90, 4)
+    return {f"part.{i}": base[i:, : i % 3 + 1] for i in range(60)}
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 3 - i % 2) for i in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(i % 5 + 1, 2)) for i in range(60)]
+
+
+def graded() -> list[torch.Tensor]:
+    return [torch.zeros(2, requires_grad=i % 3 == 0) for i in range(60)]
+
+
+def old_form() -> bytes:
+    """The stream of the older format holding the object: its ids have a sixth part."""
+    data = pickle_in(weights(), _use_new_zipfile_serialization=False)
+    position = 0
+    for _ in range(3):  # magic number, protocol and system come before
+        position = run(data, position).end
+    return data[position : run(data, position).end]
+
+
+STREAMS: dict[str, Callable[[], bytes]] = {
+    "weights": lambda: pickle_in(weights()),
+    "shared": lambda: pickle_in(shared()),
+    "trained": lambda: pickle_in(trained()),
+    "parameters": lambda: pickle_in(parameters()),
+    "graded": lambda: pickle_in(graded()),
+    "legacy": old_form,
+    "protocol 4": lambda: pickle_in(weights(), pickle_protocol=4),
+}
+
+
+@pytest.fixture(scope="module", params=list(STREAMS))
+def stream(request: pytest.FixtureRequest) -> bytes:
+    return STREAMS[request.param]()
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Pickle]:
+    """The machine without the pattern."""
+
+    def slow(data: bytes) -> Pickle:
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorPattern, "read", lambda *_: 0)
+            return run(data)
+
+    return slow
+
+
+class Portrait:
+    """A graph as text that is equal only for graphs of the same nodes, values, positions and sharing."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.lines: list[str] = []
+        self.waiting: list[Any] = []
+        self.kept: list[Any] = []  # or another would get its number
+
+    def number(self, node: Any) -> str:
+        if node is None or type(node) in (bool, int, float, str, bytes) or node == ():
+            return repr(node)
+        if id(node) not in self.numbers:
+            self.numbers[id(node)] = len(self.numbers)
+            self.waiting.append(node)
+            self.kept.append(node)
+        return f"#{self.numbers[id(node)]}"
+
+    def parts(self, node: Any) -> tuple[Any, ...]:
+        if type(node) in (Call, Persistent, Global, Dict, Set, Big, Extension, OutOfBand):
+            return tuple(getattr(node, slot) for slot in type(node).__slots__)
+        return tuple(node)
+
+    def add(self, node: Any) -> None:
+        self.lines.append(self.number(node))
+        while self.waiting:
+            node = self.waiting.pop()
+            parts = [self.number(part) for part in self.parts(node)]
+            self.lines.append(f"{self.numbers[id(node)]}: {type(node).__name__} {' '.join(parts)}")
+
+
+def portrait(pickle: Pickle) -> list[str]:
+    drawn = Portrait()
+    for slot in Pickle.__slots__:
+        value = getattr(pickle, slot)
+        drawn.add(sorted(value) if slot == "rare" else list(value.items()) if slot == "globals" else value)
+    return drawn.lines
+
+
+def test_the_pattern_reads_nearly_all_tensors_of_ordinary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    read = TensorPattern.read
+
+    def counting(self: TensorPattern, *args: Any) -> int:
+        taken.append(read(self, *args))
+        return taken[-1]
+
+    monkeypatch.setattr(TensorPattern, "read", counting)
+    for data in (pickle_in(weights(400)), pickle_in(shared()), pickle_in(trained()), old_form()):
+        run(data)
+    assert len(taken) > 550
+    assert sum(end > 0 for end in taken) > 0.7 * len(taken)
+
+
+def test_the_graph_is_the_same_with_the_pattern_and_without(stream: bytes, slowly: Callable[[bytes], Pickle]) -> None:
+    assert portrait(run(stream)) == portrait(slowly(stream))
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("torch-releases/**/*.pt*")), ids=lambda path: path.name)
+def test_the_graph_of_a_file_of_some_release_is_the_same(path: Path, slowly: Callable[[bytes], Pickle]) -> None:
+    data = path.read_bytes()
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            streams = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
+    else:
+        streams = [data]
+    for each in streams:
+        assert portrait(run(each)) == portrait(slowly(each))
+
+
+def mutilated(data: bytes, random: Random) -> bytes:
+    """A stream with a few bytes changed, taken out or repeated, most of them where tensors are."""
+    raw = bytearray(data)
+    for _ in range(random.randrange(1, 4)):
+        at = random.randrange(len(raw) // 4, len(raw))
+        span = random.randrange(1, 9)
+        match random.randrange(5):
+            case 0:
+                raw[at] = random.randrange(256)
+            case 1:
+                raw[at] = random.choice(b"hjKMJqrXtQR()\x85\x86\x87\x88\x89N.")
+            case 2:
+                del raw[at : at + span]
+            case 3:
+                raw[at:at] = raw[at : at + span]
+            case _:
+                raw[at] = (raw[at] + random.choice((-1, 1))) % 256
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("seed", range(6 * FUZZ))
+def test_the_graph_of_a_mutilated_stream_is_the_same(
+    stream: bytes, slowly: Callable[[bytes], Pickle], seed: int
+) -> None:
+    random = Random(seed if FUZZ == 1 else None)  # noqa: S311 - bytes to try, not secrets
+    for _ in range(12):
+        data = mutilated(stream, random)
+        assert portrait(run(data)) == portrait(slowly(data)), data
+
+
+# -- what a mutilation hardly ever hits --------------------------------------------------------------------------------
+
+
+def put(index: int) -> bytes:
+    return b"r" + struct.pack("<I", index)
+
+
+def tensor(first: int, key: bytes = b"7", location: bytes = b"h\x02", **changed: int) -> bytes:
+    """A call as torch writes it; memo entries 0 to 4 are the function, ``'storage'`` … ``OrderedDict``."""
+    names = ("key", "pid", "size", "stride", "hooks", "args", "call")
+    index = {name: first + place for place, name in enumerate(names)} | changed
+    text = b"X" + struct.pack("<I", len(key)) + key + put(index["key"])
+    pid = b"(h\x01h\x03" + text + location + b"K@t" + put(index["pid"]) + b"Q"
+    sizes = b"K\x00K@\x85" + put(index["size"]) + b"K\x01\x85" + put(index["stride"])
+    end = b"\x89h\x04)R" + put(index["hooks"]) + b"t" + put(index["args"]) + b"R" + put(index["call"])
+    return b"(" + pid + sizes + end
+
+
+def around(*calls: bytes) -> bytes:
+    """A list of calls; their memo begins at 5."""
+    names = (
+        b"ctorch._utils\n_rebuild_tensor_v2\nq\x00X\x07\0\0\0storageq\x01X\x03\0\0\0cpuq\x02"
+        b"ctorch\nFloatStorage\nq\x03ccollections\nOrderedDict\nq\x04"
+    )
+    return b"\x80\x02" + names + b"(" + b"".join(b"h\x00" + call for call in calls) + b"l."
+
+
+CASES: dict[str, bytes] = {
+    "plain": around(tensor(5), tensor(12), tensor(19)),
+    "a key with letters": around(tensor(5), tensor(12, b"x"), tensor(19)),
+    "a key that is no text": around(tensor(5), tensor(12, b"\xff"), tensor(19)),
+    "a longer key": around(tensor(5), tensor(12, b"12"), tensor(19)),
+    "a memo with a gap": around(tensor(5), tensor(13), tensor(20)),
+    "a memo far apart": around(tensor(5), tensor(5000), tensor(5007)),
+    "a memo entry out of order": around(tensor(5), tensor(12, size=15, stride=14), tensor(19)),
+    "a memo entry twice": around(tensor(5), tensor(12, args=16), tensor(19)),
+    "the location is rewritten": around(
+        tensor(5), tensor(12), b"X\x04\0\0\0metaq\x020" + tensor(19), b"h\x02" + put(19) + b"0" + tensor(26)
+    ),
+    "the function is rewritten": around(tensor(5), b"h\x04q\x000" + tensor(12), tensor(19)),
+    "the location is the key": around(tensor(5), tensor(12, location=b"h\x0c"), tensor(19, location=b"h\x0c")),
+    "a location that comes later": around(tensor(5), tensor(12, location=b"h\x20"), tensor(19)),
+    "entries are read later": around(tensor(5), tensor(12), b"0" + bytes(b for i in range(19) for b in (0x68, i))),
+    "nothing is called later": around(*(tensor(i) for i in (5, 12, 19, 26)), b"((" + tensor(33)),
+    "nothing is called": b"\x80\x02" + tensor(0) + b".",
+    "cut short": around(tensor(5), tensor(12), tensor(19))[:-30],
+    "cut at the last index": around(tensor(5), tensor(12))[:-3],
+    "two sizes for one": around(tensor(5), tensor(12).replace(b"K@\x85", b"K@K@\x85"), tensor(19)),
+    "one size for two": around(tensor(5), tensor(12).replace(b"K@\x85", b"K@\x86"), tensor(19)),
+    "a state for a tensor": around(tensor(5), tensor(12) + b"}b", tensor(19) + b"h\x10}b0"),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_graph_of_an_odd_stream_is_the_same(name: str, slowly: Callable[[bytes], Pickle]) -> None:
+    assert portrait(run(CASES[name])) == portrait(slowly(CASES[name]))
+
+
+def test_tensors_do_not_share_their_sizes() -> None:
+    calls = [call for call in run(CASES["plain"]).calls if call.callee.name == "_rebuild_tensor_v2"]  # type: ignore[attr-defined]
+    sizes: list[Any] = [call.args[place] for call in calls for place in (2, 3)]  # type: ignore[index]
+    assert len({id(size) for size in sizes}) == 6
