@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.forge import FUZZ
 from tests.place.makers import GB, checkpoint, gpus
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.place import AUTO, UNDECIDED, Device, Devices, Plan, place
+from transload.place import AUTO, UNDECIDED, Device, Devices, Plan, place, tags_of
 
 CPU_ONLY = Devices((Device("cpu", 1000 * GB),), absent="torch is built without CUDA [B01]")
 MAC = Devices((Device("cpu"), Device("mps")), "mps")
@@ -224,6 +225,23 @@ def test_everything_on_a_device_counts_together() -> None:
     held = checkpoint(("cuda:0", 6), ("cuda:1", 6))
     assert place(held, gpus(12)).ok
     assert [short.needed for short in place(held, gpus(11)).shortages] == [12]
+
+
+def test_equal_storages_each_take_their_room() -> None:
+    """An odd byte is lost in each of them when it is halved."""
+    held = checkpoint(*[("cpu", 5)] * 3, ("cuda:0", 7))
+    (shortage,) = place(held, Devices((Device("cpu", 6, 10), Device("cuda:0", 9)), "cuda:0")).shortages
+    assert (shortage.needed, shortage.instead[-1]) == (15, "as bfloat16 it would take 6 B")
+    assert [(move.tag, move.tensors, move.nbytes) for move in place(held, Devices()).moves] == [
+        ("cpu", 3, 15),
+        ("cuda:0", 1, 7),
+    ]
+
+
+def test_the_tags_of_storages_and_of_tensors() -> None:
+    held = checkpoint(("cuda:1", 4), ("cpu", 4), ("cuda:1", 4))
+    alone = Tensor(("m",), "m", "float32", (2,), (1,), "meta", None, kind="meta")
+    assert tags_of(replace(held, tensors=(*held.tensors, alone))) == ["cuda:1", "cpu", "meta"]
 
 
 def test_unknown_room_is_no_shortage() -> None:

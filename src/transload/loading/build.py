@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import TransloadError
 from transload.loading.allowed import Allowed, Unknown, name_of
 from transload.loading.errors import BrokenFileError, LoadError, UnsafeError
-from transload.loading.graph import Walk
+from transload.loading.graph import Walk, set_items
 from transload.loading.held import Held
-from transload.loading.objects import BUILDERS, Wrong, set_attributes
+from transload.loading.objects import BUILDERS, Args, Wrong, set_attributes
+from transload.loading.ordinary import Entry, ordinary
 from transload.loading.rebuild import Rebuilder
 from transload.read.nodes import Call, Dict, Global, Persistent, Set, module_class
 
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
-_V2 = "torch._utils._rebuild_tensor_v2"
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type"})
-_ORDERED = "collections.OrderedDict"
 _GET_AGAIN = "No release of torch writes that. Get the file again from its author."
 
 
@@ -44,7 +43,7 @@ def build(
     """
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
     rebuilder = Rebuilder(arrival)
-    builder = _Builder(pickle, where, encoding, Held(piece, storages), rebuilder)
+    builder = _Builder(pickle, where, encoding, Held(piece, storages, arrival), rebuilder)
     try:
         made = builder.run(pickle.root)
         rebuilder.check_sparse()
@@ -78,18 +77,14 @@ class _Builder(Walk):
         self._rebuilder = rebuilder
         self._outside: dict[str, Any] = {}
         self._built = pickle.built
-        self._names = {id(node): name_of(node) for node in pickle.globals.values()}
-        self._v2 = self._node(pickle, _V2)
-        self._ordered = self._node(pickle, _ORDERED)
+        self._names = {node: name_of(node) for node in pickle.globals.values()}
+        self.single = ordinary(held.known, self.made, self._names)
 
     def run(self, root: object) -> Any:
         """The object of a node."""
         if self._built:
             raise Wrong("attributes of something that has none")
         return super().run(root)
-
-    def _node(self, pickle: Pickle, name: str) -> Global | None:
-        return next((node for node in pickle.globals.values() if self._names[id(node)] == name), None)
 
     # -- names and storages
 
@@ -124,8 +119,10 @@ class _Builder(Walk):
     # -- calls
 
     def open_call(self, node: Call) -> None:
-        """When its arguments are there."""
-        if node.callee is self._v2 and self._open_tensor(node):
+        """When its arguments are there; an ordinary tensor at once."""
+        tensor = self.single(node, self._checked)
+        if tensor is not None:
+            self.made[id(node)] = tensor
             return
         if type(node.args) is not tuple:
             raise Wrong("a call whose arguments are no tuple")
@@ -134,25 +131,18 @@ class _Builder(Walk):
         needed = node.args[1:] if self._called(node) in _FROM_TYPE else node.args
         self.later(self._call, node, needed if node.kwargs is None else (*needed, node.kwargs))
 
-    def _open_tensor(self, node: Call) -> bool:
-        """The ordinary tensor, which a file has by the ten thousand, in one step; false if it is not so ordinary."""
-        args: Any = node.args
-        if node.states is not None or node.items is not None or type(args) is not tuple or len(args) != 6:
-            return False
-        hooks = args[5]
-        if type(hooks) is not Call or hooks.callee is not self._ordered or hooks.args != () or hooks.items:
-            return False
-        found = self._held.plain(args[0])
-        if found is None or hooks.states or node.appended or id(hooks) in self.made:
-            return False
-        made = self._rebuilder.strided(*found, args[1], args[2], args[3])
-        self.made[id(hooks)] = OrderedDict()
-        self.made[id(node)] = self._rebuilder.finish(made, args[4], self.made[id(hooks)])
-        return True
+    def _checked(self, entry: Entry, args: Args) -> Any:
+        """A tensor that is ordinary but for its numbers; ``None`` if this torch has not its dtype."""
+        dtype = entry[2][3]
+        if dtype is None:
+            return None
+        made = self._rebuilder.strided(self._held.own(entry), dtype, *args[1:4])
+        self.made[id(args[5])] = OrderedDict()
+        return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 
     def _called(self, node: Call) -> str:
         callee = _callee(node)
-        return self._names.get(id(callee)) or name_of(callee)
+        return self._names.get(callee) or name_of(callee)
 
     def _call(self, node: Call) -> None:
         name = self._called(node)
@@ -174,7 +164,7 @@ class _Builder(Walk):
         kind, args, state = (self.get(argument) for argument in arguments[1:])
         if type(args) is not tuple:
             raise Wrong("a tensor that is made of arguments that are none")
-        function = self._names[id(arguments[0])]
+        function = self._names[arguments[0]]
         if self._rebuilder.has(function):
             inner = self._rebuilder.make(function, args)
         else:
@@ -234,12 +224,20 @@ class _Builder(Walk):
         self._run(f"appending to {type(made).__name__}", add, (values,))
 
     def _items(self, node: Call) -> None:
-        self.later(self._set, node, node.items or ())
+        ready = self.ready(node.items or ())
+        if ready is None:
+            self.later(self._set, node, node.items or ())
+        else:
+            set_items(self._mapping(node), ready)
 
     def _set(self, node: Call) -> None:
+        made = self._mapping(node)
+        set_items(made, [self.get(item) for item in node.items or ()])
+
+    def _mapping(self, node: Call) -> Any:
         made = self.get(node)
         self._check_type(made, _MAPPINGS, "are put into")
-        self.set_items(made, node.items or [])
+        return made
 
     def _states(self, node: Call) -> None:
         self.later(self._set_states, node, node.states or ())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from transload.errors import UsageError
+from transload.frozen import facts
 from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["Files", "Piece", "fill"]
 _AT_ONCE = 64 << 20  # between two parts of this size progress is told, and a signal is seen
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Piece:
     """A checkpoint that is built by itself, and where its bytes lie: the whole of it, or a shard.
 
@@ -88,13 +89,13 @@ def fill(source: Source, offset: int, view: memoryview, tell: Callable[[int], No
 class Files:
     """Everything opened for one load.
 
-    ``checkpoint`` is the judged whole, ``pieces`` what is to be built, in order. As a context manager it closes what
-    it has opened.
+    ``checkpoint`` is the judged whole, ``pieces`` what is to be built, in order. ``tree`` is as for ``read_source``.
+    As a context manager it closes what it has opened.
     """
 
-    def __init__(self, f: SourceLike) -> None:
+    def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
         self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
-        self._f = f
+        self._tree = tree
         from transload.judge import judge
 
         try:
@@ -139,7 +140,7 @@ class Files:
         from transload.read import read_source
 
         self._open[""] = (source, None)
-        checkpoint = read_source(source)
+        checkpoint = read_source(source, tree=self._tree)
         return checkpoint, (Piece(checkpoint, lambda _: source, path),)
 
     def _read_file(self, path: str) -> Checkpoint:

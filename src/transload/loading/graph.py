@@ -7,6 +7,7 @@ something waits for it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +15,9 @@ from transload.loading.errors import LoadError
 from transload.loading.objects import Wrong
 from transload.read.nodes import Big, Dict, Extension, OutOfBand, Pickle, Set
 
-__all__ = ["Missing", "Walk"]
+__all__ = ["Missing", "Walk", "set_items"]
 
+_UPDATED = frozenset({dict, OrderedDict})  # a Counter would add the values up
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 Step = Callable[[Any], None]
@@ -38,6 +40,7 @@ class Walk:
         self.stack: list[tuple[Step, Any]] = []
         self._waiting: dict[int, list[tuple[Step, Any]]] = {}
         self._encoding = encoding
+        self.single: Callable[..., Any] = _nothing
         # Bytes in a pickle of Python 2 are text that the reader could not decode.
         self._atoms = _ATOMS - {bytes} if pickle.undecoded else _ATOMS
 
@@ -68,6 +71,27 @@ class Walk:
         if ident not in made:
             raise Missing(ident)
         return made[ident]
+
+    def ready(self, nodes: Iterable[Any]) -> list[Any] | None:
+        """What nodes have become, or become in one step; ``None`` if some take more than that."""
+        atoms, made, single = self._atoms, self.made, self.single
+        values: list[Any] = []
+        append = values.append
+        missing = False
+        for node in nodes:
+            if type(node) in atoms:
+                append(node)
+                continue
+            ident = id(node)
+            value = made.get(ident)
+            if value is None and ident not in made:
+                value = single(node)
+                if value is None:
+                    missing = True
+                    continue
+                made[ident] = value
+            append(value)
+        return None if missing else values
 
     def need(self, nodes: Iterable[Any]) -> None:
         """Let nodes be made next, those that are not yet."""
@@ -118,8 +142,12 @@ class Walk:
 
     def open_list(self, node: list[Any]) -> None:
         """Empty first."""
-        self.made[id(node)] = []
-        self.later(self._fill_list, node, node)
+        values = self.made[id(node)] = []
+        ready = self.ready(node)
+        if ready is None:
+            self.later(self._fill_list, node, node)
+        else:
+            values += ready
 
     def _fill_list(self, node: list[Any]) -> None:
         self.made[id(node)].extend([self.get(child) for child in node])
@@ -138,20 +166,15 @@ class Walk:
 
     def open_dict(self, node: Dict) -> None:
         """Empty first."""
-        self.made[id(node)] = {}
-        self.later(self._fill_dict, node, node.items)
+        into = self.made[id(node)] = {}
+        ready = self.ready(node.items)
+        if ready is None:
+            self.later(self._fill_dict, node, node.items)
+        else:
+            set_items(into, ready)
 
     def _fill_dict(self, node: Dict) -> None:
-        self.set_items(self.made[id(node)], node.items)
-
-    def set_items(self, into: Any, items: list[Any]) -> None:
-        """Keys and values in turn into a dictionary."""
-        values = [self.get(item) for item in items]
-        try:
-            for key, value in zip(values[::2], values[1::2], strict=True):
-                into[key] = value
-        except TypeError as error:
-            raise Wrong(f"a key that cannot be one: {error}") from error
+        set_items(self.made[id(node)], [self.get(item) for item in node.items])
 
     def open_set(self, node: Set) -> None:
         """A frozen one when all in it is there, another one empty first."""
@@ -174,6 +197,23 @@ class Walk:
             return frozenset(values)
         except TypeError as error:
             raise Wrong(f"a set of what cannot be in one: {error}") from error
+
+
+def _nothing(node: object) -> None:
+    """What is made of a node in one step; ``None`` if it takes more."""
+
+
+def set_items(into: Any, values: list[Any]) -> None:
+    """Keys and values in turn into a dictionary."""
+    pairs = zip(values[::2], values[1::2], strict=True)
+    try:
+        if type(into) in _UPDATED:
+            into.update(pairs)
+            return
+        for key, value in pairs:
+            into[key] = value
+    except TypeError as error:
+        raise Wrong(f"a key that cannot be one: {error}") from error
 
 
 _ODD: dict[type, str] = {

@@ -5,48 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transload.loading.objects import Wrong
+from transload.loading.ordinary import Entry, entries
 from transload.read.nodes import Persistent
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.checkpoint import Storage
+    from transload.loading.arrival import Arrival
     from transload.loading.files import Piece
 
 __all__ = ["Held"]
-
-_Found = tuple[Any, Any]  # an untyped storage and its dtype
 
 
 class Held:
     """The storages that were read, by persistent id; also tensors that a tar archive describes beside its pickle."""
 
-    def __init__(self, piece: Piece, storages: dict[str, torch.UntypedStorage]) -> None:
+    def __init__(self, piece: Piece, storages: dict[str, torch.UntypedStorage], arrival: Arrival) -> None:
         import torch
 
         self._torch = torch
-        self._known = {storage.id: self._entry(storage, storages) for storage in piece.checkpoint.storages}
+        self.known = entries(piece.checkpoint.storages, storages, arrival)
         self._typed: dict[object, Any] = {}
         self._tar = _Tar(piece) if piece.checkpoint.format == "torch-tar" else None
 
-    def _entry(self, storage: Storage, storages: dict[str, torch.UntypedStorage]) -> tuple[Any, Any, str]:
-        return storages[storage.id], getattr(self._torch, storage.dtype, None), storage.dtype
-
-    def plain(self, node: object) -> _Found | None:
-        """The storage of an id and its dtype; ``None`` if that is anything else than a whole storage with bytes."""
-        if type(node) is not Persistent or type(node.id) is not tuple:
-            return None
-        pid = node.id
-        if len(pid) != 5 and (len(pid) != 6 or pid[5] is not None):
-            return None
-        entry = self._known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
-        if entry is None or entry[1] is None:
-            return None
-        # torch makes an empty storage anew for each tensor that has one.
-        return (entry[0] if entry[0].nbytes() else self._empty(entry[0])), entry[1]
-
-    def _empty(self, like: Any) -> Any:
-        return self._torch.UntypedStorage(0, device=like.device)
+    def own(self, entry: Entry) -> Any:
+        """The storage for one tensor: torch makes an empty one anew for each that has one."""
+        storage, nbytes, _ = entry
+        return storage if nbytes else self._torch.UntypedStorage(0, device=storage.device)
 
     def is_storage(self, node: Persistent) -> bool:
         """Whether an id names a storage."""
@@ -61,16 +46,16 @@ class Held:
             raise Wrong("an id that names no storage")
         pid: Any = node.id
         key = str(pid[2])
-        if key not in self._known:
+        if key not in self.known:
             raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
-        storage, dtype, name = self._known[key]
+        storage, nbytes, (*_, dtype, name) = self.known[key]
         if dtype is None:
             raise Wrong(f"a storage of {name}, which this torch does not have")
         view = pid[5] if len(pid) == 6 else None
         if view is not None:
             return self._view(storage, dtype, view)
-        if not storage.nbytes():
-            return self._wrapped(self._empty(storage), dtype)
+        if not nbytes:
+            return self._wrapped(self.own(self.known[key]), dtype)
         if key not in self._typed:
             self._typed[key] = self._wrapped(storage, dtype)
         return self._typed[key]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.objects import Wrong
+from transload.loading.ordinary import Entry, entries, view
 from transload.loading.rebuild import Rebuilder
 
 if TYPE_CHECKING:
@@ -20,21 +21,31 @@ __all__ = ["plain_tensors"]
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], arrival: Arrival) -> dict[str, Any]:
     """The tensors of a safetensors file by name."""
+    checkpoint = piece.checkpoint
+    known: dict[Any, Entry] = entries(checkpoint.storages, storages, arrival)
     rebuilder = Rebuilder(arrival)
-    return {tensor.name: _tensor(piece, tensor, storages, rebuilder) for tensor in piece.checkpoint.tensors}
+    made: dict[str, Any] = {}
+    for tensor in checkpoint.tensors:
+        entry = known.get(tensor.storage)
+        found = None
+        if entry is not None and entry[2][4] == tensor.dtype:
+            found = view(entry, tensor.offset, tensor.shape, tensor.stride)
+        made[tensor.name] = _checked(checkpoint.path, tensor, entry, rebuilder) if found is None else found
+    return made
 
 
-def _tensor(piece: Piece, tensor: Tensor, storages: dict[str, torch.UntypedStorage], rebuilder: Rebuilder) -> Any:
+def _checked(path: str, tensor: Tensor, entry: Entry | None, rebuilder: Rebuilder) -> Any:
+    """A tensor that is empty, on the meta device, or cannot be made."""
     import torch
 
-    where = f"{piece.checkpoint.path} › {tensor.name}"
+    where = f"{path} › {tensor.name}"
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
         what = f"its dtype {tensor.dtype} is none of torch {torch.__version__}"
         raise LoadError(what, where=where, fix="A newer torch may have it.")
-    if tensor.storage is None:
+    if entry is None:
         raise BrokenFileError("its bytes are not in the file", where=where)
     try:
-        return rebuilder.strided(storages[tensor.storage], dtype, tensor.offset, tensor.shape, tensor.stride)
+        return rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
     except Wrong as reason:
         raise BrokenFileError(f"it holds {reason}", where=where) from reason

@@ -6,7 +6,8 @@ a nested tensor beyond its buffer, or scales that are fewer than the channels ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, itemsize
@@ -29,11 +30,9 @@ class Rebuilder:
     def __init__(self, arrival: Arrival) -> None:
         import torch
 
-        from transload.loading.kinds import KINDS
-
         self.torch = torch
         self.arrival = arrival
-        self._makers: dict[str, tuple[Callable[..., Any], int, int]] = {**_MAKERS, **KINDS}
+        self._makers = _makers()
         self._names: dict[Any, str] = {}
         self._faked = _fake_mode(torch)
 
@@ -214,6 +213,13 @@ _MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
     "torch.nn.parameter.Parameter": (_plain_parameter, 1, 2),
 }
+
+
+@cache
+def _makers() -> Mapping[str, tuple[Callable[..., Any], int, int]]:
+    from transload.loading.kinds import KINDS
+
+    return {**_MAKERS, **KINDS}
 
 
 def _fake_mode(torch: Any) -> Callable[[Any], Any] | None:

@@ -11,6 +11,8 @@ from transload.opening.slots import Slot
 from transload.read.nodes import Call, Dict
 
 if TYPE_CHECKING:
+    import torch
+
     from transload.checkpoint import Checkpoint, Tensor
     from transload.loading.files import Piece
     from transload.opening.keys import Match
@@ -48,8 +50,7 @@ def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> 
     """Compare every key, shape and dtype."""
     out = Fit()
     out.extras = _extras(match, slots, opened)
-    for key, tensor in match.tensors.items():
-        _compare(out, key, tensor, slots[key], cast=cast)
+    _compare(out, match, slots, cast=cast)
     out.tasks = _tasks(match, slots, opened)
     filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
     found = match.tensors.keys() | out.extras.keys()
@@ -80,14 +81,18 @@ def _extras(match: Match, slots: dict[str, Slot], opened: Opened) -> dict[str, T
     return out
 
 
-def _compare(out: Fit, key: str, tensor: Tensor, slot: Slot, *, cast: bool) -> None:
-    if slot.tensor is None or slot.shape is None:
-        return
-    if tensor.shape != slot.shape and not _is_old_scalar(tensor, slot):
-        out.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
-    mine = str(slot.tensor.dtype).removeprefix("torch.")
-    if tensor.dtype != mine and not cast:
-        out.dtypes.append(Difference(key, tensor.dtype, mine))
+def _compare(out: Fit, match: Match, slots: dict[str, Slot], *, cast: bool) -> None:
+    names: dict[torch.dtype, str] = {}
+    for key, tensor in match.tensors.items():
+        slot = slots[key]
+        if slot.tensor is None or slot.shape is None:
+            continue
+        if tensor.shape != slot.shape and not _is_old_scalar(tensor, slot):
+            out.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+        dtype = slot.tensor.dtype
+        mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
+        if tensor.dtype != mine and not cast:
+            out.dtypes.append(Difference(key, tensor.dtype, mine))
 
 
 def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
@@ -97,19 +102,22 @@ def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
 
 def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
     """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
-    last: dict[int, tuple[str, Tensor]] = {}
+    last: dict[int, str] = {}
     places: dict[int, list[Slot]] = {}
     for key, slot in slots.items():
         if slot.tensor is None:
             continue
-        places.setdefault(id(slot.tensor), []).append(slot)
+        ident = id(slot.tensor)
+        places.setdefault(ident, []).append(slot)
         if key in match.tensors:
-            last[id(slot.tensor)] = (key, match.tensors[key])
-    tasks = [
-        Task(key, tensor, (0,) if _is_old_scalar(tensor, slots[key]) else (), tuple(places[ident]))
-        for ident, (key, tensor) in last.items()
-    ]
-    return sorted(tasks, key=lambda task: _place(task.tensor, opened))
+            last[ident] = key
+    tasks = []
+    for ident, key in last.items():
+        tensor, slot = match.tensors[key], slots[key]
+        part = (0,) if slot.shape == () and _is_old_scalar(tensor, slot) else ()
+        tasks.append(Task(key, tensor, part, tuple(places[ident])))
+    tasks.sort(key=lambda task: _place(task.tensor, opened))
+    return tasks
 
 
 def _place(tensor: Tensor, opened: Opened) -> tuple[str, int, int]:
@@ -120,7 +128,8 @@ def _place(tensor: Tensor, opened: Opened) -> tuple[str, int, int]:
 def values(match: Match, checkpoint: Checkpoint) -> list[str]:
     """Entries of the state dict that are no tensors, as the file calls them: an epoch, extra state."""
     path = match.branch.path
-    modules = any(step in _MARKERS for tensor in match.branch.tensors.values() for step in tensor.path[len(path) :])
+    apart = _MARKERS.isdisjoint
+    modules = not all(apart(tensor.path[len(path) :]) for tensor in match.branch.tensors.values())
     if modules or checkpoint.format in _PROGRAMS:
         return []  # attributes of an object are no entries
     below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)

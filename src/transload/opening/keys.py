@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from transload.errors import UsageError
+from transload.opening.renaming import Rename, chains, cut, deed, has_inner
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
 
-__all__ = ["Branch", "Match", "Rename", "branches", "find"]
+__all__ = ["Branch", "Match", "branches", "find"]
 
 Shape = tuple[int, ...] | None
 """``None`` where the model does not mind."""
-
-_LEADING = ("module.", "_orig_mod.", "model.")
-"""What DataParallel, torch.compile and trainers put before every key."""
-
-_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers put inside a key, where a part of the model is wrapped."""
 
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -38,33 +34,6 @@ class Branch:
     def name(self) -> str:
         """What to pass as ``prefix`` for it."""
         return "/".join(map(str, self.path))
-
-
-class Rename(NamedTuple):
-    """A change made to all keys of a file: ``strip`` goes from the front, ``add`` comes there, wrappers are cut out."""
-
-    strip: str = ""
-    add: str = ""
-    inner: bool = False
-
-    def __call__(self, key: str) -> str:
-        """The key as the model may call it."""
-        if self.inner:
-            key = _cut(key)
-        return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
-
-    def undone(self, key: str) -> str:
-        """The key as the file may call it."""
-        return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
-
-    def leaves_out(self, key: str) -> bool:
-        """Whether a key is none of the model's: trainers keep other things beside it, wrappers do not."""
-        return self.strip.endswith("model.") and not key.startswith(self.strip)
-
-    @property
-    def cost(self) -> int:
-        """The least change is the best, where several do."""
-        return self.strip.count(".") + self.add.count(".") + self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +65,7 @@ class Match:
         if not changed:
             return ()
         beside = f", and left out {self.outside:,} that have none" if self.outside else ""
-        return (f"{_deed(self.rename)} {len(changed):,} keys{beside}",)
-
-
-def _deed(rename: Rename) -> str:
-    words = []
-    if rename.strip and rename.add:
-        words.append(f"put {rename.add!r} for {rename.strip!r} in")
-    elif rename.strip:
-        words.append(f"took {rename.strip!r} off")
-    elif rename.add:
-        words.append(f"put {rename.add!r} before")
-    if rename.inner:
-        words.append("left out the names of wrappers in")
-    return " and ".join(words)
+        return (f"{deed(self.rename)} {len(changed):,} keys{beside}",)
 
 
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
@@ -118,27 +74,42 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
     """
     found: dict[tuple[Key, ...], Branch] = {}
+    known: dict[tuple[Key, ...], list[_Above]] = {}
     for tensor in checkpoint.tensors:
         if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
             continue  # of the code, not of the model
         steps = _steps(tensor)
-        for depth in range(max(1, len(steps))):
-            branch = found.get(steps[:depth])
-            if branch is None:
-                branch = found[steps[:depth]] = Branch(steps[:depth])
-            key = ".".join(map(str, steps[depth:]))
-            branch.tensors[key] = tensor
-            if len(steps) - depth > 1:
-                branch.deep[key] = steps[depth]
+        above = known.get(steps[:-1]) if steps else _above((), found)
+        if above is None:
+            above = known[steps[:-1]] = _above(steps, found)
+        name = str(steps[-1]) if steps else ""
+        for branch, lead, first in above:
+            branch.tensors[lead + name] = tensor
+            if first is not None:
+                branch.deep[lead + name] = first
     return found
 
 
+_Above = tuple[Branch, str, "Key | None"]
+"""A branch, what keys below a place begin with in it, and the first step there if that is not the last, too."""
+
+
+def _above(steps: tuple[Key, ...], found: dict[tuple[Key, ...], Branch]) -> list[_Above]:
+    """All branches above what these steps lead to."""
+    out: list[_Above] = []
+    for depth in range(max(1, len(steps))):
+        branch = found.setdefault(steps[:depth], Branch(steps[:depth]))
+        between = steps[depth:-1]
+        out.append((branch, "".join(f"{step}." for step in between), between[0] if between else None))
+    return out
+
+
 def _steps(tensor: Tensor) -> tuple[Key, ...]:
+    if _MARKERS.isdisjoint(tensor.path):
+        return tensor.path
     if "_parameters/" in tensor.name or "_buffers/" in tensor.name:  # a buffer that state_dict() leaves out
         return tensor.path
     steps = tuple(step for step in tensor.path if step not in _MARKERS)
-    if len(steps) == len(tensor.path):
-        return steps
     # A module: what stands behind its first marker is one key.
     lead = next(i for i, step in enumerate(tensor.path) if step in _MARKERS)
     return (*steps[:lead], ".".join(map(str, steps[lead:])))
@@ -151,8 +122,7 @@ def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None
     same tensors, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
-    model = _Model(wanted)
-    matches = [model.lay(branch) for branch in chosen]
+    matches = _Model(wanted).matches(chosen)
     if not matches:
         return Match(Branch(()), Rename(), {}, {}, {})
     best = max(match.score for match in matches)
@@ -228,14 +198,41 @@ class _Model:
 
     def __init__(self, wanted: Mapping[str, Shape]) -> None:
         self.shapes = wanted
-        self.chains = _chains(wanted)
-        self.wrapped = _has_inner(wanted)
-        self.cut = {_cut(name): name for name in wanted}
-        self.same = {name: name for name in wanted}
+
+    @cached_property
+    def chains(self) -> list[str]:
+        """What leads its keys."""
+        return chains(self.shapes)
+
+    @cached_property
+    def wrapped(self) -> bool:
+        """Whether there are names of wrappers in its keys."""
+        return has_inner(self.shapes)
+
+    @cached_property
+    def cut(self) -> dict[str, str]:
+        """Its keys by what they are without those names."""
+        return {cut(name): name for name in self.shapes}
+
+    @cached_property
+    def same(self) -> dict[str, str]:
+        """Its keys by themselves."""
+        return {name: name for name in self.shapes}
+
+    def matches(self, branches: Sequence[Branch]) -> list[Match]:
+        """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
+        found: dict[int, Match] = {}
+        most = 0
+        for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
+            if len(branches[place].tensors) < most:
+                break
+            found[place] = self.lay(branches[place])
+            most = max(most, found[place].score[0])
+        return [found[place] for place in sorted(found)]
 
     def lay(self, branch: Branch) -> Match:
         """The branch over the model by the change of names that makes most keys fit; by the least that does."""
-        best = self._laid(branch, Rename())
+        best = self._as_is(branch)
         if len(best.tensors) == len(self.shapes):
             return best
         for rename in self._renames(branch.tensors):
@@ -246,12 +243,24 @@ class _Model:
 
     def _renames(self, keys: Collection[str]) -> Iterator[Rename]:
         """Changes worth trying: what leads the keys on either side, with and without wrappers inside them."""
-        ours = _chains(keys)
-        for inner in (False, True) if self.wrapped or _has_inner(keys) else (False,):
+        ours = chains(keys)
+        for inner in (False, True) if self.wrapped or has_inner(keys) else (False,):
             for strip in ours:
                 for add in self.chains:
                     if strip or add or inner:
                         yield Rename(strip, add, inner)
+
+    def _as_is(self, branch: Branch) -> Match:
+        """The branch with its own keys."""
+        shapes = self.shapes
+        tensors = {key: tensor for key, tensor in branch.tensors.items() if key in shapes}
+        rest = {key: tensor for key, tensor in branch.tensors.items() if key not in shapes}
+        return Match(branch, Rename(), tensors, dict(zip(tensors, tensors, strict=True)), rest, 0, self._score(tensors))
+
+    def _score(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """How many keys fit, and how many shapes."""
+        shapes = self.shapes
+        return len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
 
     def _laid(self, branch: Branch, rename: Rename) -> Match:
         names = self.cut if rename.inner else self.same
@@ -269,27 +278,4 @@ class _Model:
                 outside += 1
             else:
                 rest[key if key in branch.deep else new] = tensor
-        shaped = sum(self.shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
-        return Match(branch, rename, tensors, origins, rest, outside, (len(tensors), shaped))
-
-
-def _has_inner(keys: Iterable[str]) -> bool:
-    return any(part in key for key in keys for part in _INNER)
-
-
-def _chains(keys: Iterable[str]) -> list[str]:
-    """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
-    found = {""}
-    for key in keys:
-        lead = ""
-        while part := next((part for part in _LEADING if key.startswith(part, len(lead))), ""):
-            lead += part
-            found.add(lead)
-    return sorted(found, key=len)
-
-
-def _cut(key: str) -> str:
-    for part in _INNER:
-        if part in key:
-            key = key.replace(part, "")
-    return key
+        return Match(branch, rename, tensors, origins, rest, outside, self._score(tensors))

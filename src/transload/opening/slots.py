@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -19,15 +20,8 @@ class Slot(NamedTuple):
     module: torch.nn.Module
     name: str
     tensor: torch.Tensor | None
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """``None`` where any will do: extra state, and parameters that are not made yet."""
-        import torch
-
-        if self.tensor is None or torch.nn.parameter.is_lazy(self.tensor):
-            return None
-        return tuple(self.tensor.shape)
+    shape: tuple[int, ...] | None
+    """``None`` where any will do: extra state, and parameters that are not made yet."""
 
     @property
     def now(self) -> torch.Tensor | None:
@@ -56,19 +50,21 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001 - as above
         for name, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None:
-                found[prefix + name] = Slot(module, name, parameter)
+                found[prefix + name] = Slot(module, name, parameter, _shape(parameter))
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None and name not in unsaved:
-                found[prefix + name] = Slot(module, name, buffer)
+                found[prefix + name] = Slot(module, name, buffer, _shape(buffer))
         if _has_extra(module):
-            found[prefix + EXTRA] = Slot(module, EXTRA, None)
+            found[prefix + EXTRA] = Slot(module, EXTRA, None, None)
     return found
 
 
-def _has_extra(module: torch.nn.Module) -> bool:
-    import torch
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return None if isinstance(tensor, _torch_parts().lazy) else tuple(tensor.shape)
 
-    return type(module).set_extra_state is not torch.nn.Module.set_extra_state
+
+def _has_extra(module: torch.nn.Module) -> bool:
+    return type(module).set_extra_state is not _torch_parts().no_extra
 
 
 def own_way(module: torch.nn.Module) -> bool:
@@ -76,12 +72,28 @@ def own_way(module: torch.nn.Module) -> bool:
 
     The norms override it only for the sake of files without ``num_batches_tracked``, which is seen to elsewhere.
     """
+    known = _torch_parts().ways
+    return type(module)._load_from_state_dict not in known or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+
+
+class _Parts(NamedTuple):
+    """What there is in torch to tell modules and parameters by."""
+
+    lazy: type
+    no_extra: object
+    ways: frozenset[object]
+
+
+@cache
+def _torch_parts() -> _Parts:
     import torch
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm
+    from torch.nn.parameter import UninitializedTensorMixin
 
-    known = {kind._load_from_state_dict for kind in (torch.nn.Module, _NormBase, _InstanceNorm)}  # noqa: SLF001
-    return type(module)._load_from_state_dict not in known or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+    kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
+    ways = frozenset(kind._load_from_state_dict for kind in kinds)  # noqa: SLF001 - they are compared, not called
+    return _Parts(UninitializedTensorMixin, torch.nn.Module.set_extra_state, ways)
 
 
 def has_post_hooks(model: torch.nn.Module) -> bool:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transload.diagnose.verdict import Diagnosis
     from transload.machine import Machine
 
+from transload.frozen import facts
+
 __all__ = ["Device", "Devices", "devices_of", "local_rank", "split"]
 
 _LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, and a tag may be anything
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Device:
     """A device that works here. ``free`` and ``total`` are bytes, -1 where they are not known."""
 
@@ -28,7 +29,7 @@ class Device:
     """What a person calls it: ``NVIDIA H200``."""
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Devices:
     """All devices that work here. ``current`` is the accelerator a program computes on unless it says otherwise.
 
@@ -47,6 +48,9 @@ class Devices:
 
     def get(self, name: str) -> Device | None:
         """The device torch means by a name: ``cuda`` alone is the current one, ``mps:0`` is ``mps``."""
+        exact = next((device for device in self.available if device.name == name), None)
+        if exact is not None:
+            return exact
         kind, index = split(name)
         wanted = {name, kind} if index == 0 else {name}
         if name == kind == split(self.current)[0]:

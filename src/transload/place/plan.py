@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from transload.frozen import facts
 from transload.place.devices import split
 
 __all__ = ["UNDECIDED", "Move", "Plan", "Reason", "Shortage", "listed"]
@@ -29,7 +29,7 @@ _SHOWN = 8
 _LONGEST = 40
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Move:
     """All storages of one tag: where they were, where they go, and why."""
 
@@ -49,8 +49,10 @@ class Move:
         >>> Move("cuda", "cuda:0", "here").moved, Move("cuda:1", "cuda:0", "absent").moved
         (False, True)
         """
+        if self.tag == self.device:
+            return False
         (kind, _), (before, index) = split(self.device), split(self.tag)
-        same = self.tag in (self.device, kind) or (index == 0 and before == self.device)
+        same = self.tag == kind or (index == 0 and before == self.device)
         return not same and self.device != UNDECIDED
 
     @property
@@ -63,7 +65,7 @@ class Move:
         return _why(self.reason, listed([self.tag]), self.detail)
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Shortage:
     """A device that has too little memory."""
 
@@ -79,7 +81,7 @@ class Shortage:
         return self.needed - self.free
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Plan:
     """Where a checkpoint lands.
 
@@ -98,6 +100,8 @@ class Plan:
     fix: tuple[str, ...] = ()
     surprising: bool = False
     """Whether something lands elsewhere than its tag says though the caller did not ask for it."""
+    how: str = ""
+    """How its bytes would be moved, in a phrase; empty where nobody has looked."""
 
     @property
     def ok(self) -> bool:
@@ -132,6 +136,7 @@ class Plan:
             "refused": self.refused,
             "fix": list(self.fix),
             "warning": self.warning,
+            "how": self.how,
             "moves": [
                 {
                     "tag": move.tag,
