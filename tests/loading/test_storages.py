@@ -250,7 +250,7 @@ def test_progress_is_not_written_too_often() -> None:
     for done in range(1000):
         show(done, 1000)
     assert terminal.getvalue().count("\r") < 100
-    telling(False, 10)(5)
+    assert telling(progress=False, total=10) is None
 
 
 # -- sharing

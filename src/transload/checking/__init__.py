@@ -99,7 +99,17 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
 
         machine = probe(torch=False)
     environ = dict(os.environ) if here else machine.variables.values
-    return checked(checkpoint, judge_machine(machine), device, environ, cwd=os.curdir if here else "")
+    made = checked(checkpoint, judge_machine(machine), device, environ, cwd=os.curdir if here else "")
+    return replace(made, plan=replace(made.plan, how=_how(path, made.plan))) if here else made
+
+
+def _how(path: str | os.PathLike[str], plan: Plan) -> str:
+    """How its bytes would be moved here: as ``load`` chooses, but for what only a working driver can tell."""
+    from transload.loading.transfer.forecast import forecast
+
+    cuda = sum(move.nbytes for move in plan.moves if move.device.startswith("cuda"))
+    host = sum(move.nbytes for move in plan.moves) - cuda
+    return forecast(os.fspath(path), host, cuda).why if plan.ok and host + cuda else ""
 
 
 def checked(

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import CannotReadError
-from transload.loading.arguments import Progressing, check_arguments, check_mmap, is_weights_only
+from transload.loading.arguments import (
+    Progressing,
+    check_arguments,
+    check_mmap,
+    check_settings,
+    is_weights_only,
+)
 from transload.loading.arrival import Arrival, wanted_devices
 from transload.loading.errors import (
+    BrokenFileError,
     DoesNotFitError,
     FileWarning,
     LandingWarning,
@@ -16,6 +23,7 @@ from transload.loading.errors import (
     os_error,
 )
 from transload.loading.files import Files
+from transload.loading.objects import Wrong
 from transload.loading.progress import telling
 from transload.loading.storages import How
 from transload.loading.task import Task
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["load"]
 
 
-def load(  # noqa: PLR0913 - torch.load's signature, and three more
+def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
     f: SourceLike,
     map_location: Any = "auto",
     pickle_module: Any = None,
@@ -38,6 +46,9 @@ def load(  # noqa: PLR0913 - torch.load's signature, and three more
     mmap: bool | None = None,
     verify: bool = False,
     progress: Progressing = None,
+    threads: int | None = None,
+    pinned_mb: int | None = None,
+    direct: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """What a checkpoint holds, loaded onto the devices of this machine: ``torch.load`` for every format and any file.
@@ -55,6 +66,10 @@ def load(  # noqa: PLR0913 - torch.load's signature, and three more
     every checksum there is while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal,
     or a function that gets the bytes done and the bytes in all. ``encoding`` is for texts that Python 2 wrote.
 
+    How bytes are moved is chosen by what this machine is and where the file lies; ``transload check`` tells how.
+    ``threads`` sets how many read, ``pinned_mb`` how much pinned memory they may use on the way to a GPU, ``direct``
+    whether the page cache is passed by.
+
     Errors are of our own classes, and of those torch users catch already: ``RuntimeError``, ``pickle.UnpicklingError``,
     ``OSError``.
 
@@ -64,23 +79,30 @@ def load(  # noqa: PLR0913 - torch.load's signature, and three more
     trusted = not is_weights_only(weights_only, pickle_module)
     check_arguments(pickle_load_args, pickle_module, trusted=trusted)
     mapped = check_mmap(f, mmap)
-    with no_collecting(), _open(f) as files:
-        _refuse(files.checkpoint, trusted=trusted)
-        plan = _placed(files.checkpoint, map_location, mapped=mapped)
-        how = How(verify, mapped, telling(progress, files.checkpoint.tensor_nbytes))
-        task = Task(files, Arrival(plan, map_location, files.checkpoint.path), how)
-        if trusted:
-            made = task.trust(pickle_module, pickle_load_args)
-        else:
-            made = task.build(pickle_load_args.get("encoding", "utf-8"))
-        files.stay_behind()
-    _warn(files.checkpoint, plan)
+    settings = check_settings(threads, pinned_mb, direct)
+    encoding = pickle_load_args.get("encoding", "utf-8")
+    for tree in (True,) if trusted else (False, True):
+        with no_collecting(), _open(f, tree=tree) as files:
+            checkpoint = files.checkpoint
+            _refuse(checkpoint, trusted=trusted)
+            plan = _placed(checkpoint, map_location, checkpoint.tensor_nbytes, mapped=mapped)
+            how = How(verify, mapped, telling(progress, checkpoint.tensor_nbytes), settings)
+            task = Task(files, Arrival(plan, map_location, checkpoint.path), how)
+            try:
+                made = task.trust(pickle_module, pickle_load_args) if trusted else task.build(encoding)
+            except BrokenFileError as error:
+                if checkpoint.counted and isinstance(error.__cause__, Wrong):
+                    continue  # once more, with the tree, which has the names to say what is wrong
+                raise
+            files.stay_behind()
+            break
+    _warn(checkpoint, plan)
     return made
 
 
-def _open(f: SourceLike) -> Files:
+def _open(f: SourceLike, *, tree: bool) -> Files:
     try:
-        return Files(f)
+        return Files(f, tree=tree)
     except CannotReadError as error:
         raise os_error(error) from error.__cause__
 
@@ -101,18 +123,18 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
         refuse_unsafe(checkpoint, Allowed())
 
 
-def _placed(checkpoint: Checkpoint, wish: Any, *, mapped: bool) -> Plan:
+def _placed(checkpoint: Checkpoint, wish: Any, nbytes: int, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
     from transload.loading.here import devices_here
-    from transload.place import place
-    from transload.render.landing import shortage_words
+    from transload.place import place, tags_of
 
-    tags = [use.device for use in checkpoint.devices]
-    plan = place(checkpoint, devices_here(wanted_devices(tags, wish), checkpoint.tensor_nbytes), wish)
+    plan = place(checkpoint, devices_here(wanted_devices(tags_of(checkpoint), wish), nbytes), wish)
     if plan.refused:
         raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
+        from transload.render.landing import shortage_words
+
         what = "; ".join(map(shortage_words, short))
         fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
         raise DoesNotFitError(what, where=checkpoint.path, fix=fix)

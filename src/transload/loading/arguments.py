@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transload.errors import UsageError
+from transload.loading.transfer.choice import SLOT_PAIR, Settings
 
-__all__ = ["Progressing", "check_arguments", "check_mmap", "is_weights_only"]
+__all__ = ["Progressing", "check_arguments", "check_mmap", "check_settings", "is_weights_only"]
 
 Progressing = bool | Callable[[int, int], object] | None
 
@@ -58,6 +59,17 @@ def check_mmap(f: object, mmap: bool | None) -> bool:
     if mmap and not is_path:
         raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
     return bool(mmap) if mmap is not None else is_path and _mapped_by_default()
+
+
+def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
+    """How bytes are moved, as far as the caller says."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise UsageError(f"threads={threads!r} is no number of threads", fix="Pass 1 or more, or leave it out.")
+    least = SLOT_PAIR >> 20
+    if pinned_mb is not None and (not isinstance(pinned_mb, int) or pinned_mb < least):
+        what = f"pinned_mb={pinned_mb!r} is too little to read into"
+        raise UsageError(what, fix=f"Each thread takes {least} MiB: pass at least {least}, or leave it out.")
+    return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
 
 
 def _mapped_by_default() -> bool:

@@ -27,6 +27,15 @@ class Arrival:
         """Whether storages of a tag keep no bytes, so that none need to be read."""
         return self._choose is None and self._devices.get(tag, tag) == "meta"
 
+    def known(self, tag: str) -> str:
+        """The device for a tag, with its index; empty where the caller's function is to be asked."""
+        import torch
+
+        if self._choose is not None:
+            return ""
+        device = self._devices.get(tag, tag)
+        return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
     def put(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
         """A storage of the CPU on its device."""
         if self._choose is None:

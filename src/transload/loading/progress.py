@@ -41,13 +41,16 @@ class Progress:
         return f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
 
 
-def telling(progress: bool | Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
-    """A function to be called with each number of bytes that came. ``progress`` gets the sum so far, and the total."""
+def telling(progress: bool | Callable[[int, int], object] | None, total: int) -> Callable[[int], None] | None:
+    """A function to be called with each number of bytes that came; ``None`` where nobody wants to know.
+
+    ``progress`` gets the sum so far, and the total.
+    """
     if progress is None or progress is False:
-        return lambda _: None
+        return None
     stream = sys.stderr if progress is True and sys.stderr.isatty() else None
     if progress is True and stream is None:
-        return lambda _: None
+        return None
     show: Callable[[int, int], object] = Progress(stream) if progress is True else progress
     done = 0
 

@@ -1,17 +1,20 @@
 """The bytes of a checkpoint into torch's storages: each read once, into memory that was just made, and put in place.
 
-One function is all that the rest of loading knows of this: ``read_storages``.
+One function is all that the rest of loading knows of this: ``read_storages``. What lies in a file as it will lie in
+memory, and goes to the host or to a CUDA device, is left to the engine (transfer/), all of it at once. The rest is read
+one by one: what is packed, or in the other byte order, or goes to where only torch, or a function of the caller's, can
+bring it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.loading.errors import BrokenFileError, DoesNotFitError
-from transload.loading.files import fill
+from transload.loading.transfer import Ended, Settings, Sums, Want, bring
+from transload.loading.transfer.memory import view
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +22,11 @@ if TYPE_CHECKING:
     from transload.checkpoint import Record, Storage
     from transload.loading.arrival import Arrival
     from transload.loading.files import Piece
+    from transload.read.source import Source
 
 __all__ = ["How", "read_storages"]
 
 _CHUNK = 4 << 20  # packed bytes inflated at once
-_WRITABLE = 0x200  # PyBUF_WRITE
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
@@ -35,14 +38,20 @@ class How(NamedTuple):
     """Compare every checksum there is."""
     mapped: bool = False
     """Map the file instead of reading it, where the bytes lie as they will lie in memory."""
-    tell: Callable[[int], None] = lambda _: None
+    tell: Callable[[int], None] | None = None
     """Called with numbers of bytes, as they come."""
+    settings: Settings = Settings()
 
 
 def read_storages(piece: Piece, arrival: Arrival, how: How = How()) -> dict[str, torch.UntypedStorage]:  # noqa: B008 - a named tuple does not change
     """Every storage of a checkpoint on its device, by id."""
     reader = _Reader(piece, arrival, how)
-    return {storage.id: reader.storage(storage) for storage in piece.checkpoint.storages}
+    storages = piece.checkpoint.storages
+    plain = reader.plain(storages)
+    together = dict(zip(plain, reader.together(list(plain.values())), strict=True)) if plain else {}
+    if len(together) == len(storages):
+        return together
+    return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
 
 
 class _Reader:
@@ -52,16 +61,80 @@ class _Reader:
         import torch
 
         self._torch = torch
+        self._new = torch.UntypedStorage
         self._piece = piece
         self._arrival = arrival
         self._how = how
         self._faked = _is_fake_mode()
         self._skips = _skips_data()
-        self._view = _viewer()
         self._map = _mapping(piece) if how.mapped else None
         self._records: dict[str, dict[str, Record]] = {}
         self._order = _byte_order(piece)
-        self._dtypes = _dtypes_within(piece) if any(map(self._is_swapped, piece.checkpoint.storages)) else {}
+        self._dtypes: dict[str, str] | None = None
+
+    # -- those that the engine brings
+
+    def plain(self, storages: Iterable[Storage]) -> dict[str, tuple[Storage, str]]:
+        """The storages that lie in the file as they will in memory, and the device for each."""
+        if self._faked or self._skips or self._map is not None:
+            return {}
+        devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
+        here, all_big = sys.byteorder == "big", self._order == "big"
+        return {
+            storage.id: (storage, device)
+            for storage in storages
+            if (device := devices[storage.device])
+            and 0 < storage.nbytes <= storage.stored
+            and storage.offset is not None
+            and not storage.compressed
+            and (storage.big_endian or all_big) == here
+        }
+
+    def _reached(self, tag: str) -> str:
+        """The device for a tag if the engine reaches it; else empty."""
+        device = self._arrival.known(tag)
+        if not device.startswith("cuda:"):
+            return device if device == "cpu" else ""
+        from transload.loading.transfer.driver import cuda_driver
+
+        return device if cuda_driver() is not None else ""
+
+    def together(self, storages: Sequence[tuple[Storage, str]]) -> list[torch.UntypedStorage]:
+        """Plain storages, all read at once."""
+        sources: dict[str, int] = {}
+        opened: list[Source] = []
+        wants = []
+        for storage, device in storages:
+            number = sources.get(storage.file)
+            if number is None:
+                number = sources[storage.file] = len(opened)
+                opened.append(self._piece.open(storage.file))
+            wants.append(Want(number, storage.offset or 0, storage.nbytes, device))
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def place(index: int) -> int:
+            made = held[index] = self._empty(*storages[index])
+            return made.data_ptr()  # type: ignore[no-any-return]
+
+        self._bring(opened, wants, place, [storage for storage, _ in storages])
+        return [held[index] for index in range(len(storages))]
+
+    def _bring(
+        self, sources: Sequence[Source], wants: Sequence[Want], place: Callable[[int], int], storages: Sequence[Storage]
+    ) -> None:
+        """Bring the bytes of storages to where there is place for each."""
+        sums = Sums() if self._how.verify else None
+        try:
+            bring(sources, wants, place, settings=self._how.settings, tell=self._how.tell, sums=sums)
+        except Ended as end:
+            storage = storages[end.want]
+            detail = f"the file ends after {end.came:,} of {storage.nbytes:,} bytes"
+            raise self._lost(storage, detail) from end
+        if sums is not None:
+            for storage, value in zip(storages, sums.whole(len(storages)), strict=True):
+                self._check_sum(storage, value)
+
+    # -- one by one
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         """One storage where it belongs."""
@@ -84,12 +157,15 @@ class _Reader:
             made._fake_device = storage.device  # noqa: SLF001 - the same
         return made
 
-    def _empty(self, storage: Storage) -> torch.UntypedStorage:
+    def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
-            return self._torch.UntypedStorage(storage.nbytes)
+            if device == "cpu":
+                return self._new(storage.nbytes)
+            return self._new(storage.nbytes, device=device)
         except RuntimeError as error:
-            what = f"there is no memory for {_named(storage)}: {storage.nbytes:,} bytes"
-            raise DoesNotFitError(what, where=self._piece.checkpoint.path, fix="Try mmap=True.") from error
+            what = f"there is no memory for {_named(self._piece, storage)}: {storage.nbytes:,} bytes"
+            fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
+            raise DoesNotFitError(what, where=self._piece.checkpoint.path, fix=fix) from error
 
     def _read(self, storage: Storage) -> torch.UntypedStorage:
         if not storage.nbytes:
@@ -99,25 +175,27 @@ class _Reader:
         if storage.offset is None or storage.stored < storage.nbytes:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         held = self._empty(storage)
-        view = self._view(held)
-        came = fill(self._piece.open(storage.file), storage.offset, view, self._how.tell)
-        if came < storage.nbytes:
-            raise self._lost(storage, f"the file ends after {came:,} of {storage.nbytes:,} bytes")
-        self._compare(storage, view)
+        want = Want(0, storage.offset, storage.nbytes)
+        self._bring([self._piece.open(storage.file)], [want], lambda _: held.data_ptr(), [storage])
         return held
 
-    def _compare(self, storage: Storage, view: memoryview) -> None:
-        """The checksum of what was read, if that is asked for and there is one."""
-        if not self._how.verify or storage.crc32 is None:
-            return
-        from zlib import crc32
+    def _compare(self, storage: Storage, held: torch.UntypedStorage) -> None:
+        """The checksum of what is in memory, if that is asked for."""
+        if self._how.verify:
+            from zlib import crc32
 
-        value = crc32(view)
-        if value != storage.crc32:
+            self._check_sum(storage, crc32(_view(held)))
+
+    def _check_sum(self, storage: Storage, value: int) -> None:
+        if storage.crc32 is not None and value != storage.crc32:
             raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
 
+    def _tell(self, count: int) -> None:
+        if self._how.tell is not None:
+            self._how.tell(count)
+
     def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
-        what = f"the bytes of {_named(storage)} {how}: {detail}"
+        what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
 
     # -- compressed ones
@@ -129,14 +207,13 @@ class _Reader:
         if record is None or record.offset is None or record.method != 8 or record.size != storage.nbytes:
             raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
         held = self._empty(storage)
-        view = self._view(held)
         try:
-            came = self._inflate(storage, record, view)
+            came = self._inflate(storage, record, _view(held))
         except error as reason:
             raise self._lost(storage, str(reason), "are damaged") from reason
         if came != storage.nbytes:
             raise self._lost(storage, f"unpacked they are {came:,} of {storage.nbytes:,} bytes")
-        self._compare(storage, view)
+        self._compare(storage, held)
         return held
 
     def _record(self, storage: Storage) -> Record | None:
@@ -148,20 +225,20 @@ class _Reader:
             self._records[storage.file] = known or read_index(self._piece.open(storage.file)).records
         return self._records[storage.file].get(storage.record)
 
-    def _inflate(self, storage: Storage, record: Record, view: memoryview) -> int:
-        """Unpack a record into ``view``, never more than fits; how much that was."""
+    def _inflate(self, storage: Storage, record: Record, into: memoryview) -> int:
+        """Unpack a record into memory, never more than fits; how much that was."""
         from zlib import decompressobj
 
         source, start = self._piece.open(storage.file), record.offset or 0
         machine, done = decompressobj(-15), 0
         for at in range(0, record.stored, _CHUNK):
             packed = source.read(start + at, min(_CHUNK, record.stored - at))
-            while done < len(view):
-                most = min(_CHUNK, len(view) - done)
+            while done < len(into):
+                most = min(_CHUNK, len(into) - done)
                 part = machine.decompress(packed, most)
-                view[done : done + len(part)] = part
+                into[done : done + len(part)] = part
                 done += len(part)
-                self._how.tell(len(part))
+                self._tell(len(part))
                 packed = machine.unconsumed_tail
                 if not packed and len(part) < most:  # a full part may have more behind it, also when all input is taken
                     break
@@ -176,8 +253,8 @@ class _Reader:
         if not storage.nbytes or storage.stored < storage.nbytes or self._map is None:
             return None
         part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
-        self._compare(storage, self._view(part))
-        self._how.tell(storage.nbytes)
+        self._compare(storage, part)
+        self._tell(storage.nbytes)
         return part
 
     # -- the other byte order
@@ -186,33 +263,36 @@ class _Reader:
         return (storage.big_endian or self._order == "big") != (sys.byteorder == "big")
 
     def _swap(self, held: torch.UntypedStorage, storage: Storage) -> None:
+        if self._dtypes is None:
+            self._dtypes = _dtypes_within(self._piece)
         dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
         if dtype is None:
             raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be turned round")
         held.byteswap(dtype)
 
 
-def _named(storage: Storage) -> str:
+def _named(piece: Piece, storage: Storage) -> str:
     """The tensors that need a storage."""
-    shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or f"storage {storage.key}"
-    more = len(storage.tensors) - 4
+    names = storage.tensors or _names(piece).get(storage.key, ())
+    shown = ", ".join(name or "the root" for name in names[:4]) or f"storage {storage.key}"
+    more = len(names) - 4
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-@cache
-def _viewer() -> Callable[[torch.UntypedStorage], memoryview]:
-    """A function that gives the memory of a storage as something to read into; without numpy, and in a microsecond."""
-    import ctypes
+def _names(piece: Piece) -> dict[str, tuple[str, ...]]:
+    """The tensors of each storage, of a checkpoint whose tensors were only counted."""
+    from transload.read.storages import Place, StorageTable
+    from transload.read.tensors import find_tensors
 
-    from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-        ("PyMemoryView_FromMemory", ctypes.pythonapi)
-    )
+    found: dict[str, tuple[str, ...]] = {}
+    for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():
+        table = StorageTable(lambda _key, nbytes: Place(0, nbytes))
+        found |= {storage.key: storage.tensors for storage in find_tensors(pickle.root, table).storages}
+    return found
 
-    def view(storage: torch.UntypedStorage) -> memoryview:
-        made: memoryview = from_memory(storage.data_ptr(), storage.nbytes(), _WRITABLE)
-        return made
 
-    return view
+def _view(held: torch.UntypedStorage) -> memoryview:
+    return view(held.data_ptr(), held.nbytes())
 
 
 def _mapping(piece: Piece) -> torch.UntypedStorage | None:

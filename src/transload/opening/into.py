@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import TransloadError
-from transload.loading.errors import LoadError
+from transload.loading.arguments import check_settings
+from transload.loading.errors import BrokenFileError, LoadError
+from transload.loading.transfer import Ended, Settings, Want, bring
 from transload.opening.destinations import Destinations, caller
 from transload.opening.fitting import Fit, Task, fit, values, versions
 from transload.opening.keys import Match, find
 from transload.opening.mismatch import Mismatch
-from transload.opening.one import check_one, fill, read_one
+from transload.opening.one import changed, check_one, fill, read_one, straight
 from transload.opening.opened import Opened, open_checkpoint
 from transload.opening.own_way import Held, OwnWay, State
 from transload.opening.slots import has_post_hooks, modules, slots
 from transload.opening.subtree import build_node
+from transload.read import no_collecting
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +82,9 @@ def load_into(  # noqa: PLR0913 - options by name
     prefix: str | None = None,
     device: Any = None,
     cast: bool = False,
+    threads: int | None = None,
+    pinned_mb: int | None = None,
+    direct: bool | None = None,
 ) -> Loaded:
     """Read the weights in a file into a model, each tensor straight into its parameter, without a second copy.
 
@@ -91,15 +97,19 @@ def load_into(  # noqa: PLR0913 - options by name
     The state dict is looked for in the whole file (``prefix`` says where it is, if several would do), and ``module.``,
     ``_orig_mod.`` or ``model.`` is taken off its keys, or put before them, where that makes them the model's.
     Parameters stay where they are; those on the meta device are made on ``device``, or where ``transload.load`` would
-    have put them. A dtype is converted only with ``cast``.
+    have put them. A dtype is converted only with ``cast``. ``threads``, ``pinned_mb`` and ``direct`` are as for
+    ``transload.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
     shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules that load by code of
     their own, and hooks, have their say while it is loaded, as in torch.
     """
+    settings = check_settings(threads, pinned_mb, direct)
     opened = open_checkpoint(f)
     try:
-        return _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast).run(prefix)
+        loading = _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast)
+        loading.settings = settings
+        return loading.run(prefix)
     finally:
         opened.close()
 
@@ -115,14 +125,16 @@ class _Loading:
         self._slots = slots(model)
         self._goal = Destinations(opened.checkpoint, wish)
         self._own = OwnWay(model)
+        self.settings = Settings()
 
     def run(self, prefix: str | None) -> Loaded:
         """Match, compare, read."""
         checkpoint = self._opened.checkpoint
-        match = find(checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
-        found = fit(match, self._slots, self._opened, cast=self._cast)
-        self._leave_out(found)
-        self._check(match, found)
+        with no_collecting():
+            match = find(checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
+            found = fit(match, self._slots, self._opened, cast=self._cast)
+            self._leave_out(found)
+            self._check(match, found)
         extras = self._extras(found)
         errors = self._let_own(match, found)
         self._read(found.tasks)
@@ -201,39 +213,65 @@ class _Loading:
 
     def _read(self, tasks: list[Task]) -> None:
         """Fill every parameter. What was half done when reading failed is said."""
-        done = 0
+        made = {index: self._made(task) for index, task in enumerate(tasks) if _is_described(task)}
+        goals = [made.get(index, task.places[0].tensor) for index, task in enumerate(tasks)]
+        rest = self._read_straight(tasks, goals)
+        done = before = len(tasks) - len(rest)
         try:
-            for done, task in enumerate(tasks):  # noqa: B007 - told below
-                self._take(task)
+            for done, index in enumerate(rest, before):  # noqa: B007 - told below
+                goal = goals[index]
+                if goal is not None:
+                    fill(self._opened, tasks[index].tensor, goal, index=tasks[index].part)
         except TransloadError as error:
             error.fix = f"{_half(done, len(tasks))}{error.fix}".rstrip()
             raise
         except (RuntimeError, NotImplementedError) as error:
-            what = f"{tasks[done].key} does not take what was read for it: {error}"
+            what = f"{tasks[index].key} does not take what was read for it: {error}"
             raise LoadError(what, where=self._opened.checkpoint.path, fix=_half(done, len(tasks))) from error
+        for index, parameter in made.items():
+            for place in tasks[index].places:
+                place.put(parameter)
 
-    def _take(self, task: Task) -> None:
-        slot = task.places[0]
-        target = slot.tensor
-        if target is None:
-            return
-        if target.is_meta:
-            self._materialise(task, target)
-        else:
-            fill(self._opened, task.tensor, target, index=task.part)
+    def _read_straight(self, tasks: list[Task], goals: list[torch.Tensor | None]) -> list[int]:
+        """Fill those whose bytes only have to be moved, all at once; the indexes of the others."""
+        found = {
+            index: straight(self._opened, task.tensor, goal, index=task.part)
+            for index, (task, goal) in enumerate(zip(tasks, goals, strict=True))
+            if goal is not None
+        }
+        ready = {index: way for index, way in found.items() if way is not None}
+        if not ready:
+            return list(range(len(tasks)))
+        ways = list(ready.values())
+        sources = list({id(way.source): way.source for way in ways}.values())
+        numbers = {id(source): number for number, source in enumerate(sources)}
+        wants = [Want(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
+        try:
+            bring(sources, wants, lambda index: ways[index].address, settings=self.settings, fresh=False)
+        except Ended as end:
+            key = tasks[list(ready)[end.want]].key
+            what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
+            fix = f"Some of the {len(tasks):,} tensors are in the model already."
+            raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
+        for index in ready:
+            changed(goals[index])
+        return [index for index in range(len(tasks)) if index not in ready]
 
-    def _materialise(self, task: Task, target: torch.Tensor) -> None:
-        """Make a parameter that is only described, in all its places."""
+    def _made(self, task: Task) -> torch.Tensor:
+        """A parameter in the place of one that is only described."""
         import torch
 
-        device = self._goal.device(task.tensor.device)
-        made = torch.empty_like(target, device=device)
-        fill(self._opened, task.tensor, made.detach(), index=task.part)
+        target: Any = task.places[0].tensor
+        made = torch.empty_like(target, device=self._goal.device(task.tensor.device))
         if isinstance(target, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
         vars(made).update(vars(target))
-        for place in task.places:
-            place.put(made)
+        return made
+
+
+def _is_described(task: Task) -> bool:
+    target = task.places[0].tensor
+    return target is not None and target.is_meta
 
 
 def _half(done: int, count: int) -> str:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from transload.opening.opened import Opened
     from transload.opening.views import Index
 
-__all__ = ["STAGE", "check_one", "fill", "read_one"]
+__all__ = ["STAGE", "Straight", "changed", "check_one", "fill", "read_one", "straight"]
 
 STAGE = 16 << 20
 """Bytes of the buffer between the file and memory that cannot be read into."""
 
+_ALONE = 16 << 20  # a tensor from this size on is read by several threads
 _PIN = 1 << 20  # a smaller buffer is not worth the call that pins it
 
 
@@ -48,6 +49,16 @@ class _Run(NamedTuple):
     def as_it_lies(self) -> bool:
         """Whether the bytes in the file are those in memory."""
         return not self.swapped and not self.flags
+
+
+class Straight(NamedTuple):
+    """What of a file goes to which memory, as it is."""
+
+    source: Source
+    offset: int
+    nbytes: int
+    address: int
+    device: str
 
 
 def read_one(
@@ -74,8 +85,8 @@ def read_one(
     wanted = dtype if dtype is not None and run.dtype.is_floating_point else run.dtype
     if where.type == "meta":
         return torch.empty_strided(run.view.shape, run.view.stride, dtype=wanted, device=where)
-    if where.type == "cpu" and wanted == run.dtype and run.as_it_lies and run.view.extent <= run.view.numel:
-        return _straight(run)
+    if _is_reached(where) and wanted == run.dtype and run.as_it_lies and run.view.extent <= run.view.numel:
+        return _straight(run, where)
     with _room(run, where):
         target = torch.empty(run.view.shape, dtype=wanted, device=where)
     _staged(run, target)
@@ -99,12 +110,46 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
         if run.view.shape != tuple(target.shape):
             raise ValueError(f"{list(run.view.shape)} does not go into {list(target.shape)}")
         inner = target.detach()
-        direct = inner.device.type == "cpu" and inner.dtype == run.dtype and run.as_it_lies and run.view.compact
-        if direct and run.view.like(tuple(inner.shape), inner.stride()):
-            _read(run, run.view, inner.data_ptr())
+        if _lies_alike(run, inner):
+            _bring(run, inner.data_ptr(), _named_device(inner.device), fresh=False)
         else:
             _staged(run, inner)
-        _changed(target)
+        changed(target)
+
+
+def straight(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> Straight | None:
+    """What ``fill`` would read, where nothing but bytes has to be moved and many threads can do it; else ``None``."""
+    if tensor.kind != "strided" or not _has_plain_memory(target):
+        return None
+    run = _run(opened, tensor, index)
+    inner = target.detach()
+    if not run.view.extent or getattr(run.source, "descriptor", -1) < 0 or not _lies_alike(run, inner):
+        return None
+    offset = run.start + run.view.offset * run.itemsize
+    return Straight(run.source, offset, run.view.extent * run.itemsize, inner.data_ptr(), _named_device(inner.device))
+
+
+def _lies_alike(run: _Run, inner: torch.Tensor) -> bool:
+    """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
+    alike: bool = inner.dtype == run.dtype and run.as_it_lies and run.view.compact and _is_reached(inner.device)
+    return alike and run.view.like(tuple(inner.shape), inner.stride())
+
+
+def _is_reached(device: torch.device) -> bool:
+    """Whether the engine that moves bytes reaches a device."""
+    if device.type != "cuda":
+        return bool(device.type == "cpu")
+    from transload.loading.transfer.driver import cuda_driver
+
+    return cuda_driver() is not None
+
+
+def _named_device(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type}:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
 def check_one(opened: Opened, tensor: Tensor) -> None:
@@ -125,7 +170,7 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return plain and target.layout is torch.strided and not target.is_quantized
 
 
-def _changed(target: torch.Tensor) -> None:
+def changed(target: torch.Tensor) -> None:
     """Tell autograd of bytes written behind its back, as an operation in place would have."""
     from torch.autograd import graph
 
@@ -177,21 +222,41 @@ def _room(run: _Run, device: object) -> Iterator[None]:
         raise DoesNotFitError(what, where=run.name) from error
 
 
-def _straight(run: _Run) -> torch.Tensor:
+def _straight(run: _Run, device: torch.device) -> torch.Tensor:
     """Memory of the tensor's own, in the order of the file."""
     import torch
 
-    with _room(run, "the CPU"):
-        memory = torch.UntypedStorage(run.view.extent * run.itemsize)
-    _read(run, run.view, memory.data_ptr())
+    name = _named_device(device)
+    with _room(run, "the CPU" if name == "cpu" else name):
+        memory = torch.UntypedStorage(run.view.extent * run.itemsize, device=name)
+    _bring(run, memory.data_ptr(), name)
     return _typed(memory, run.dtype, run.view)
+
+
+def _bring(run: _Run, address: int, device: str, *, fresh: bool = True) -> None:
+    """Read all of a compact view to an address, on any device that is reached."""
+    from transload.loading.transfer import Ended, Want, bring
+
+    count = run.view.extent * run.itemsize
+    if device == "cpu" and count < _ALONE:
+        _read(run, run.view, address)
+        return
+    want = Want(0, run.start + run.view.offset * run.itemsize, count, device)
+    try:
+        bring([run.source], [want], lambda _: address, fresh=fresh)
+    except Ended as end:
+        raise _too_short(run, count - end.came) from end
+
+
+def _too_short(run: _Run, missing: int) -> BrokenFileError:
+    return BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=run.name)
 
 
 def _typed(memory: torch.UntypedStorage, dtype: torch.dtype, view: View) -> torch.Tensor:
     """The view of some memory, which begins with its first element."""
     import torch
 
-    made: torch.Tensor = torch.empty(0, dtype=dtype).set_(memory, 0, view.shape, view.stride)
+    made: torch.Tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, view.shape, view.stride)
     return made
 
 
@@ -233,12 +298,9 @@ def _resolved(part: torch.Tensor, flags: tuple[str, ...]) -> torch.Tensor:
 
 def _read(run: _Run, view: View, address: int) -> None:
     """Read the bytes a view spans to an address in memory."""
-    from ctypes import c_char
+    from transload.loading.transfer import memory
 
     count = view.extent * run.itemsize
-    if not count:
-        return
-    memory = memoryview((c_char * count).from_address(address)).cast("B")
-    got = run.source.readinto(run.start + view.offset * run.itemsize, memory)
+    got = run.source.readinto(run.start + view.offset * run.itemsize, memory.view(address, count)) if count else 0
     if got < count:
-        raise BrokenFileError(f"the file ends {count - got:,} bytes before this tensor does", where=run.name)
+        raise _too_short(run, count - got)

@@ -33,6 +33,8 @@ def landing(plan: Plan) -> Iterator[Block]:
     yield Table([_row(move) for move in plan.moves[:_TAGS]], right=frozenset({4}), drops=(3, 4))
     if len(plan.moves) > _TAGS:
         yield Prose(((f"… and {len(plan.moves) - _TAGS:,} more devices", "dim"),), lead=(("  ", ""),))
+    if plan.how and plan.ok:
+        yield Prose(((f"read by {plan.how}", "dim"),), lead=(("  ", ""),))
     if plan.refused:
         yield _against(plan.refused)
     for short in plan.shortages:

@@ -1,0 +1,76 @@
+"""Ordinary files, whose tensors a load counts and does not list: nothing else about them may differ."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tests.forge import checkpoint, ordered, pickled, tensor
+from tests.loading.zoo import saved
+
+from transload.loading import load
+from transload.loading.errors import BrokenFileError, LandingWarning
+from transload.place import Device, Devices, place
+from transload.read import read_source
+from transload.read.source import BytesSource, FileSource
+
+DATA = Path(__file__).parents[1] / "data"
+FILES = sorted(path for path in DATA.rglob("*") if path.suffix in (".pt", ".pth", ".ckpt", ".bin"))
+STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.float64)}
+
+
+def test_most_of_what_is_saved_is_ordinary() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    for each in (STATE, model.state_dict(), {"state_dict": model.state_dict(), "epoch": 3, "lr": [0.1, 0.2]}):
+        assert read_source(BytesSource(saved(each)), tree=False).counted
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_rest_of_a_checkpoint_is_the_same(path: Path) -> None:
+    light, full = read_source(FileSource(path), tree=False), read_source(FileSource(path))
+    if not light.counted:
+        assert light.to_dict() == full.to_dict()
+        return
+    assert [storage._replace(tensors=()) for storage in full.storages] == list(light.storages)
+    assert not full.problems
+    assert (light.format, light.facts, light.records) == (full.format, full.facts, full.records)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_it_is_placed_alike(path: Path) -> None:
+    light, full = read_source(FileSource(path), tree=False), read_source(FileSource(path))
+    for devices in (Devices((Device("cpu"),)), Devices((Device("cpu"), Device("mps", 1 << 40, 1 << 40)), "mps")):
+        plans = [place(each, devices) for each in (light, full)]
+        assert [(move.tag, move.device, move.nbytes, move.reason) for move in plans[0].moves] == [
+            (move.tag, move.device, move.nbytes, move.reason) for move in plans[1].moves
+        ]
+
+
+def test_tensors_are_counted_in_the_warning() -> None:
+    path = DATA / "h200" / "state_dict_cuda0.pt"
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.warns(LandingWarning) as told, warnings.catch_warnings():
+        load(path)
+    count = len(read_source(FileSource(path)).tensors)
+    assert f"{count} tensors saved on cuda:0 land on cpu" in str(told[0].message)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"n": torch.float16}, {"s": torch.Size([1])}, {"o": torch.ones(2).to_sparse()}, {"z": {1, 2}}],
+    ids=["dtype", "size", "sparse", "set"],
+)
+def test_other_names_than_those_of_plain_tensors_get_the_tree(odd: dict[str, object]) -> None:
+    light = read_source(BytesSource(saved({**STATE, **odd})), tree=False)
+    assert not light.counted
+    assert light.tensors
+
+
+def test_a_tensor_that_is_wrong_is_named() -> None:
+    pickle = pickled(ordered({"w0": tensor("0"), "w1": tensor("1", shape=(64,))}))
+    assert read_source(BytesSource(checkpoint(pickle)), tree=False).counted
+    with pytest.raises(BrokenFileError, match="w1"):
+        load(checkpoint(pickle))

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.loading.transfer.fake import FakeDriver
+
+from transload.loading.transfer import driver, engine, ring
+
+NBYTES = (40 << 20) + 12_345
+
+
+@pytest.fixture(scope="session")
+def blob() -> bytes:
+    """Bytes that do not repeat: ten cells and a bit."""
+    return Random(5).randbytes(NBYTES)  # noqa: S311 - the same every time
+
+
+@pytest.fixture(scope="session")
+def blob_path(blob: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of these bytes."""
+    path = tmp_path_factory.mktemp("transfer") / "blob"
+    path.write_bytes(blob)
+    return path
+
+
+@pytest.fixture
+def set_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Pretend to have so many processors."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(engine, "cores", lambda: count)
+
+    return pretend
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that watches; afterwards it must have found no fault, and nothing may be under way."""
+    fake = FakeDriver(slow=0.0005)
+
+    def fence(errand: engine._Errand, device: str) -> None:
+        errand.fences[device] = fake.fence(int(device.partition(":")[2]))
+
+    monkeypatch.setattr(driver, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(engine._Errand, "_fence", fence)
+    monkeypatch.setattr(ring._idle, "lanes", [])
+    yield fake
+    left = fake.pending
+    fake.close()
+    assert fake.faults == []
+    assert left == 0

@@ -1,0 +1,235 @@
+"""The calls of libcuda, made to something that writes them down."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import pytest
+
+from transload.errors import TransloadError
+from transload.loading.transfer.driver import CudaDriver, DriverError, cuda_driver
+
+NAMES = (
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuDeviceGetAttribute",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyHtoDAsync_v2",
+    "cuEventRecord",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+)
+
+
+class _Function:
+    def __init__(self, library: Library, name: str) -> None:
+        self.__name__ = name
+        self.argtypes: tuple[Any, ...] = ()
+        self._library = library
+
+    def __call__(self, *arguments: Any) -> int:
+        assert not self.argtypes or len(arguments) == len(self.argtypes)
+        first = getattr(arguments[0], "_obj", None)
+        if first is not None:
+            first.value = self._library.gives.get(self.__name__, 0)
+        self._library.calls.append(
+            (self.__name__, tuple(_plain(each) for each in arguments if not hasattr(each, "_obj")))
+        )
+        return self._library.answers.get(self.__name__, 0)
+
+
+def _plain(argument: Any) -> Any:
+    return getattr(argument, "value", argument)
+
+
+class Library:
+    """``gives`` what calls write to where their first argument points, ``answers`` what they return."""
+
+    def __init__(self, *more: str, without: str = "") -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.gives: dict[str, int] = {}
+        self.answers: dict[str, int] = {}
+        for name in (*NAMES, *more):
+            if name != without:
+                setattr(self, name, _Function(self, name))
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+def test_a_device_is_entered_and_left(library: Library) -> None:
+    cuda = CudaDriver(library)
+    library.gives.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
+    before = cuda.current()
+    cuda.enter(1)
+    cuda.enter(1)
+    cuda.back(before)
+    assert [call for call in library.calls if call[0] != "cuCtxGetCurrent"] == [
+        ("cuDevicePrimaryCtxRetain", (1,)),  # once: it counts
+        ("cuCtxSetCurrent", (0x100,)),
+        ("cuCtxSetCurrent", (0x100,)),
+        ("cuCtxSetCurrent", (0x77,)),
+    ]
+
+
+def test_what_is_made_is_given_back(library: Library) -> None:
+    cuda = CudaDriver(library)
+    library.gives.update(cuStreamCreate=0x10, cuEventCreate=0x20)
+    cuda.discard([cuda.stream()], [cuda.event(), cuda.event()])
+    assert library.calls == [
+        ("cuStreamCreate", (1,)),  # it does not wait for the default stream
+        ("cuEventCreate", (2,)),  # without timing
+        ("cuEventCreate", (2,)),
+        ("cuStreamDestroy_v2", (0x10,)),
+        ("cuEventDestroy_v2", (0x20,)),
+        ("cuEventDestroy_v2", (0x20,)),
+    ]
+
+
+def test_a_thread_that_speaks_to_nobody(library: Library) -> None:
+    assert CudaDriver(library).current() == 0
+
+
+def test_memory_is_pinned_for_all_devices(library: Library) -> None:
+    cuda = CudaDriver(library)
+    cuda.pin(4096, 8192)
+    cuda.pin(1 << 40, 4096, read_only=True)
+    cuda.unpin(4096)
+    assert library.calls == [
+        ("cuMemHostRegister_v2", (4096, 8192, 1)),
+        ("cuMemHostRegister_v2", (1 << 40, 4096, 9)),
+        ("cuMemHostUnregister", (4096,)),
+    ]
+
+
+def test_work_is_started_and_waited_for(library: Library) -> None:
+    cuda = CudaDriver(library)
+    cuda.follow(7, 8)
+    cuda.copy([(1 << 45, 2, 3), (4, 5, 6)], 7)
+    cuda.record(9, 7)
+    cuda.wait(9)
+    cuda.finish(7)
+    assert library.calls == [
+        ("cuStreamWaitEvent", (7, 8, 0)),
+        ("cuMemcpyHtoDAsync_v2", (1 << 45, 2, 3, 7)),
+        ("cuMemcpyHtoDAsync_v2", (4, 5, 6, 7)),
+        ("cuEventRecord", (9, 7)),
+        ("cuEventSynchronize", (9,)),
+        ("cuStreamSynchronize", (7,)),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 500])
+def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
+    found: list[list[int]] = []
+    library = Library("cuMemcpyBatchAsync_v2")
+
+    def batch(*arguments: Any) -> int:
+        number = arguments[3].value
+        found.extend(list((ctypes.c_uint64 * number).from_address(each.value)) for each in arguments[:3])
+        assert (arguments[5]._obj.value, arguments[6].value, arguments[7].value) == (0, 1, 77)
+        assert (arguments[4]._obj.order, ctypes.sizeof(arguments[4]._obj)) == (1, 24)
+        return 0
+
+    library.cuMemcpyBatchAsync_v2 = batch  # type: ignore[attr-defined]
+    copies = [((1 << 45) + index, 100 + index, 1 + index) for index in range(count)]
+    CudaDriver(library).copy(copies, 77)
+    if count >= 8:
+        assert [tuple(each) for each in zip(*found, strict=True)] == copies
+        assert library.calls == []
+    else:
+        assert [call[1][:3] for call in library.calls] == copies
+
+
+def test_no_copies(library: Library) -> None:
+    CudaDriver(library).copy([], 1)
+    assert library.calls == []
+
+
+@pytest.mark.parametrize(("answer", "value", "can"), [(0, 1, True), (0, 0, False), (3, 1, False)])
+def test_whether_pages_of_files_can_be_pinned(answer: int, value: int, library: Library, *, can: bool) -> None:
+    library.answers["cuDeviceGetAttribute"] = answer
+    library.gives["cuDeviceGetAttribute"] = value
+    assert CudaDriver(library).can_pin_read_only(1) is can
+    assert library.calls == [("cuDeviceGetAttribute", (113, 1))]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cuDeviceGetAttribute"])
+def test_an_answer_that_is_not_zero_is_an_error_of_ours(name: str, library: Library) -> None:
+    library.answers[name] = 700
+    cuda = CudaDriver(library)
+    with pytest.raises(DriverError, match="700") as raised:
+        _call_all(cuda)
+    assert isinstance(raised.value, TransloadError)
+    assert isinstance(raised.value, RuntimeError)
+    assert name.removesuffix("_v2") in str(raised.value)
+
+
+def _call_all(cuda: CudaDriver) -> None:
+    cuda.current()
+    cuda.enter(0)
+    cuda.discard([cuda.stream()], [cuda.event()])
+    cuda.pin(1, 2)
+    cuda.unpin(1)
+    cuda.copy([(1, 2, 3)], 4)
+    cuda.record(1, 2)
+    cuda.wait(1)
+    cuda.follow(1, 2)
+    cuda.finish(1)
+
+
+class TestWhichDriver:
+    @pytest.fixture(autouse=True)
+    def _anew(self) -> Any:
+        cuda_driver.cache_clear()
+        yield
+        cuda_driver.cache_clear()
+
+    def test_none_where_torch_has_no_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("there is no need to look"))
+        assert cuda_driver() is None
+
+    @pytest.mark.parametrize("platform", ["win32", "darwin"])
+    def test_none_elsewhere_than_on_linux(self, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(sys, "platform", platform)
+        assert cuda_driver() is None
+
+    def test_none_where_it_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        def missing(_: str) -> None:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setattr(ctypes, "CDLL", missing)
+        assert cuda_driver() is None
+
+    @pytest.mark.parametrize("name", ["cuMemHostRegister_v2", "cuCtxGetCurrent"])
+    def test_none_where_it_lacks_a_call(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: Library(without=name))
+        assert cuda_driver() is None
+        cuda_driver.cache_clear()
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
+        assert cuda_driver() is cuda_driver() is not None

@@ -1,0 +1,347 @@
+"""Whole loads through the engine: checkpoints large enough for several threads, as torch loads them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.loading.equal import same
+from torch import nn
+
+import transload
+from transload.errors import TransloadError
+from transload.loading.errors import BrokenFileError, DoesNotFitError
+from transload.loading.transfer import crew, driver, engine
+from transload.loading.transfer.choice import LITTLE
+
+if TYPE_CHECKING:
+    from tests.loading.transfer.fake import FakeDriver
+
+LONG = 1_500_000
+THREADS = [1, 3]
+
+
+def content() -> dict[str, Any]:
+    """Storages of all sizes, some of them shared, some seen in part, between small things."""
+    torch.manual_seed(3)
+    base = torch.randn(LONG)
+    return {
+        "base": base,
+        "view": base[1000:5000],
+        "turned": base[:10_000].view(100, 100).t(),
+        "half": torch.randn(2 * LONG, dtype=torch.float64).to(torch.float16),
+        "small": {str(index): torch.full((index,), float(index)) for index in range(300)},
+        "int": torch.arange(LONG),
+        "epoch": 3,
+        "none": torch.empty(0),
+        "one": torch.tensor(7),
+        "last": torch.randn(1001, 1003),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loads") / "model.pt"
+    torch.save(content(), path)
+    assert path.stat().st_size > LITTLE
+    return path
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many lanes each transfer had."""
+    counts: list[int] = []
+
+    def work(jobs: Any, lanes: Any, tell: Any = None) -> None:
+        counts.append(len(lanes))
+        crew.work(jobs, lanes, tell)
+
+    monkeypatch.setattr(engine, "work", work)
+    return counts
+
+
+# -- load
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"direct": True}], ids=["plain", "verified", "direct"])
+def test_as_torch_loads_it(threads: int, options: dict[str, Any], saved: Path, lanes: list[int]) -> None:
+    same(torch.load(saved), transload.load(saved, threads=threads, **options))
+    assert lanes == [threads]
+
+
+def test_by_itself_it_takes_threads_where_there_are_cores(
+    saved: Path, lanes: list[int], set_cores: Callable[[int], None]
+) -> None:
+    set_cores(3)
+    same(torch.load(saved), transload.load(saved, direct=False))
+    assert lanes == [3]
+
+
+@pytest.mark.parametrize("form", ["legacy", "safetensors", "bytes", "object"])
+def test_other_forms(form: str, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if form == "legacy":
+        torch.save(content(), path, _use_new_zipfile_serialization=False)
+        same(torch.load(path), transload.load(path, threads=3))
+    elif form == "safetensors":
+        tensors = {"a": torch.randn(LONG), "b": torch.randn(3, LONG), "c": torch.ones(3)}
+        save_file(tensors, path)
+        made = transload.load(path, threads=3)
+        assert all(torch.equal(made[name], tensors[name]) for name in tensors)
+    elif form == "bytes":
+        same(torch.load(saved), transload.load(saved.read_bytes(), threads=3))
+    else:
+        with saved.open("rb") as file:
+            same(torch.load(saved), transload.load(file, threads=3))
+
+
+def test_a_function_says_where_things_go(saved: Path) -> None:
+    same(torch.load(saved), transload.load(saved, lambda storage, _: storage, threads=3))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_progress_comes_to_an_end(threads: int, saved: Path) -> None:
+    told: list[tuple[int, int]] = []
+    transload.load(saved, threads=threads, progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1]
+
+
+class Stop(Exception):  # noqa: N818 - a signal of these tests
+    """What the one who is told raises."""
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_the_one_who_is_told_stops_it(threads: int, saved: Path) -> None:
+    def stop(*_: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        transload.load(saved, threads=threads, progress=stop)
+    same(torch.load(saved), transload.load(saved, threads=threads))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_memory_is_free_as_soon_as_a_failed_load_is_over(
+    threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No collector is waited for: it may be the memory of a device."""
+    from transload.loading.storages import _Reader
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    true_empty = _Reader._empty
+
+    def kept(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+        made = true_empty(reader, storage, device)
+        alive.add(made)
+        return made
+
+    def stop(*_: int) -> None:
+        raise Stop
+
+    def stopped() -> bool:
+        try:
+            transload.load(saved, threads=threads, progress=stop)
+        except Stop:
+            return len(alive) > 0
+        return False
+
+    monkeypatch.setattr(_Reader, "_empty", kept)
+    gc.collect()
+    gc.disable()
+    try:
+        assert stopped()
+        assert len(alive) == 0
+    finally:
+        gc.enable()
+
+
+# -- damage
+
+
+def offset_of(path: Path, name: str) -> int:
+    offset = transload.inspect(path).tensor(name).file_offset
+    assert offset is not None
+    return offset
+
+
+@pytest.mark.parametrize("name", ["base", "int", "last", "small/250"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_flipped_bit_is_found_when_asked_for(name: str, threads: int, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "flipped.pt"
+    data = bytearray(saved.read_bytes())
+    data[offset_of(saved, name) + 800] ^= 4
+    path.write_bytes(data)
+    transload.load(path, threads=threads)
+    with pytest.raises(BrokenFileError, match=name):
+        transload.load(path, threads=threads, verify=True)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
+def test_a_stream_that_is_cut(cut: float, threads: int, tmp_path: Path) -> None:
+    path = tmp_path / "cut.pt"
+    torch.save(content(), path, _use_new_zipfile_serialization=False)
+    os.truncate(path, int(path.stat().st_size * cut))
+    with pytest.raises(BrokenFileError):
+        transload.load(path, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_that_is_cut_while_it_is_loaded(threads: int, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.pt"
+    path.write_bytes(saved.read_bytes())
+    at = offset_of(saved, "int")
+
+    class Wish(dict[str, str]):
+        def items(self) -> Any:
+            os.truncate(path, at + 5_000_000)
+            return super().items()
+
+    with pytest.raises(BrokenFileError, match=r"int.* after 5,000,000 of 12,000,000|last.* after 0 of"):
+        transload.load(path, Wish({"cuda:0": "cpu"}), threads=threads)
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded(saved: Path, tmp_path: Path) -> None:
+    """What was opened is loaded."""
+    path, other = tmp_path / "x.pt", tmp_path / "y.pt"
+    path.write_bytes(saved.read_bytes())
+    other.write_bytes(b"something else")
+
+    class Wish(dict[str, str]):
+        def items(self) -> Any:
+            if other.exists():
+                other.replace(path)
+            return super().items()
+
+    same(torch.load(saved), transload.load(path, Wish({"cuda:0": "cpu"}), threads=3, direct=True))
+
+
+def test_there_is_no_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transload.loading.storages import _Reader
+
+    true_empty = _Reader._empty
+
+    def full(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+        if storage.nbytes == 8 * LONG:
+            storage = type(storage)(**{**vars_of(storage), "nbytes": 1 << 55})
+        return true_empty(reader, storage, device)
+
+    monkeypatch.setattr(_Reader, "_empty", full)
+    with pytest.raises(DoesNotFitError, match="no memory for int"):
+        transload.load(saved, threads=3)
+
+
+def vars_of(made: Any) -> dict[str, Any]:
+    names = getattr(made, "_fields", None) or made.__dataclass_fields__
+    return {name: getattr(made, name) for name in names}
+
+
+# -- load_into
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wide = nn.Linear(2000, 2000)
+        self.tall = nn.Linear(2000, 100)
+        self.tied = nn.Linear(2000, 2000, bias=False)
+        self.tied.weight = self.wide.weight
+        self.register_buffer("count", torch.tensor(seed))
+        self.norms = nn.ModuleList(nn.LayerNorm(17) for _ in range(50))
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_into_a_model(cores: int, tmp_path: Path, set_cores: Callable[[int], None]) -> None:
+    set_cores(cores)
+    path = tmp_path / "x.pt"
+    torch.save(Model(1).state_dict(), path)
+    model = Model(2)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    versions = {name: parameter._version for name, parameter in model.named_parameters()}
+    transload.load_into(model, path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in torch.load(path).items())
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert all(parameter._version > versions[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_file_cut_while_it_goes_into_a_model(
+    cores: int, tmp_path: Path, set_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_cores(cores)
+    path = tmp_path / "x.pt"
+    torch.save(Model(1).state_dict(), path)
+    at = offset_of(path, "wide.weight")
+
+    def cut(jobs: Any, lanes: Any, tell: Any = None) -> None:
+        os.truncate(path, at + 5_000_000)
+        crew.work(jobs, lanes, tell)
+
+    monkeypatch.setattr(engine, "work", cut)
+    with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):
+        transload.load_into(Model(2), path)
+
+
+# -- to devices that are not there
+
+
+def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages are made in the memory of the host here, and served as a device's."""
+    from transload.loading import arrival, storages
+
+    true_empty = storages._Reader._empty
+
+    def served(reader: Any, storage: Any, device: str = "cpu") -> Any:
+        made = true_empty(reader, storage)
+        if device != "cpu":
+            cuda.serves(made.data_ptr(), storage.nbytes, 0)
+        return made
+
+    monkeypatch.setattr(storages._Reader, "_empty", served)
+    monkeypatch.setattr(arrival.Arrival, "known", lambda *_: "cuda:0")
+    assert driver.cuda_driver() is cuda
+    same(torch.load(saved), transload.load(saved, threads=2))
+    cuda.fails["copy"] = [cuda.calls["copy"] + 3]
+    with pytest.raises(TransloadError, match="copy was told to fail"):
+        transload.load(saved, threads=2)
+    same(torch.load(saved), transload.load(saved, threads=2))
+
+
+# -- systems that lack things
+
+ELSEWHERE = """
+import mmap, os, sys
+import torch
+for name in ("preadv", "O_DIRECT", "RWF_NOWAIT", "sched_getaffinity", "register_at_fork"):
+    if hasattr(os, name):
+        delattr(os, name)
+for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
+    delattr(mmap, name)
+sys.platform = "darwin"
+import transload
+from transload.loading.transfer import driver, forecast, mapped, ring
+assert driver.cuda_driver() is None
+made = transload.load(sys.argv[1], threads=3, direct=True, verify=True)
+true = torch.load(sys.argv[1])
+assert torch.equal(made["int"], true["int"]) and torch.equal(made["last"], true["last"])
+print("loaded")
+"""
+
+
+def test_it_works_without_what_only_linux_has(saved: Path) -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(saved)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.stdout == "loaded\n", made.stderr

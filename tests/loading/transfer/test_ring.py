@@ -1,0 +1,332 @@
+"""Through pinned slots to devices: a driver that does everything later watches that nothing is done too early."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from zlib import crc32
+
+import pytest
+from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
+
+from transload.loading.transfer import Ended, Settings, Sums, Want, bring, ring
+from transload.loading.transfer.driver import DriverError
+from transload.loading.transfer.plan import CELL
+from transload.read.source import BytesSource, FileSource
+
+SetCores = Callable[[int], None]
+LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]
+
+
+def wants_of(seed: int, nbytes: int, *devices: str) -> list[Want]:
+    dice = Random(seed)  # noqa: S311 - the same every time
+    made = [Want(0, 50_000 + 320 * index, 256, dice.choice(devices)) for index in range(200)]
+    for _ in range(6):
+        size = dice.choice([1, 5000, 700_000, CELL, CELL + 77])
+        made.append(Want(0, dice.randrange(nbytes - size), size, dice.choice(devices)))
+    dice.shuffle(made)
+    return made
+
+
+def brought(path: Path, blob: bytes, wants: list[Want], cuda: FakeDriver, settings: Settings = Settings()) -> None:  # noqa: B008 - a named tuple does not change
+    """Bring it, and look whether it came."""
+    source, goal, told = FileSource(path), Goal(wants, cuda), list[int]()
+    try:
+        bring([source], wants, goal.place, settings=settings, tell=told.append)
+        assert goal.pending == 0
+        goal.check(blob)
+        assert sum(told) == sum(want.nbytes for want in wants)
+    finally:
+        source.close()
+
+
+def pinned_slots(cuda: FakeDriver) -> int:
+    return sum(not read_only for _, read_only in cuda.pins.values())
+
+
+# -- all goes well
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "devices", [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:0", "cpu", "cuda:1"]], ids=["one", "two", "and the host"]
+)
+def test_wants_of_all_kinds(
+    devices: list[str], threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver, *, direct: bool
+) -> None:
+    wants = wants_of(threads, len(blob), *devices)
+    brought(blob_path, blob, wants, cuda, Settings(threads=threads, direct=direct))
+    assert pinned_slots(cuda) <= 2 * threads
+
+
+def test_a_source_that_is_no_file(blob: bytes, cuda: FakeDriver) -> None:
+    goal = Goal(LARGE, cuda)
+    assert bring([BytesSource(blob)], LARGE, goal.place).lanes == 1
+    goal.check(blob)
+
+
+def test_checksums(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    wants = wants_of(3, len(blob), "cuda:0", "cpu")
+    source, goal, sums = FileSource(blob_path), Goal(wants, cuda), Sums()
+    bring([source], wants, goal.place, settings=Settings(threads=3), sums=sums)
+    assert sums.whole(len(wants)) == [crc32(blob[want.offset : want.offset + want.nbytes]) for want in wants]
+    source.close()
+
+
+def test_little_takes_one_lane_in_the_thread_of_the_caller(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    before = threading.active_count()
+    brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+    assert cuda.streams == 1
+    assert pinned_slots(cuda) == 1
+    assert threading.active_count() == before + 2  # the fake's: a stream, and the one who owned the memory before
+
+
+def test_slots_are_not_more_than_allowed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    brought(blob_path, blob, LARGE, cuda, Settings(pinned=16 << 20, threads=9))
+    assert sum(nbytes for nbytes, _ in cuda.pins.values()) <= 16 << 20
+
+
+@pytest.mark.parametrize("before", [0, CONTEXT + 1, 4242], ids=["none", "another device", "something else"])
+@pytest.mark.parametrize("fails", [False, True], ids=["well", "failing"])
+def test_the_thread_of_the_caller_keeps_its_device(
+    before: int, blob: bytes, blob_path: Path, cuda: FakeDriver, *, fails: bool
+) -> None:
+    """Else ``torch.cuda.current_device()`` would be another one after a load."""
+    cuda.at(before)
+    wants = [Want(0, 5, 1000, "cuda:0"), Want(0, 2000, 1000, "cuda:1")]
+    if fails:
+        cuda.fails["copy"] = [2]
+        with pytest.raises(DriverError):
+            brought(blob_path, blob, wants, cuda)
+    else:
+        brought(blob_path, blob, wants, cuda)
+    assert cuda.current() == before
+
+
+# -- lanes that are kept
+
+
+def test_lanes_are_kept_and_used_again(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
+    kept = list(ring._idle.lanes)
+    assert len(kept) == 3
+    for _ in range(3):
+        brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
+    assert set(ring._idle.lanes) == set(kept)
+    assert cuda.calls["pin"] <= 6
+    assert (cuda.calls["unpin"], cuda.calls["discard"]) == (0, 0)
+    assert cuda.calls["stream"] <= 3
+    assert cuda.calls["event"] <= 6
+
+
+def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    import weakref
+
+    source = FileSource(blob_path)
+    wants = wants_of(1, len(blob), "cuda:0", "cpu")
+    goal = Goal(wants, cuda)
+    bring([source], wants, goal.place, settings=Settings(threads=2))
+    source.close()
+    held: list[weakref.ref[object]] = [weakref.ref(source), weakref.ref(goal)]
+    del source, goal
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+    assert len(ring._idle.lanes) == 2
+
+
+def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring.returned, "__defaults__", (2,))
+    cuda.at(77)
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=5))
+    assert len(ring._idle.lanes) == 2
+    assert pinned_slots(cuda) <= 4
+    assert cuda.streams <= 2
+    assert cuda.current() == 77
+
+
+def test_a_child_process_begins_with_none(cuda: FakeDriver, blob: bytes, blob_path: Path) -> None:
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
+    ring._idle.lock.acquire()  # as if another thread had it at that moment
+    before = ring._idle.lock
+    try:
+        ring._idle.forget()
+        assert ring._idle.lanes == []
+        assert ring._idle.lock is not before
+        assert not ring._idle.lock.locked()
+    finally:
+        before.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system does not fork")
+def test_forking_says_so() -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import os\n"
+        "from transload.loading.transfer import ring\n"
+        "ring._idle.lanes.append(object())\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(len(ring._idle.lanes))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(ring._idle.lanes))\n"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert made.stdout.split() == ["0", "1"], made.stderr
+
+
+def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    errors: list[BaseException] = []
+
+    def load(seed: int) -> None:
+        try:
+            for turn in range(2):  # the second time with lanes that another load had
+                wants = wants_of(10 * seed + turn, len(blob), "cuda:0", "cuda:1")
+                brought(blob_path, blob, wants, cuda, Settings(threads=2))
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(ring._idle.lanes) <= 8
+    assert pinned_slots(cuda) <= 16
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("call", ["enter", "stream", "event", "follow", "copy", "record", "wait"])
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_call_that_fails(  # noqa: PLR0917 - what it is about, and what it needs
+    call: str, number: int, threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+) -> None:
+    """Everything is waited for, and the next load works."""
+    cuda.fails[call] = [number]
+    goal = Goal(LARGE, cuda)
+    source = FileSource(blob_path)
+    try:
+        bring([source], LARGE, goal.place, settings=Settings(threads=threads))
+    except DriverError:
+        assert cuda.calls[call] >= number
+    else:
+        assert call == "enter" or cuda.calls[call] < number  # at the end it is only to be waited for
+    source.close()
+    assert cuda.pending == 0
+    cuda.fails.clear()
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
+    assert len(ring._idle.lanes) == threads
+
+
+def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    cuda.fails["finish"] = [1]
+    with pytest.raises(DriverError, match="finish"):
+        brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+    assert ring._idle.lanes == []
+    cuda.fails.clear()
+    brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+    assert len(ring._idle.lanes) == 1
+
+
+def test_all_devices_are_waited_for_though_one_has_failed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    cuda.fails["finish"] = [1]
+    with pytest.raises(DriverError, match="finish"):
+        brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0"), Want(0, 2000, 1000, "cuda:1")], cuda)
+    assert cuda.calls["finish"] == 2
+
+
+def test_a_device_that_has_failed_keeps_nobody_from_going_on(
+    blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes that are too many are closed as far as that goes."""
+    monkeypatch.setattr(ring.returned, "__defaults__", (0,))
+    cuda.fails["unpin"] = range(1, 99)
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
+    assert ring._idle.lanes == []
+
+
+@pytest.mark.parametrize("refused", [range(1, 99), [1], [2]], ids=["all", "first", "second"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    refused: list[int], threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+) -> None:
+    """A container may not be allowed to: what torch.load can do there, we can."""
+    cuda.fails["pin"] = refused
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    wants = [Want(0, CELL * index, CELL, "cuda:0") for index in range(7)]
+    goal, source = Goal(wants, cuda), FileSource(blob_path)
+
+    def place(index: int) -> int:
+        if index == 5:
+            raise MemoryError("full")
+        return goal.place(index)
+
+    with pytest.raises(MemoryError, match="full"):
+        bring([source], wants, place, settings=Settings(threads=threads))
+    assert cuda.pending == 0
+    assert len(ring._idle.lanes) == threads
+    source.close()
+    brought(blob_path, blob, wants, cuda, Settings(threads=threads))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_that_was_cut(threads: int, blob: bytes, tmp_path: Path, cuda: FakeDriver) -> None:
+    path = tmp_path / "cut"
+    path.write_bytes(blob)
+    source = FileSource(path)
+    os.truncate(path, 3 * CELL + 5)
+    with pytest.raises(Ended) as raised:
+        bring([source], LARGE, Goal(LARGE, cuda).place, settings=Settings(threads=threads))
+    assert (raised.value.want, raised.value.came) == (0, 3 * CELL + 5 - 77)
+    assert cuda.pending == 0
+    source.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_one_who_is_told_interrupts(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
+    source, goal = FileSource(blob_path), Goal(LARGE, cuda)
+
+    def tell(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bring([source], LARGE, goal.place, settings=Settings(threads=threads), tell=tell)
+    assert cuda.pending == 0
+    source.close()
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
+
+
+def test_lanes_are_not_lost_when_there_is_no_memory_for_more(
+    blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
+    kept = set(ring._idle.lanes)
+
+    def full(_: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(ring, "Pages", full)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
+    assert set(ring._idle.lanes) == kept
+    brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
+
+
+def test_there_is_no_driver(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transload.loading.transfer import driver
+
+    monkeypatch.setattr(driver, "cuda_driver", lambda: None)
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        bring([BytesSource(blob)], LARGE, lambda _: 0)
