@@ -68,8 +68,9 @@ suite-of-matrix: $(TEST_STAMP)
 	@$(BIN)/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
 	$(BIN)/pytest -q -n $(JOBS) $(MATRIX_TESTS)
 
-bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools
+bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools; bench/gpu/load.py does it on a GPU
 	$(BIN)/python bench/inspect.py
+	$(BIN)/python bench/load.py --case large,small
 
 format: $(TEST_STAMP) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .

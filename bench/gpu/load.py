@@ -1,0 +1,67 @@
+"""How fast a checkpoint gets onto a GPU: every loader in a process of its own, taking turns, results compared.
+
+    python bench/gpu/load.py [--case large,tiny] [--where cache,tmpfs,cold] [--peers FOLDER] [--seconds N] [--json]
+
+As bench/load.py, with CUDA initialised before the first call and synchronised before the clock is read. Loaders that
+go around the page cache unless told otherwise are also measured told otherwise. Freed device memory stays with torch's
+allocator between the calls of a process. Pinned memory may not count as resident: the host's peak is then what there
+is besides. ``--peers`` is a folder with unpacked wheels of fastsafetensors, InstantTensor and the run:ai streamer
+(which needs humanize). Needs a CUDA build of torch and a GPU; ``--device cpu`` tries the benchmark itself without.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+sys.path[:1] = [ROOT, f"{ROOT}/src"]
+
+from bench.contest.cases import Case
+from bench.contest.contenders import TORCH
+from bench.contest.driver import main
+from bench.contest.limits import BUFFERED, DIRECT, PINNED_COPY, TO_PINNED
+from bench.contest.results import Goal, Place, Results
+
+MINE = "transload.load"
+ROOM = (96 + 64) << 20  # host memory for a load: the ring of pinned memory, and 64 MiB besides
+CASES = {
+    case.name: case
+    for case in (
+        Case("large", 300, 13_333_333),
+        Case("many", 20_000, 25_000),
+        Case("tiny", 100_000, 16, "float32"),
+        Case("one", 1, 2_000_000_000),
+        Case("training", 60, 2041 * 2041, "float32", training=True),
+    )
+}
+
+
+def goals(results: Results) -> list[Goal]:
+    """What loading to a GPU is held to."""
+    cache, tmpfs, cold = (Place("large", where) for where in ("cache", "tmpfs", "cold"))
+    tiny = Place("tiny", "cache")
+    return [
+        results.against(cache, MINE, TORCH, 7),
+        results.against(cache, MINE, TORCH, 4, "first"),
+        results.against_best(cache, MINE, 4),
+        results.of_limit(cache, MINE, TO_PINNED, 0.9),
+        results.peak_within(cache, MINE, ROOM),
+        results.against(tmpfs, MINE, "InstantTensor", 1),
+        results.against(tmpfs, f"{MINE}, .safetensors", "InstantTensor", 1),
+        results.of_limit(tmpfs, MINE, PINNED_COPY, 0.8),
+        results.against(tiny, MINE, TORCH, 5),
+        results.against(tiny, MINE, "safetensors", 1),
+        results.against(tiny, f"{MINE}, .safetensors", "safetensors", 1),
+        results.against(cold, MINE, TORCH, 1.5 if direct_is_faster(results, cold) else 1),
+    ]
+
+
+def direct_is_faster(results: Results, cold: Place) -> bool:
+    """Whether this disk gives more around the page cache than through it, by enough to gain from."""
+    direct, buffered = results.limit(cold, DIRECT), results.limit(cold, BUFFERED)
+    return direct is not None and buffered is not None and direct.speed >= 1.5 * buffered.speed
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__.splitlines()[0], CASES, "cuda", goals))
