@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.forge import checkpoint, ordered, pickled, tensor
+from tests.forge import checkpoint, number, ordered, pickled, tensor, text
 from tests.loading.zoo import saved
 
 from transload.loading import load
@@ -74,3 +74,12 @@ def test_a_tensor_that_is_wrong_is_named() -> None:
     assert read_source(BytesSource(checkpoint(pickle)), tree=False).counted
     with pytest.raises(BrokenFileError, match="w1"):
         load(checkpoint(pickle))
+
+
+@pytest.mark.parametrize("kind", [b"]", b"}", b"K\x01", b"N"], ids=["list", "dictionary", "number", "none"])
+def test_a_storage_of_no_class_is_for_the_long_way(kind: bytes) -> None:
+    held = b"(" + text("storage") + kind + text("0") + text("cpu") + number(4) + b"tQ"
+    data = checkpoint(pickled(ordered({"w0": tensor("0", storage=held)})))
+    assert not read_source(BytesSource(data), tree=False).counted
+    with pytest.raises(BrokenFileError):
+        load(data)

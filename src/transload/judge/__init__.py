@@ -19,8 +19,11 @@ _NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
 
 
-def judge(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint with both verdicts, the findings, who wrote it, and what torch.load will do with it."""
+def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
+    """The same checkpoint with both verdicts, the findings, who wrote it, and what torch.load will do with it.
+
+    The last two only if it is to be ``told``: they are for people.
+    """
     names = judge_pickles(checkpoint.pickles)
     forced, harm, findings = judge_problems(checkpoint.problems)
     base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
@@ -30,7 +33,7 @@ def judge(checkpoint: Checkpoint) -> Checkpoint:
         safety=worst_safety(base, names.safety, forced),
         integrity=worst_integrity(floor, harm),
         globals=names.globals,
-        written_by=origin(checkpoint),
+        written_by=origin(checkpoint) if told else checkpoint.written_by,
         flavour=checkpoint.flavour or _flavour(checkpoint),
         findings=(
             *_of_names(checkpoint, names.findings),
@@ -39,6 +42,8 @@ def judge(checkpoint: Checkpoint) -> Checkpoint:
             *_device_objects(checkpoint),
         ),
     )
+    if not told:
+        return judged
     loaded = judge_pickles(read) if len(read := _loaded(checkpoint)) < len(checkpoint.pickles) else names
     return replace(judged, prediction=predict(judged, worst_safety(loaded.safety, forced)))
 

@@ -100,7 +100,7 @@ class Files:
 
         try:
             read, self.pieces = self._read(f)
-            self.checkpoint = judge(_without_neighbours(read))
+            self.checkpoint = judge(_without_neighbours(read), told=tree)
         except BaseException:
             self.close()
             raise

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from transload.checkpoint import Checkpoint, Record, Storage
-from transload.dtypes import STORAGES
 from transload.findings import Problem
 from transload.read import pickle_machine
+from transload.read.counted import counted
 from transload.read.nodes import Pickle
 from transload.read.source import Source
 from transload.read.storages import Place, StorageTable
@@ -93,7 +91,7 @@ def read_torch_zip(
     pickle.main = True
     held = Checkpoint(path, "torch-zip", nbytes, records=tuple(archive.records.values()), facts=facts)
     if not (tree or found or big_endian):
-        light = _counted(archive, pickle)
+        light = counted(archive.records, _NOTES, pickle)
         if light is not None:
             return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
@@ -109,33 +107,6 @@ def read_torch_zip(
         problems=(*found, *strays),
         pickles=(pickle, *pickles),
     )
-
-
-def _counted(archive: Archive, pickle: Pickle) -> tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]] | None:
-    """Storages, and tensors by tag, of nothing but dictionaries of plain tensors; ``None`` if anything is odd."""
-    if any(name not in _ORDINARY and not _is_storage_class(*name) for name in pickle.globals):
-        return None
-    table = storage_table(archive)
-    table.enter(pickle.persistent)
-    storages = table.finish()
-    strays, pickles = stray_records(archive, storages)
-    if table.noted.problems() or check_storages(storages, archive) or strays or pickles:
-        return None
-    ids: list[Any] = [node.id for node in pickle.persistent]
-    return storages, tuple(Counter([pid[3] for pid in ids]).items())
-
-
-_ORDINARY = frozenset(
-    {
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_parameter"),
-    }
-)
-
-
-def _is_storage_class(module: str, name: str) -> bool:
-    return module == "torch" and name in STORAGES
 
 
 def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:
@@ -241,7 +212,11 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
     if pickle.undecoded:
         detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
         out.append(Problem("pickle-python2-bytes", pickle.name, detail))
-    odd = [node for node in pickle.persistent if not _is_id(node.id, ids)]
+    odd = [
+        node
+        for node in pickle.persistent
+        if not (type(node.id) is tuple and len(node.id) == 5 and node.id[0] == "storage") and not _is_id(node.id, ids)
+    ]
     if odd:
         where = f"{pickle.name} › byte {odd[0].position}"
         out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
