@@ -9,7 +9,7 @@ bring it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.loading.errors import BrokenFileError, DoesNotFitError
@@ -28,6 +28,7 @@ __all__ = ["How", "read_storages"]
 
 _CHUNK = 4 << 20  # packed bytes inflated at once
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
@@ -46,9 +47,8 @@ class How(NamedTuple):
 def read_storages(piece: Piece, arrival: Arrival, how: How = How()) -> dict[str, torch.UntypedStorage]:  # noqa: B008 - a named tuple does not change
     """Every storage of a checkpoint on its device, by id."""
     reader = _Reader(piece, arrival, how)
+    together = reader.together()
     storages = piece.checkpoint.storages
-    plain = reader.plain(storages)
-    together = dict(zip(plain, reader.together(list(plain.values())), strict=True)) if plain else {}
     if len(together) == len(storages):
         return together
     return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
@@ -74,21 +74,40 @@ class _Reader:
 
     # -- those that the engine brings
 
-    def plain(self, storages: Iterable[Storage]) -> dict[str, tuple[Storage, str]]:
-        """The storages that lie in the file as they will in memory, and the device for each."""
+    def together(self) -> dict[str, torch.UntypedStorage]:
+        """The storages that lie in the file as they will in memory, by id: all read at once."""
+        opened: list[Source] = []
+        plain, wants = self._plain(opened)
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def place(index: int) -> int:
+            made = held[index] = self._empty(plain[index], wants[index][3])
+            return made.data_ptr()  # type: ignore[no-any-return]
+
+        if wants:
+            self._bring(opened, wants, place, plain)
+        return {storage[0]: held[index] for index, storage in enumerate(plain)}
+
+    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[Want]]:
+        """The storages that the engine brings, and what is wanted for each; their files are opened."""
+        plain: list[Storage] = []
+        wants: list[Want] = []
         if self._faked or self._skips or self._map is not None:
-            return {}
+            return plain, wants
+        storages = self._piece.checkpoint.storages
         devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
         here, all_big = sys.byteorder == "big", self._order == "big"
-        return {
-            storage.id: (storage, device)
-            for storage in storages
-            if (device := devices[storage.device])
-            and 0 < storage.nbytes <= storage.stored
-            and storage.offset is not None
-            and not storage.compressed
-            and (storage.big_endian or all_big) == here
-        }
+        numbers: dict[str, int] = {}
+        for storage in storages:  # unpacked in one step: there are as many as tensors
+            _, _, tag, _, nbytes, stored, offset, _, file, _, compressed, big, _ = storage
+            device = devices[tag]
+            if device and 0 < nbytes <= stored and offset is not None and not compressed and (big or all_big) == here:
+                if file not in numbers:
+                    numbers[file] = len(opened)
+                    opened.append(self._piece.open(file))
+                plain.append(storage)
+                wants.append(_new(Want, (numbers[file], offset, nbytes, device)))
+        return plain, wants
 
     def _reached(self, tag: str) -> str:
         """The device for a tag if the engine reaches it; else empty."""
@@ -98,26 +117,6 @@ class _Reader:
         from transload.loading.transfer.driver import cuda_driver
 
         return device if cuda_driver() is not None else ""
-
-    def together(self, storages: Sequence[tuple[Storage, str]]) -> list[torch.UntypedStorage]:
-        """Plain storages, all read at once."""
-        sources: dict[str, int] = {}
-        opened: list[Source] = []
-        wants = []
-        for storage, device in storages:
-            number = sources.get(storage.file)
-            if number is None:
-                number = sources[storage.file] = len(opened)
-                opened.append(self._piece.open(storage.file))
-            wants.append(Want(number, storage.offset or 0, storage.nbytes, device))
-        held: dict[int, torch.UntypedStorage] = {}
-
-        def place(index: int) -> int:
-            made = held[index] = self._empty(*storages[index])
-            return made.data_ptr()  # type: ignore[no-any-return]
-
-        self._bring(opened, wants, place, [storage for storage, _ in storages])
-        return [held[index] for index in range(len(storages))]
 
     def _bring(
         self, sources: Sequence[Source], wants: Sequence[Want], place: Callable[[int], int], storages: Sequence[Storage]
@@ -159,9 +158,7 @@ class _Reader:
 
     def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
-            if device == "cpu":
-                return self._new(storage.nbytes)
-            return self._new(storage.nbytes, device=device)
+            return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
         except RuntimeError as error:
             what = f"there is no memory for {_named(self._piece, storage)}: {storage.nbytes:,} bytes"
             fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
