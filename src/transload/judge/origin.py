@@ -29,6 +29,9 @@ def origin(checkpoint: Checkpoint) -> Origin:
     """The narrowest range all traces agree on, with the traces; and versions the file records of itself."""
     recorded = (*checkpoint.written_by.recorded, *_recorded(checkpoint))
     clues = [*_CONTAINERS.get(checkpoint.format, _none)(checkpoint), *_names(checkpoint)]
+    release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
+    if release.replace(".", "", 1).isdecimal() and checkpoint.format == "torch-zip":
+        clues = [_Clue(release, release, "transload recorded it")]
     oldest = max((clue.oldest for clue in clues if clue.oldest), key=_order, default="")
     newest = min((clue.newest for clue in clues if clue.newest), key=_order, default="")
     note = ""

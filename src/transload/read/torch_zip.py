@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from transload.checkpoint import Checkpoint, Record, Storage
+from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.findings import Problem
 from transload.read import pickle_machine
 from transload.read.counted import counted
 from transload.read.nodes import Pickle
+from transload.read.recorded import MAX_RECORD, RECORD, read_recorded
 from transload.read.source import Source
 from transload.read.storages import Place, StorageTable
 from transload.read.tensors import Tree, find_tensors
@@ -89,16 +90,19 @@ def read_torch_zip(
     big_endian = dict(facts).get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
-    held = Checkpoint(path, "torch-zip", nbytes, records=tuple(archive.records.values()), facts=facts)
+    written_by = _written_by(archive)
+    known = (*_NOTES, RECORD) if written_by.recorded else _NOTES
+    records = tuple(archive.records.values())
+    held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=written_by)
     if not (tree or found or big_endian):
-        light = counted(archive.records, _NOTES, pickle)
+        light = counted(archive.records, known, pickle)
         if light is not None:
             return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
     found = _with_users(found, whole.storages)
     found += whole.problems
     found += check_storages(whole.storages, archive)
-    strays, pickles = stray_records(archive, whole.storages)
+    strays, pickles = stray_records(archive, whole.storages, known)
     return replace(
         held,
         tensors=whole.tensors,
@@ -107,6 +111,13 @@ def read_torch_zip(
         problems=(*found, *strays),
         pickles=(pickle, *pickles),
     )
+
+
+def _written_by(archive: Archive) -> Origin:
+    """What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one."""
+    payload = archive.get(RECORD, MAX_RECORD)
+    found = read_recorded(payload.data) if payload is not None and not payload.problem else None
+    return Origin(recorded=found.pairs()) if found else Origin()
 
 
 def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:

@@ -1,0 +1,249 @@
+"""An archive written from front to back in few large writes, its checksums computed ahead in threads.
+
+All sizes are known before, so every offset is. What is small is gathered; the rest is written from where it lies, in
+pieces. Threads compute the checksums some pieces ahead of the one that is being written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from transload.writing.checksums import Checksums
+from transload.writing.zip_format import (
+    ALIGNMENT,
+    central_entry,
+    descriptor,
+    descriptor_size,
+    end_of_archive,
+    local_header,
+    small_records,
+)
+
+__all__ = ["AHEAD", "PIECE", "SMALL", "Bunch", "Chunk", "Payload", "Record", "Sink", "write_archive"]
+
+Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
+
+PIECE = 2 << 20
+"""Bytes of a write, about: few enough to be still in the cache when they are written, after their checksum."""
+
+SMALL = 16 << 10
+"""Up to here the bytes of a record are copied beside their header."""
+
+AHEAD = 7
+"""Writes whose checksums are under way while another is written."""
+
+_MANY = 300  # records of a write: the system takes 1024 buffers at once
+
+
+class Chunk(NamedTuple):
+    """Some bytes of a record. ``ready`` waits until they are there, in a thread; ``done`` hears they are written."""
+
+    view: Buffer
+    ready: Callable[[], object] | None = None
+    done: Callable[[], object] | None = None
+
+
+class Payload(Protocol):
+    """The bytes of a record that is not small."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All of them in order, in chunks of ``PIECE`` at most. A chunk with ``done`` has a write for itself."""
+        ...
+
+
+class Record(NamedTuple):
+    """A name in the archive, without its folder, and what is there: bytes, or where to get them."""
+
+    name: bytes
+    size: int
+    content: bytes | Payload
+
+
+class Bunch(NamedTuple):
+    """Small records, one after the other: names without their folder, and their bytes."""
+
+    records: list[tuple[bytes, bytes]]
+
+
+class Sink(Protocol):
+    """Where an archive goes."""
+
+    def write(self, buffers: Sequence[Buffer]) -> None:
+        """Write all of them, in this order."""
+        ...
+
+
+class _Entry:
+    """A record that takes more than one step: its place in the directory, and its checksum so far."""
+
+    __slots__ = ("checksum", "index", "name", "number", "offset", "size", "started")
+
+    def __init__(self, name: bytes, size: int, offset: int, index: int, number: int) -> None:
+        self.name, self.size, self.offset = name, size, offset
+        self.index, self.number = index, number
+        self.checksum = 0
+        self.started = False
+
+
+class _Part(NamedTuple):
+    """A chunk in a write; ``slot`` is where the descriptor of its record goes, if it is the last of it."""
+
+    entry: _Entry
+    chunk: Chunk
+    slot: int
+
+
+class _Write:
+    """What is written at once."""
+
+    __slots__ = ("buffers", "nbytes", "parts", "sums")
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.parts: list[_Part] = []
+        self.nbytes = 0
+        self.sums: Callable[[], list[int]] = list
+
+    def is_full(self) -> bool:
+        if self.nbytes >= PIECE or len(self.parts) >= _MANY:
+            return True
+        return bool(self.parts) and self.parts[-1].chunk.done is not None
+
+
+class _Archive:
+    """The directory, as it grows."""
+
+    def __init__(self, root: bytes, alignment: int) -> None:
+        self.checksums: list[int] = []
+        self.end = 0
+        self._lead = root + b"/"
+        self._alignment = alignment
+        self._entries: list[bytes] = []
+        self._count = 0
+
+    def writes(self, records: Iterable[Record | Bunch]) -> Iterator[_Write]:
+        """What is to be written for some records, in order."""
+        write = _Write()
+        for record in records:
+            if isinstance(record, Bunch) or isinstance(record.content, bytes):
+                self._gather(write, record)
+                if write.is_full():
+                    yield write
+                    write = _Write()
+                continue
+            entry = self._begin(write, record)
+            left = record.size
+            for chunk in record.content.chunks():
+                left -= len(chunk.view)
+                self._add(write, entry, chunk, last=not left)
+                if write.is_full():
+                    yield write
+                    write = _Write()
+            if left:
+                raise RuntimeError(f"{record.name!r} has {record.size} bytes, and {record.size - left} came")
+        if write.buffers:
+            yield write
+
+    def _gather(self, write: _Write, record: Record | Bunch) -> None:
+        lead, start = self._lead, self.end
+        records: Any = record.records if isinstance(record, Bunch) else [(record.name, record.content)]
+        named = [(lead + name, content) for name, content in records]
+        parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
+        write.buffers.append(b"".join(parts))
+        write.nbytes += self.end - start
+        self._entries.append(b"".join(entries))
+        self._count += len(named)
+
+    def _begin(self, write: _Write, record: Record) -> _Entry:
+        entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries), len(self.checksums))
+        header = local_header(entry.name, entry.size, entry.offset, self._alignment)
+        write.buffers.append(header)
+        self._entries.append(b"")
+        self._count += 1
+        self.checksums.append(0)
+        self.end += len(header) + entry.size + descriptor_size(entry.size, entry.offset)
+        return entry
+
+    @staticmethod
+    def _add(write: _Write, entry: _Entry, chunk: Chunk, *, last: bool) -> None:
+        write.buffers.append(chunk.view)
+        write.nbytes += len(chunk.view)
+        slot = len(write.buffers) if last else -1
+        if last:
+            write.buffers.append(b"")
+        write.parts.append(_Part(entry, chunk, slot))
+
+    def complete(self, write: _Write, sums: Checksums) -> None:
+        """Fill in the descriptors of a write: its checksums are there."""
+        for (entry, chunk, slot), checksum in zip(write.parts, write.sums(), strict=True):
+            entry.checksum = sums.joined(entry.checksum, checksum, len(chunk.view)) if entry.started else checksum
+            entry.started = True
+            if slot >= 0:
+                write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
+                self._entries[entry.index] = central_entry(entry.name, entry.size, entry.checksum, entry.offset)
+                self.checksums[entry.number] = entry.checksum
+
+    def directory(self) -> bytes:
+        """What the file ends with."""
+        entries = b"".join(self._entries)
+        return entries + end_of_archive(self._count, self.end, len(entries))
+
+
+def write_archive(  # noqa: PLR0913 - what to write, where to, and how
+    sink: Sink,
+    root: bytes,
+    records: Iterable[Record | Bunch],
+    closing: Callable[[list[int]], Iterable[Record | Bunch]],
+    *,
+    threads: int = 0,
+    alignment: int = ALIGNMENT,
+    tell: Callable[[int], None] | None = None,
+) -> None:
+    """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and names the last ones.
+
+    ``tell`` is called with numbers of bytes as they are written.
+    """
+    archive = _Archive(root, alignment)
+    waiting: deque[_Write] = deque()
+
+    def write_first() -> None:
+        write = waiting.popleft()
+        archive.complete(write, sums)
+        sink.write(_coalesced(write.buffers))
+        for part in write.parts:
+            if part.chunk.done is not None:
+                part.chunk.done()
+        if tell is not None:
+            tell(write.nbytes)
+
+    with Checksums(threads) as sums:
+        for write in archive.writes(records):
+            if write.parts:
+                write.sums = sums.start([part.chunk for part in write.parts])
+            waiting.append(write)
+            if len(waiting) > AHEAD:
+                write_first()
+        while waiting:
+            write_first()
+    for write in archive.writes(closing(archive.checksums)):
+        sink.write([b"".join(write.buffers)])
+    sink.write([archive.directory()])
+
+
+def _coalesced(buffers: list[Buffer]) -> list[Buffer]:
+    """The same bytes, with small neighbours put together."""
+    out: list[Buffer] = []
+    small: list[Buffer] = []
+    for buffer in buffers:
+        if len(buffer) <= SMALL:
+            small.append(buffer)
+            continue
+        if small:
+            out.append(b"".join(small))
+            small = []
+        out.append(buffer)
+    if small:
+        out.append(b"".join(small))
+    return out

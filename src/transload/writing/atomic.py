@@ -1,0 +1,250 @@
+"""A file that is there whole or not at all: written beside its place, flushed to the disk, then renamed.
+
+Whatever happens on the way, the old file stays as it was. What a killed writer leaves behind is a hidden file with the
+name of the true one, the number of the process and a random word in its own (``.model.pt.4711-9f3c2a1b.part``). It is
+locked as long as its writer lives, on this machine or another; the next writer of the same name removes those that are
+not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from transload.writing.errors import CannotWriteError, cannot_write
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed anyway
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Beside", "Straight", "clear_debris", "is_atomic", "place_of"]
+
+_MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def place_of(path: str) -> str:
+    """Where a file that is named so really lies: symbolic links stay, and what they point to is written."""
+    return os.path.realpath(path)
+
+
+def is_atomic(path: str) -> bool:
+    """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - texts throughout, as given
+    except OSError:
+        return True
+
+
+class Straight:
+    """A file that is written in its place: what was in it is gone at once."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, _OPEN_STRAIGHT, 0o666)
+        except OSError as error:
+            raise cannot_write(error, path) from error
+
+    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.commit()
+            else:
+                self.discard()
+        except OSError as refused:
+            raise cannot_write(refused, self.path) from refused
+        if isinstance(error, OSError) and not isinstance(error, CannotWriteError):
+            raise cannot_write(error, self.path) from error
+
+    def commit(self) -> None:
+        """All is written."""
+        os.close(self.descriptor)
+
+    def discard(self) -> None:
+        """Something failed."""
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+
+class Beside(Straight):
+    """A file that takes its place when all of it has reached the disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Beside(f"{folder}/a") as file:
+    ...         _ = os.write(file.descriptor, b"whole")
+    ...     os.listdir(folder)
+    ['a']
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._target = place_of(path)
+        try:
+            before = _existing(self._target)
+            clear_debris(self._target)
+            self._hidden, self.descriptor = _open_hidden(self._target)
+            try:
+                _adopt(self.descriptor, before)
+            except BaseException:
+                self.discard()
+                raise
+        except OSError as error:
+            raise cannot_write(error, path) from error
+
+    def commit(self) -> None:
+        """Flush, rename, and flush the directory."""
+        try:
+            os.fsync(self.descriptor)
+            if os.name == "nt":
+                os.close(self.descriptor)
+            os.replace(self._hidden, self._target)  # noqa: PTH105 - as above
+        except BaseException:
+            self.discard()
+            raise
+        if os.name != "nt":
+            os.close(self.descriptor)
+            _flush_directory(os.path.dirname(self._target))  # noqa: PTH120 - as above
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        _drop(self.descriptor, self._hidden)
+
+
+def _existing(target: str) -> os.stat_result | None:
+    """What is at the place now. What may not be written may not be replaced either, though the system would let us."""
+    import errno
+
+    try:
+        found = os.stat(target)  # noqa: PTH116 - as above
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "is a directory")
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, "not writable")
+    return found
+
+
+def _open_hidden(target: str) -> tuple[str, int]:
+    """A new file beside the target, locked. Between the two steps another writer may have taken it for debris."""
+    folder, name = os.path.split(target)
+    while True:
+        hidden = os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118 - as above
+        try:
+            descriptor = os.open(hidden, _OPEN, 0o666)
+        except FileExistsError:
+            continue
+        try:
+            if _lock(descriptor) is not False and (os.fstat(descriptor).st_nlink or os.name == "nt"):
+                return hidden, descriptor
+        except BaseException:
+            _drop(descriptor, hidden)
+            raise
+        os.close(descriptor)
+
+
+def _drop(descriptor: int, hidden: str) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
+    with suppress(OSError):
+        os.unlink(hidden)  # noqa: PTH108 - as above
+
+
+def _prefix(name: str) -> str:
+    return f".{os.fsdecode(os.fsencode(name)[:_MAX_NAME])}."
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is ours now; ``None`` where files cannot be locked."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _adopt(descriptor: int, before: os.stat_result | None) -> None:
+    """Give the new file the rights of the old one, and its owner where we may."""
+    if before is None or os.name == "nt":
+        return
+    own = os.fstat(descriptor)
+    if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+        with suppress(OSError):
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+    with suppress(OSError):  # file systems without rights
+        os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+
+
+def _flush_directory(folder: str) -> None:
+    """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
+    with suppress(OSError):
+        descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def clear_debris(target: str) -> list[str]:
+    """Remove what killed writers of a file have left beside it; their names."""
+    folder, name = os.path.split(target)
+    pattern = re.compile(re.escape(_prefix(name)) + r"(\d{1,10})-[0-9a-f]{8}\.part", re.DOTALL)
+    try:
+        names = os.listdir(folder or ".")  # noqa: PTH208 - as above
+    except OSError:
+        return []
+    found = [(each, int(match[1])) for each in names if (match := pattern.fullmatch(each))]
+    return [each for each, pid in found if _remove(os.path.join(folder, each), pid)]  # noqa: PTH118 - as above
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process here. Ours is: its own files are in use, or it removes them itself."""
+    if os.name == "nt":
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _remove(path: str, pid: int) -> bool:
+    """Remove a hidden file unless its writer still has it, which the lock tells: numbers of processes come again."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        ours = _lock(descriptor)
+        if ours is False or (ours is None and _is_running(pid)):
+            return False
+        if os.name == "nt":
+            os.close(descriptor)
+            descriptor = -1
+        os.unlink(path)  # noqa: PTH108 - as above
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True

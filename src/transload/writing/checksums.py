@@ -1,0 +1,111 @@
+"""CRC-32 in threads: zlib's, or that of a faster package where one is installed (``isal``, ``zlib-ng``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from transload.read.checksum import combined
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from transload.writing.archive import Chunk
+
+__all__ = ["Checksums", "fastest_crc32"]
+
+_FASTER = ("isal.isal_zlib", "zlib_ng.zlib_ng")
+"""They have ``zlib``'s functions; four times as fast on a processor with carry-less multiplication."""
+
+
+@cache
+def fastest_crc32() -> Callable[[Any], int]:
+    """The function for large buffers. It lets other threads run meanwhile."""
+    for name in _FASTER:
+        try:
+            found: Callable[[Any], int] = import_module(name).crc32
+            if found(b"transload") == crc32(b"transload"):
+                return found
+        except Exception:  # noqa: BLE001, S112, PERF203 - not there, or broken: zlib's it is
+            continue
+    return crc32
+
+
+class _Task:
+    """The checksums of some chunks, which a thread computes."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._sums: list[int] = []
+        self._error: BaseException | None = None
+        self._over = Event()
+
+    def run(self) -> None:
+        compute = fastest_crc32()
+        try:
+            for chunk in self._chunks:
+                if chunk.ready is not None:
+                    chunk.ready()
+                self._sums.append(compute(chunk.view))
+        except BaseException as error:  # noqa: BLE001 - raised again where the checksums are asked for
+            self._error = error
+        self._over.set()
+
+    def now(self) -> list[int]:
+        self.run()
+        return self.result()
+
+    def result(self) -> list[int]:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._sums
+
+
+class Checksums:
+    """Threads that compute checksums; with none, they are computed when they are asked for.
+
+    When it is left, no thread reads anything any more.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._wanted = threads
+        self._threads: list[Thread] = []
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._given_up = False
+
+    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._given_up = kind is not None
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def start(self, chunks: Sequence[Chunk]) -> Callable[[], list[int]]:
+        """Begin with some chunks; what is returned gives their checksums."""
+        task = _Task(chunks)
+        if not self._wanted:
+            return task.now
+        if len(self._threads) < self._wanted:
+            self._threads.append(Thread(target=self._work, name="transload checksums", daemon=True))
+            self._threads[-1].start()
+        self._queue.put(task)
+        return task.result
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            if not self._given_up:
+                task.run()
+
+    @staticmethod
+    def joined(first: int, second: int, length: int) -> int:
+        """The checksum of two runs of bytes one after the other."""
+        return combined(first, second, length)

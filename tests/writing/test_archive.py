@@ -1,0 +1,208 @@
+"""Archives in many writes: whatever the pieces, threads and sinks, the file is the one of one write."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from transload.writing import archive, checksums
+from transload.writing.archive import Bunch, Chunk, Record, write_archive
+from transload.writing.checksums import Checksums, fastest_crc32
+from transload.writing.sinks import FileObject, SystemFile
+from transload.writing.zip_format import central_entry, descriptor, local_header, small_records
+
+
+class Parts:
+    """Bytes that come in parts, as long as somebody listens."""
+
+    def __init__(self, data: bytes, step: int, log: list[str] | None = None) -> None:
+        self._data, self._step, self._log = data, step, log
+
+    def chunks(self) -> Iterator[Chunk]:
+        for start in range(0, len(self._data), self._step):
+            part = memoryview(self._data)[start : start + self._step]
+            if self._log is None:
+                yield Chunk(part)
+            else:
+                self._log.append("made")
+                yield Chunk(part, lambda: self._log.append("ready"), lambda: self._log.append("done"))  # type: ignore[union-attr]
+
+
+def noise(count: int) -> bytes:
+    return bytes(number * number % 251 for number in range(count))
+
+
+SIZES = [0, 1, 63, 64, 65, 1000, 20_000, 0, 70_000, 5, 300_000, 3]
+
+
+def contents() -> list[tuple[bytes, bytes]]:
+    return [(b"data/%d" % number, noise(size)) for number, size in enumerate(SIZES)]
+
+
+def written(sink: Any, step: int = 0, **options: Any) -> None:
+    def records() -> Iterator[Record | Bunch]:
+        yield Bunch(contents()[:3])
+        for name, data in contents()[3:]:
+            yield Record(name, len(data), Parts(data, step) if step and data else data)
+
+    write_archive(sink, b"a", records(), lambda sums: [Record(b"count", 2, b"%2d" % len(sums))], **options)
+
+
+def in_memory(**options: Any) -> bytes:
+    held = io.BytesIO()
+    written(FileObject(held), **options)
+    return held.getvalue()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("step", [1000, 65536, 1 << 20])
+@pytest.mark.parametrize("piece", [1, 100_000, 8 << 20])
+def test_pieces_and_threads_make_no_difference(
+    threads: int, step: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = in_memory()
+    monkeypatch.setattr(archive, "PIECE", piece)
+    assert in_memory(step=step, threads=threads) == expected
+    with zipfile.ZipFile(io.BytesIO(expected)) as opened:
+        assert opened.testzip() is None
+        assert [(each.filename, opened.read(each)) for each in opened.infolist()] == [
+            *((f"a/{name.decode()}", data) for name, data in contents()),
+            ("a/count", b"12"),
+        ]
+
+
+def test_a_file_of_the_system_gets_the_same_bytes(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    written(SystemFile(descriptor, push=True), step=7000, threads=2)
+    os.close(descriptor)
+    assert (tmp_path / "a").read_bytes() == in_memory()
+
+
+def test_a_system_that_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, buffers: true(file, [bytes(buffers[0])[:1013]]))
+    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    written(SystemFile(descriptor, push=False), step=50_000)
+    os.close(descriptor)
+    assert (tmp_path / "a").read_bytes() == in_memory()
+
+
+def test_more_buffers_than_the_system_takes_at_once(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    SystemFile(descriptor, push=False).write([b"%d," % number for number in range(5000)])
+    os.close(descriptor)
+    assert (tmp_path / "a").read_bytes() == b"".join(b"%d," % number for number in range(5000))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_chunks_that_are_borrowed_are_given_back_in_time(threads: int) -> None:
+    """Never more are out than the writer looks ahead, and one: so many slots are enough."""
+    log: list[str] = []
+    data = noise(50_000)
+    held = io.BytesIO()
+    write_archive(
+        FileObject(held), b"a", [Record(b"x", len(data), Parts(data, 1000, log))], lambda _: [], threads=threads
+    )
+    out = [log[:end].count("made") - log[:end].count("done") for end in range(len(log) + 1)]
+    assert max(out) <= archive.AHEAD + 1
+    assert (log.count("made"), log.count("ready"), log.count("done")) == (50, 50, 50)
+    with zipfile.ZipFile(held) as opened:
+        assert opened.read("a/x") == data
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_an_error_in_a_thread_is_raised(threads: int) -> None:
+    class Failing:
+        def chunks(self) -> Iterator[Chunk]:
+            yield Chunk(b"x" * 10)
+            yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Failing())], lambda _: [], threads=threads)
+
+
+def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="has 20 bytes, and 10 came"):
+        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Parts(b"x" * 10, 5))], lambda _: [])
+
+
+def test_progress_is_told() -> None:
+    counts: list[int] = []
+    written(FileObject(io.BytesIO()), step=1 << 20, tell=counts.append)
+    assert sum(counts) >= sum(SIZES)
+
+
+@pytest.mark.parametrize("offset", [0, 77, 0xFFFF_0000, 0x1_0000_0000], ids=hex)
+def test_small_records_are_made_as_others_are(offset: int) -> None:
+    named = [(b"a/%d" % number, noise(size)) for number, size in enumerate([5, 0, 64, 1000, 0, 70_000, 3])]
+    sums: list[int] = []
+    parts, entries, end = small_records(named, offset, 64, sums)
+    expected, directory, at = b"", b"", offset
+    for name, data in named:
+        made = local_header(name, len(data), at) + data + descriptor(len(data), crc32(data), at)
+        directory += central_entry(name, len(data), crc32(data), at)
+        expected += made
+        at += len(made)
+    assert (b"".join(parts), b"".join(entries), end) == (expected, directory, at)
+    assert sums == [crc32(data) for _, data in named]
+
+
+def test_the_fastest_checksum_is_the_checksum() -> None:
+    assert fastest_crc32()(noise(100_000)) == crc32(noise(100_000))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_package_is_used_if_it_is_right(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    package = types.SimpleNamespace(crc32=lambda data: crc32(data) + broken)
+    monkeypatch.setattr(checksums, "import_module", lambda _: package)
+    fastest_crc32.cache_clear()
+    try:
+        assert (fastest_crc32() is package.crc32) is not broken
+    finally:
+        fastest_crc32.cache_clear()
+
+
+def test_without_packages_it_is_that_of_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(checksums, "import_module", absent)
+    fastest_crc32.cache_clear()
+    try:
+        assert fastest_crc32() is crc32
+    finally:
+        fastest_crc32.cache_clear()
+
+
+def test_no_thread_reads_when_the_checksums_are_left() -> None:
+    import threading
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), Checksums(3) as sums:  # noqa: PT012 - the interrupt is the test's own
+        for _ in range(20):
+            sums.start([Chunk(noise(100_000))])
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
+
+
+def test_a_sink_gets_few_large_buffers() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.writes = 0
+
+        def write(self, buffers: Sequence[Any]) -> None:
+            self.writes += len(buffers)
+
+    sink = Counting()
+    many = Bunch([(b"data/%d" % number, b"x" * 256) for number in range(10_000)])
+    write_archive(sink, b"a", [many], lambda _: [])
+    assert sink.writes <= 3
