@@ -34,9 +34,12 @@ FLOORS = {
     "judge": 1,
     "diagnose": 1,
     "place": 1,
+    "writing": 1,
     "loading": 2,
     "opening": 2,
     "checking": 2,
+    "saving": 2,
+    "retagging": 2,
     "render": 2,
     "cli": 3,
     "__init__": 4,
@@ -49,7 +52,7 @@ FLOORS = {
 DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "render")}
 
 
-ALLOWED_ROOMS = {"render": "rich", "loading": "torch", "opening": "torch"}
+ALLOWED_ROOMS = {"render": "rich", "loading": "torch", "opening": "torch", "saving": "torch"}
 # The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
 ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 

@@ -23,6 +23,7 @@ examples:
   transload doctor                        why torch does not see the GPU, and the fix
   transload inspect model.pt              what is in it, and is it safe to load
   transload check model.pt                will it load here, and where would it land
+  transload retag model.pt --to cpu       so that plain torch.load(path) works anywhere
 """
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
@@ -92,8 +93,29 @@ def _run(command: str, rest: list[str]) -> int:
     module = import_module(f"transload.cli.{command}")
     parser = _parser(command)
     module.add_arguments(parser)
-    code: int = module.run(parser.parse_args(rest))
+    arguments = parser.parse_args(rest)
+    if command != "retag":  # which does so itself, and tells more
+        _put_right(getattr(arguments, "paths", None) or [getattr(arguments, "path", None)])
+    code: int = module.run(arguments)
     return code
+
+
+_RECOVERED = {
+    "restored": "an interrupted retag was taken back",
+    "finished": "an interrupted retag was finished",
+    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
+}
+
+
+def _put_right(paths: list[str | None]) -> None:
+    """Put an interrupted retag of a file that is named right before anything looks at it."""
+    for path in filter(None, paths):
+        from transload.render.escape import printable
+        from transload.retagging import recover
+
+        outcome = recover(path)
+        if outcome:
+            print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
 
 
 def _parser(command: str) -> ArgumentParser:

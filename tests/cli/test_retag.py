@@ -1,0 +1,144 @@
+"""The command ``transload retag``: its options, exit codes and streams."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from transload.cli.main import main
+from transload.read import inspect
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Transload
+
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "retag.schema.json"
+NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
+
+
+@pytest.fixture
+def path(data: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "model.pt"
+    shutil.copyfile(data / "h200" / "mixed_cpu_cuda.pt", copy)
+    return copy
+
+
+def valid(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text)
+    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    return document
+
+
+def tags(path: Path) -> set[str]:
+    return {storage.device for storage in inspect(path).storages}
+
+
+def test_to_a_device(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retag", str(path), "--to", "cpu"]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    assert shown.out.startswith(f"{path}\n")
+    assert "→  cpu" in shown.out
+    assert "stays" in shown.out
+    assert tags(path) == {"cpu"}
+    assert main(["retag", str(path), "--to", "cpu"]) == 0
+    assert "nothing: all tags are as asked" in capsys.readouterr().out
+
+
+def test_by_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retag", str(path), "--map", "cuda:0=cuda:1", "--map", "cpu=mps", "--json"]) == 0
+    found = {tag["old"]: tag["new"] for tag in valid(capsys.readouterr().out)["tags"]}
+    assert found == {"cuda:0": "cuda:1", "cpu": "mps"}
+    assert main(["retag", str(path), "--map", "mps=cpu", "--to", "xpu:0"]) == 0
+    assert tags(path) == {"cpu", "xpu:0"}
+
+
+def test_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
+    assert main(["retag", str(path), "--to", "cuda:3", "--dry-run"]) == 0
+    assert "would write" in capsys.readouterr().out
+    assert main(["retag", str(path), "--to", "cuda:3", "--dry-run", "--json"]) == 0
+    document = valid(capsys.readouterr().out)
+    assert (document["done"], document["method"]) == (False, "append")
+    assert path.read_bytes() == before
+
+
+def test_a_copy(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = path.with_name("copy.pt")
+    assert main(["retag", str(path), "--to", "cpu", "-o", str(copy), "--json"]) == 0
+    assert valid(capsys.readouterr().out)["out"] == str(copy)
+    assert (tags(path), tags(copy)) == ({"cpu", "cuda:0"}, {"cpu"})
+    assert main(["retag", str(path), "--to", "cpu", "-o", str(copy)]) == 2
+    assert "already" in capsys.readouterr().err
+
+
+def test_back_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
+    assert main(["retag", str(path), "--undo"]) == 2
+    assert "--keep-undo" in capsys.readouterr().err
+    assert main(["retag", str(path), "--to", "cuda:3", "--keep-undo", "--json"]) == 0
+    assert valid(capsys.readouterr().out)["undo"]
+    assert main(["retag", str(path), "--undo", "--dry-run"]) == 0
+    assert path.read_bytes() != before
+    capsys.readouterr()
+    assert main(["retag", str(path), "--undo", "--json"]) == 0
+    assert valid(capsys.readouterr().out)["method"] == "undo"
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no device is named"),
+        (["--to", "cpu:0"], "only 'cpu'"),
+        (["--map", "cuda:0"], "--map takes two devices"),
+        (["--map", "=cpu"], "--map takes two devices"),
+        (["--map", "cuda:0=cpu", "--map", "cuda:0=mps"], "two devices"),
+        (["--undo", "--to", "cpu"], "--to cannot go with it"),
+        (["--to", "cpu", "-o", "x.pt", "--keep-undo"], "no undo"),
+    ],
+    ids=" ".join,
+)
+def test_what_makes_no_sense(arguments: list[str], said: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
+    assert main(["retag", str(path), *arguments]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert said in shown.err
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["torchscript_cuda0.pt", "export_cuda0.pt2", "absent.pt"])
+def test_what_cannot_be_done(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if (data / "h200" / name).exists():
+        shutil.copyfile(data / "h200" / name, tmp_path / name)
+    assert main(["retag", str(tmp_path / name), "--to", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith(f"transload: {tmp_path / name}: ")
+
+
+def test_it_runs_where_no_package_is_installed(program: Transload, path: Path) -> None:
+    done = program("retag", str(path), "--to", "cpu", "--json", python=("-S",))
+    assert done.returncode == 0, done.stderr
+    assert valid(done.stdout)["method"] == "patch"
+    assert tags(path) == {"cpu"}
+
+
+def test_it_imports_neither_torch_nor_what_it_does_not_need(program: Transload, path: Path) -> None:
+    arguments = ("retag", str(path), "--to", "cpu")
+    ours, bare = (
+        program(*arguments, python=("-X", "importtime", *options)).stderr for options in ((), ("-c", "import runpy"))
+    )
+    modules = modules_in(ours) - modules_in(bare)
+    assert "transload.retagging.plan" in modules
+    assert not modules & NOT_FOR_IT
+
+
+def modules_in(told: str) -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}

@@ -1,0 +1,64 @@
+"""Checkpoints with the tags of devices that are not here, as torch writes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from transload.read.source import FileSource
+from transload.retagging.changes import Changes
+from transload.retagging.plan import plan_of
+from transload.retagging.wish import wish_of
+
+Tag = str | Callable[[Any], str]
+
+
+def fresh(text: str) -> str:
+    """The same text as another object: torch makes the tag of a CUDA storage anew each time."""
+    return "".join(list(text))
+
+
+def save(obj: object, path: Path, tag: Tag = "cuda:0", **options: Any) -> Path:
+    """``torch.save``, with storages that seem to lie elsewhere."""
+
+    def location(storage: Any) -> str:
+        return tag(storage) if callable(tag) else fresh(tag)
+
+    with mock.patch.object(torch.serialization, "location_tag", location):
+        torch.save(obj, path, **options)
+    return path
+
+
+def state(layers: int = 2) -> dict[str, torch.Tensor]:
+    """A small state dict, with a tied weight."""
+    torch.manual_seed(0)
+    made = {
+        f"layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in (("w", (3, 4)), ("b", 4))
+    }
+    return {**made, "tied": made["layers.0.w"]}
+
+
+def planned(path: Path, to: str, *, copy: bool = False) -> tuple[Changes, os.stat_result]:
+    """What a retag would change."""
+    source = FileSource(path)
+    try:
+        plan = plan_of(source, wish_of(to), copy=copy)
+    finally:
+        source.close()
+    return plan.changes, plan.seen
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two loaded objects are equal, tensors bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return type(left) is type(right) and left.dtype == right.dtype and bool(torch.equal(left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(type(left) is type(right) and left == right)
