@@ -6,7 +6,7 @@ JOBS ?= 2
 VENV := .venv
 CUDA_VENV := .venv-cuda
 MATRIX := 2.1 2.6 2.15
-MATRIX_TESTS := tests/loading tests/opening tests/checking tests/place tests/read/test_fixtures.py
+MATRIX_TESTS := tests/loading tests/opening tests/saving tests/retagging tests/checking tests/place tests/read/test_fixtures.py
 REQUIREMENTS := requirements/test.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
@@ -71,6 +71,8 @@ suite-of-matrix: $(TEST_STAMP)
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools; bench/gpu/load.py does it on a GPU
 	$(BIN)/python bench/inspect.py
 	$(BIN)/python bench/load.py --case large,small
+	$(BIN)/python bench/save.py
+	$(BIN)/python bench/retag.py
 
 format: $(TEST_STAMP) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .

@@ -35,10 +35,19 @@ if TYPE_CHECKING:
     from transload.opening.into import MismatchError, load_into
     from transload.place import Plan
     from transload.read import inspect
+    from transload.retagging import retag
+    from transload.retagging.errors import BusyFileError, RetagError
+    from transload.retagging.result import Retag
+    from transload.saving import save, save_async
+    from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
+    from transload.writing.errors import CannotWriteError
 
 __all__ = [
     "BrokenFileError",
+    "BusyFileError",
+    "CannotPickleError",
     "CannotReadError",
+    "CannotWriteError",
     "Check",
     "Checkpoint",
     "Compatibility",
@@ -53,6 +62,10 @@ __all__ = [
     "NoTorchError",
     "NotACheckpointError",
     "Plan",
+    "Retag",
+    "RetagError",
+    "SaveError",
+    "SaveWarning",
     "Storage",
     "Tensor",
     "TransloadError",
@@ -66,11 +79,17 @@ __all__ = [
     "load",
     "load_into",
     "open",
+    "retag",
+    "save",
+    "save_async",
 ]
 
 _HOMES = {
     "BrokenFileError": "transload.loading.errors",
+    "BusyFileError": "transload.retagging.errors",
+    "CannotPickleError": "transload.saving.errors",
     "CannotReadError": "transload.errors",
+    "CannotWriteError": "transload.writing.errors",
     "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
     "Compatibility": "transload.checking.compatibility",
@@ -85,6 +104,10 @@ _HOMES = {
     "NoTorchError": "transload.loading.errors",
     "NotACheckpointError": "transload.loading.errors",
     "Plan": "transload.place",
+    "Retag": "transload.retagging.result",
+    "RetagError": "transload.retagging.errors",
+    "SaveError": "transload.saving.errors",
+    "SaveWarning": "transload.saving.errors",
     "Storage": "transload.checkpoint",
     "Tensor": "transload.checkpoint",
     "TransloadError": "transload.errors",
@@ -98,6 +121,9 @@ _HOMES = {
     "load": "transload.loading",
     "load_into": "transload.opening.into",
     "open": "transload.opening",
+    "retag": "transload.retagging",
+    "save": "transload.saving",
+    "save_async": "transload.saving",
 }
 
 if not TYPE_CHECKING:  # a type checker shall see the imports above, and call anything else a mistake

@@ -128,6 +128,7 @@ class Files:
         if not isinstance(f, str | os.PathLike):
             return self._single(_opened(f), "")
         path = os.fspath(f)
+        _put_right(path)
         if os.path.isdir(path):  # noqa: PTH112 - as above
             return self._directory(path)
         if path.endswith(".index.json"):
@@ -184,6 +185,13 @@ class Files:
         if path not in self._open:
             self._open[path] = (_File(path), None)
         return self._open[path][0]
+
+
+def _put_right(path: str) -> None:
+    """Put an interrupted retag of the file right before it is read."""
+    from transload.retagging import recover
+
+    recover(path)
 
 
 def _only(path: str) -> str:

@@ -1,0 +1,223 @@
+"""How long it takes to save, and how much memory: each saver in a process of its own, taking turns; ratios.
+
+    python bench/save.py [--json] [--megabytes N] [--small N] [--repeat N] [--folder DIR] [--device cuda]
+
+Both sides end with the file on the disk: transload flushes by itself, torch.save is followed by a flush of its file.
+Every run writes over the file of the run before, as checkpoints are. The peak is the largest resident size during the
+save, less the one right before it; or that of the first save of the process, if it is more. What was saved is loaded by
+torch and compared before anything is measured. ``limit`` is plain writes of the same bytes and a flush, without
+checksums. Needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
+    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PROGRAM = """
+import gc, os, resource, sys, threading, time
+import torch
+import transload.saving
+case, count, numel, device, path, saver, runs = sys.argv[1:]
+torch.manual_seed(0)
+made = torch.rand(int(count) * int(numel), device=device).split(int(numel))
+value = {f"layers.{number}.weight": part.clone() for number, part in enumerate(made)}
+del made
+if device != "cpu":
+    torch.cuda.synchronize()
+
+def flush(path):
+    descriptor = os.open(path, os.O_RDWR)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+def by_torch():
+    torch.save(value, path)
+    flush(path)
+
+def by_torch_pinned():
+    from torch.utils.serialization import config
+    config.save.use_pinned_memory_for_d2h = True
+    by_torch()
+
+def by_transload():
+    transload.saving.save(value, path)
+
+def by_transload_in_the_background():
+    before = time.perf_counter()
+    future = transload.saving.save_async(value, path)
+    print("called", time.perf_counter() - before)
+    future.result()
+
+def limit():
+    host = {name: tensor.cpu() for name, tensor in value.items()}
+    begun = time.perf_counter()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    for tensor in host.values():
+        os.write(descriptor, tensor.numpy().data.cast("B"))
+    os.fsync(descriptor)
+    os.close(descriptor)
+    return time.perf_counter() - begun
+
+def resident():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+class Watch(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.before = self.peak = resident()
+        self.over = threading.Event()
+    def run(self):
+        while not self.over.wait(0.002):
+            self.peak = max(self.peak, resident())
+
+save = globals()[saver]
+first = Watch()
+first.start()
+save()
+first.over.set()
+first.join()
+if saver != "limit":
+    found = torch.load(path, map_location="cpu")
+    assert list(found) == list(value)
+    assert all(torch.equal(found[name], value[name].cpu()) for name in value)
+    del found
+for _ in range(int(runs)):
+    gc.collect()
+    os.sync()
+    watch = Watch()
+    watch.start()
+    begun, used = time.perf_counter(), time.process_time()
+    told = save()
+    seconds, cpu = time.perf_counter() - begun, time.process_time() - used
+    watch.over.set()
+    watch.join()
+    print("run", told or seconds, cpu, max(watch.peak - watch.before, first.peak - first.before), flush=True)
+"""
+
+TORCH, OURS, LIMIT = "by_torch", "by_transload", "limit"
+NAMES = {
+    TORCH: "torch.save + fsync",
+    "by_torch_pinned": "torch.save, pinned + fsync",
+    OURS: "transload.save",
+    "by_transload_in_the_background": "transload.save_async().result()",
+    LIMIT: "limit: write + fsync",
+}
+
+
+@dataclass
+class Row:
+    """One saver on one case: medians."""
+
+    case: str
+    saver: str
+    seconds: float
+    cpu: float
+    peak: float
+    called: float
+    """Until a save in the background let the program go on; 0 for the others."""
+
+
+def main() -> int:
+    """Measure, print, and say whether the goals are met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--megabytes", type=int, default=4000, help="size of the large case (default 4000)")
+    parser.add_argument("--small", type=int, default=20_000, help="tensors of the small case (default 20000)")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--folder", default=None, help="where to write (default: the directory for temporary files)")
+    parser.add_argument("--device", default="cpu", help="where the tensors are (default cpu)")
+    options = parser.parse_args()
+    cases = {
+        "large": (100, options.megabytes * 10_000 // 4),
+        "small": (options.small, 64),
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = [
+            row
+            for case, (count, numel) in cases.items()
+            for row in measure(case, count, numel, options, Path(folder, "a.pt"))
+        ]
+    return show(rows, options)
+
+
+def measure(case: str, count: int, numel: int, options: argparse.Namespace, path: Path) -> list[Row]:
+    """Every saver in turn, some rounds of it."""
+    savers = [name for name in NAMES if options.device != "cpu" or name != "by_torch_pinned"]
+    if case == "small":
+        savers.remove(LIMIT)  # of so few bytes it says nothing
+    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in savers}
+    for _ in range(options.repeat):
+        for saver in savers:
+            runs = "2" if case == "large" else "5"
+            command = [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                case,
+                str(count),
+                str(numel),
+                options.device,
+                str(path),
+                saver,
+                runs,
+            ]
+            out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+            called = [float(line.split()[1]) for line in out if line.startswith("called")][1:]
+            taken = [tuple(map(float, line.split()[1:])) for line in out if line.startswith("run")]
+            seen[saver] += [(*each, called[number] if called else 0.0) for number, each in enumerate(taken)]
+    middle = {name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in seen.items()}
+    return [Row(case, name, *values) for name, values in middle.items()]
+
+
+def goals(rows: list[Row], device: str) -> list[tuple[str, float, float]]:
+    """What is claimed: a ratio, and the least it shall be."""
+    found = {(row.case, row.saver): row for row in rows}
+
+    def times(case: str) -> float:
+        return found[case, TORCH].seconds / found[case, OURS].seconds
+
+    out = [("large: torch.save / transload.save", times("large"), 1.0 if device == "cpu" else 2.0)]
+    out.append(("small: torch.save / transload.save", times("small"), 3.0))
+    if device != "cpu":
+        limit = found["large", LIMIT].seconds
+        out.append(("large: limit / transload.save", limit / found["large", OURS].seconds, 1 / 1.15))
+    return out
+
+
+def show(rows: list[Row], options: argparse.Namespace) -> int:
+    """Print the table, or JSON; 1 if a goal is missed."""
+    told = goals(rows, options.device)
+    if options.json:
+        named = [{"what": what, "ratio": ratio, "goal": goal} for what, ratio, goal in told]
+        print(json.dumps({"schema": 1, "rows": [asdict(row) for row in rows], "goals": named}))
+    else:
+        print(
+            f"{platform.machine()}, {os.cpu_count()} processors, {options.megabytes} MB, {options.small} small tensors"
+        )
+        print(f"{'':6} {'':34} {'seconds':>8} {'GB/s':>6} {'CPU s':>7} {'peak MB':>8} {'returned after':>15}")
+        for row in rows:
+            speed = f"{options.megabytes / 1000 / row.seconds:6.2f}" if row.case == "large" else f"{'':6}"
+            called = f"{row.called:13.3f} s" if row.called else ""
+            numbers = f"{row.seconds:8.3f} {speed} {row.cpu:7.3f} {row.peak / 1e6:8.1f} {called}"
+            print(f"{row.case:6} {NAMES[row.saver]:34} {numbers}")
+        for what, ratio, goal in told:
+            print(f"{what}: {ratio:.2f} (goal {goal:.2f}{'' if ratio >= goal else ', missed'})")
+    return int(any(ratio < goal for _, ratio, goal in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

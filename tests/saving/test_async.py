@@ -1,0 +1,203 @@
+"""``transload.save_async``: what is saved is what was there at the call; order; errors; the end of the program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from transload.errors import UsageError
+from transload.saving import background as module
+from transload.saving import save, save_async
+from transload.saving.background import MAX_IN_FLIGHT, background
+from transload.saving.errors import SaveError, SaveWarning
+from transload.writing.errors import NoDirectoryError
+
+
+@pytest.fixture(autouse=True)
+def settled() -> Iterator[None]:
+    yield
+    background.wait()
+    background.unnoticed()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is shut, no file is written."""
+    opened = threading.Event()
+    true = module.Saving.run
+    monkeypatch.setattr(module.Saving, "run", lambda self: (opened.wait(30), true(self)))
+    yield opened
+    opened.set()
+    background.wait()
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(700, 800)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 700)).sum().backward()
+    optimizer.step()
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "log": [1], "view": torch.rand(9)[2:4]}
+    save(value, tmp_path / "now.pt")
+    future = save_async(value, tmp_path / "later.pt")
+    for _ in range(3):
+        model(torch.rand(2, 700)).sum().backward()
+        optimizer.step()
+    value["log"].append(2)
+    value["view"].zero_()
+    assert not future.done()
+    gate.set()
+    assert future.result(30) is None
+    one, two = ((tmp_path / name).read_bytes() for name in ("now.pt", "later.pt"))
+    assert one[: one.index(b".transload")] == two[: two.index(b".transload")]
+
+
+def test_storages_of_every_size(tmp_path: Path) -> None:
+    value = [torch.rand(size) for size in (0, 1, 4000, 5000, 100_000, 3_000_000, 20_000_000)]
+    save_async(value, tmp_path / "a.pt").result(60)
+    for one, two in zip(value, torch.load(tmp_path / "a.pt"), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_views_are_cut_out_of_what_is_copied(tmp_path: Path) -> None:
+    base = torch.arange(1_000_000.0)
+    save_async({"a": base[5:9], "b": base[100_000:200_000]}, tmp_path / "a.pt", compact=True).result(30)
+    again = torch.load(tmp_path / "a.pt")
+    assert again["a"].tolist() == [5, 6, 7, 8]
+    assert torch.equal(again["b"], base[100_000:200_000])
+    assert (tmp_path / "a.pt").stat().st_size < 500_000
+
+
+def test_the_last_of_many_to_one_path_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    for number in range(10):
+        future = save_async({"n": torch.tensor(number)}, path)
+    future.result(30)
+    assert int(torch.load(path)["n"]) == 9
+    save_async({"n": torch.tensor(10)}, path)
+    save({"n": torch.tensor(11)}, path)
+    assert int(torch.load(path)["n"]) == 11
+    assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
+
+
+def test_a_plain_save_waits_for_those_to_its_path_by_any_name(tmp_path: Path, gate: threading.Event) -> None:
+    path, link = tmp_path / "a.pt", tmp_path / "link.pt"
+    link.symlink_to(path)
+    save_async({"n": torch.tensor(1)}, path)
+    save({"n": torch.tensor(5)}, tmp_path / "other.pt")  # no need to wait
+    threading.Timer(0.2, gate.set).start()
+    save({"n": torch.tensor(2)}, link)
+    assert int(torch.load(path)["n"]) == 2
+
+
+def test_few_are_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+    for number in range(MAX_IN_FLIGHT):
+        save_async({}, tmp_path / f"{number}.pt")
+    threading.Timer(0.3, gate.set).start()
+    begun = time.monotonic()
+    save_async({}, tmp_path / "last.pt").result(30)
+    assert time.monotonic() - begun > 0.2
+    assert len(list(tmp_path.iterdir())) == MAX_IN_FLIGHT + 1
+
+
+def test_the_future_raises_what_went_wrong(tmp_path: Path) -> None:
+    future = save_async({}, tmp_path / "gone" / "a.pt")
+    with pytest.raises(NoDirectoryError):
+        future.result(30)
+    assert isinstance(future.exception(), NoDirectoryError)
+    assert not future.cancel()
+    save({}, tmp_path / "a.pt")  # it has been told
+
+
+@pytest.mark.parametrize("call", [save, save_async], ids=["save", "save_async"])
+def test_an_error_nobody_has_seen_is_raised_by_the_next_call(tmp_path: Path, call: Any) -> None:
+    save_async({}, tmp_path / "gone" / "a.pt")
+    background.wait()
+    with pytest.raises(SaveError, match="an earlier save in the background failed") as caught:
+        call({}, tmp_path / "b.pt")
+    assert isinstance(caught.value.__cause__, NoDirectoryError)
+    assert "gone" in caught.value.where
+    call({}, tmp_path / "b.pt")
+    background.wait()
+    assert (tmp_path / "b.pt").exists()
+
+
+def test_what_is_wrong_at_once_is_raised_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        save_async({}, tmp_path / "a.pt", device="tpu")
+    with pytest.raises(SaveError):
+        save_async({"f": lambda: 1}, tmp_path / "a.pt")
+    with pytest.warns(SaveWarning, match="compact=True"):
+        save_async(torch.rand(1_000_000)[:3], tmp_path / "a.pt").result(30)
+
+
+def test_to_a_file_object(tmp_path: Path) -> None:
+    with (tmp_path / "a.pt").open("wb") as file:
+        save_async({"n": torch.tensor(3)}, file).result(30)
+    assert int(torch.load(tmp_path / "a.pt")["n"]) == 3
+
+
+def test_no_thread_stays(tmp_path: Path) -> None:
+    save_async({"n": torch.rand(3_000_000)}, tmp_path / "a.pt").result(30)
+    background.wait()
+    deadline = time.monotonic() + 10
+    while any("transload" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+PROGRAM = """
+import sys, torch
+from transload.saving import save_async
+for number in range(3):
+    save_async({"w": torch.full((2_000_000,), float(number))}, sys.argv[1])
+"""
+
+
+def run(path: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    source = str(Path(module.__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": source},
+    )  # fmt: skip
+
+
+def test_a_program_that_ends_has_saved(tmp_path: Path) -> None:
+    done = run(tmp_path / "a.pt")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert float(torch.load(tmp_path / "a.pt")["w"][-1]) == 2.0
+
+
+def test_a_program_that_ends_tells_what_failed(tmp_path: Path) -> None:
+    done = run(tmp_path / "gone" / "a.pt", PROGRAM.replace("range(3)", "range(1)"))
+    assert "an earlier save in the background failed" in done.stderr
+    assert "its directory does not exist" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_process_has_a_background_of_its_own(tmp_path: Path, gate: threading.Event) -> None:
+    save_async({"n": torch.tensor(1)}, tmp_path / "parent.pt")
+    child = os.fork()
+    if not child:
+        answer = 1
+        try:
+            gate.set()
+            save_async({"n": torch.tensor(2)}, tmp_path / "child.pt").result(20)
+            answer = 0
+        finally:
+            os._exit(answer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.set()
+    background.wait()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["child.pt", "parent.pt"]

@@ -1,0 +1,145 @@
+"""The ring that bytes of a device pass through, with a device that takes its time."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import threading
+import time
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from transload.saving import contents
+from transload.saving.contents import Ring, records_of
+from transload.saving.pickled import Stored
+from transload.writing.archive import AHEAD, write_archive
+from transload.writing.sinks import FileObject
+
+
+class Device:
+    """It has storages in a memory of its own, and copies them in the background, in order, not at once."""
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self.copies = 0
+        self.under_way: list[threading.Thread] = []
+
+    def slot(self, nbytes: int) -> tuple[Any, int]:
+        self.slots += 1
+        made = ctypes.create_string_buffer(nbytes)
+        return made, ctypes.addressof(made)
+
+    def fetch(self, slot: Any, storage: Any, start: int, nbytes: int) -> Any:
+        self.copies += 1
+        ctypes.memset(slot, 0xEE, nbytes)  # what was there is gone at once, what comes is there later
+        before = self.under_way[-1] if self.under_way else None
+
+        def copy() -> None:
+            if before is not None:
+                before.join()
+            time.sleep(0.001)
+            ctypes.memmove(slot, storage.data[start : start + nbytes], nbytes)
+
+        thread = threading.Thread(target=copy)
+        thread.start()
+        self.under_way.append(thread)
+        return thread.join
+
+    def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
+        return b"".join(storage.data[start : start + nbytes] for storage, start, nbytes in parts)
+
+    def finish(self) -> None:
+        for thread in self.under_way:
+            thread.join()
+
+
+class Far:
+    """A storage of that device."""
+
+    def __init__(self, data: bytes, device: str) -> None:
+        self.data = data
+        self.device = torch.device(device)
+
+    def cpu(self) -> Any:
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).untyped_storage()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "PIECE", 4096)
+    monkeypatch.setattr(contents, "SMALL", 256)
+
+
+def noise(count: int, seed: int) -> bytes:
+    return (
+        torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8).numpy().tobytes()
+    )
+
+
+SIZES = [0, 10, 256, 257, 30_000, 5, 5, 5, 4096, 100_000, 0, 1]
+
+
+def stored(where: Sequence[str]) -> tuple[list[Stored], list[bytes]]:
+    out, expected = [], []
+    for number, (size, device) in enumerate(zip(SIZES, where, strict=True)):
+        data = noise(size + 7, number)
+        expected.append(data[7:])
+        storage: Any = Far(data, device)
+        if device == "cpu":
+            storage = torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+        out.append(Stored(str(number), None, 1, storage, 7, size))
+    return out, expected
+
+
+def through(storages: list[Stored], rings: dict[str, Ring], threads: int) -> list[bytes]:
+    held = io.BytesIO()
+    write_archive(FileObject(held), b"archive", records_of(storages, rings), lambda _: [], threads=threads)
+    with zipfile.ZipFile(held) as archive:
+        assert archive.testzip() is None
+        return [archive.read(f"archive/data/{number}") for number in range(len(storages))]
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["cuda:0"] * 12,
+        ["cuda:0", "cuda:1", "cpu"] * 4,
+        ["cuda:0", "mps", "cuda:0", "cpu"] * 3,
+        ["mps"] * 12,
+        ["cpu"] * 12,
+    ],
+    ids=["one device", "two and the host", "one without a ring", "none with a ring", "the host"],
+)
+def test_bytes_of_devices_arrive(where: list[str], threads: int) -> None:
+    storages, expected = stored(where)
+    devices = {name: Device() for name in set(where) if name.startswith("cuda")}
+    rings = {name: Ring(device, nbytes=4096) for name, device in devices.items()}
+    assert through(storages, rings, threads) == expected
+    for device in devices.values():
+        assert device.slots <= AHEAD + 1
+
+
+def test_a_slot_is_used_again_and_again() -> None:
+    storages, expected = stored(["cuda:0"] * 12)
+    device = Device()
+    assert through(storages, {"cuda:0": Ring(device, nbytes=4096)}, 2) == expected
+    assert device.copies > 2 * device.slots
+    assert device.slots == AHEAD + 1
+
+
+def test_small_storages_are_fetched_together() -> None:
+    asked: list[int] = []
+
+    class Counting(Device):
+        def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
+            asked.append(len(parts))
+            return super().gather(parts)
+
+    storages = [Stored(str(number), None, 1, Far(bytes([number]), "cuda:0"), 0, 1) for number in range(200)]
+    assert through(storages, {"cuda:0": Ring(Counting())}, 0) == [bytes([number]) for number in range(200)]
+    assert asked == [200]

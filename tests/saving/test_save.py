@@ -1,0 +1,511 @@
+"""``transload.save``: tags, targets, arguments, what it leaves alone, and what it warns of."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import json
+import os
+import pickle
+import stat
+import types
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.loading.equal import same
+from tests.loading.zoo import tagged
+from torch import nn
+
+from transload.errors import UsageError
+from transload.read import read
+from transload.saving import save
+from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
+from transload.writing import archive as writing
+
+
+def saved(obj: Any, **options: Any) -> bytes:
+    held = io.BytesIO()
+    save(obj, held, **options)
+    return held.getvalue()
+
+
+def loaded(data: bytes, **options: Any) -> Any:
+    return torch.load(io.BytesIO(data), **{"weights_only": False, **options})
+
+
+def records(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        return {info.filename: archive.read(info) for info in archive.infolist()}
+
+
+def by_torch(value: Any) -> Any:
+    """What torch itself makes of it, saved and loaded."""
+    held = io.BytesIO()
+    torch.save(value, held)
+    return loaded(held.getvalue())
+
+
+def tags(data: bytes) -> set[str]:
+    return {storage.device for storage in read(data).storages}
+
+
+# -- tags --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", ["cuda:1", "mps", "npu:3"])
+def test_storages_are_tagged_cpu_wherever_they_are(tag: str) -> None:
+    value = {"w": nn.Parameter(torch.rand(3)), "s": torch.rand(2).untyped_storage()}
+    with tagged(tag):
+        assert tags(saved(value)) == {"cpu"}
+        assert tags(saved(value, device="keep")) == {tag}
+
+
+def rebuilt(function: str, *arguments: Any) -> type[torch.Tensor]:
+    """A class of tensors that torch would save as those of a device without storages."""
+
+    class Far(torch.Tensor):
+        def __reduce_ex__(self, _: Any) -> Any:
+            return getattr(torch._utils, function), arguments
+
+    return Far
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_tensors_of_devices_without_storages_become_plain_ones(grad: bool) -> None:
+    import numpy as np
+
+    numbers = torch.arange(4.0)
+    ways = {"_rebuild_device_tensor_from_numpy": np.arange(4, dtype=np.float32)}
+    if hasattr(torch._utils, "_rebuild_device_tensor_from_cpu_tensor"):
+        ways["_rebuild_device_tensor_from_cpu_tensor"] = numbers.clone()
+    for function, held in ways.items():
+        kind = rebuilt(function, held, torch.float32, "xla:0", grad)
+        data = saved({"w": torch.rand(1).as_subclass(kind)})
+        same(by_torch({"w": numbers.clone().requires_grad_(grad)}), loaded(data, weights_only=True))
+        assert b"xla" not in records(data)["archive/data.pkl"]
+        assert b"xla:0" in records(saved({"w": torch.rand(1).as_subclass(kind)}, device="keep"))["archive/data.pkl"]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor made of another one, which says it is on a GPU."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, device: str = "cuda:1") -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del args, kwargs
+        if function is torch.ops.aten.detach.default:
+            raise NotImplementedError
+        raise NotImplementedError(str(function))
+
+
+def test_the_device_of_a_wrapper_is_that_of_its_storages() -> None:
+    made = Wrapper(torch.arange(3.0))
+    again = loaded(saved(made))
+    assert (type(again), again.device.type) == (Wrapper, "cpu")
+    assert torch.equal(again.inner, made.inner)
+    assert loaded(saved(made, device="keep")).device == torch.device("cuda:1")
+    assert made.device == torch.device("cuda:1")
+
+
+def test_other_words_for_a_device_stay_as_they_are() -> None:
+    value = {"device": "cuda:0", "place": torch.device("cuda", 1), "w": torch.rand(2)}
+    again = loaded(saved(value))
+    assert (again["device"], again["place"]) == ("cuda:0", torch.device("cuda", 1))
+
+
+# -- the live model ----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_not_touched_and_the_usual_advice_touches_it() -> None:
+    model = nn.Linear(2, 2).to(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {name: (id(value), value.data_ptr(), value.device) for name, value in model.named_parameters()}
+    saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert {name: (id(value), value.data_ptr(), value.device) for name, value in model.named_parameters()} == before
+    far = nn.Linear(2, 2, device="meta")  # which stands for any device but the CPU
+    stepped = torch.optim.SGD(far.parameters(), lr=0.1)
+    far.to_empty(device="cpu").state_dict()  # as .cpu() does where there are numbers: the model itself moves
+    assert {value.device.type for value in far.parameters()} == {"cpu"}
+    assert {value.device.type for value in stepped.param_groups[0]["params"]} == {"meta"}
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+def test_paths_of_every_kind(tmp_path: Path) -> None:
+    value = {"w": torch.rand(3)}
+    paths: list[Any] = [tmp_path / "a.pt", str(tmp_path / "b.pt"), os.fsencode(tmp_path / "ç.pt")]
+    for number, path in enumerate(paths):
+        save(value, path)
+        assert len(list(tmp_path.iterdir())) == number + 1
+        same(by_torch(value), torch.load(os.fsdecode(path)))
+
+
+def test_file_objects_and_buffers(tmp_path: Path) -> None:
+    import gzip
+
+    value = {"w": torch.rand(3), "large": torch.rand(300_000)}
+    with (tmp_path / "a.pt").open("wb") as file:
+        save(value, file)
+    with (tmp_path / "raw.pt").open("wb", buffering=0) as raw:
+        save(value, raw)
+    with gzip.open(tmp_path / "a.gz", "wb") as packed:
+        save(value, packed)
+    for path in (tmp_path / "a.pt", tmp_path / "raw.pt"):
+        same(by_torch(value), torch.load(path))
+    with gzip.open(tmp_path / "a.gz", "rb") as packed:
+        same(by_torch(value), torch.load(io.BytesIO(packed.read())))
+    same(by_torch(value), loaded(saved(value)))
+
+
+class Reluctant:
+    """A file object that takes a few bytes at a time, and nothing but writing."""
+
+    def __init__(self) -> None:
+        self.held = bytearray()
+
+    def write(self, data: Any) -> int:
+        part = bytes(data[:1000])
+        self.held += part
+        return len(part)
+
+
+def test_a_file_object_may_take_less_than_it_is_given() -> None:
+    value = {"w": torch.rand(30_000)}
+    file = Reluctant()
+    save(value, file)
+    same(by_torch(value), loaded(bytes(file.held)))
+
+
+def test_what_cannot_be_written_to_is_told() -> None:
+    with pytest.raises(UsageError, match="cannot save to a int"):
+        save({}, 7)
+
+
+def test_a_file_that_is_mapped_can_be_saved_over(tmp_path: Path) -> None:
+    """torch.save writes into the very memory it is saving then."""
+    path = tmp_path / "a.pt"
+    value = {"w": torch.rand(100_000)}
+    save(value, path)
+    mapped = torch.load(str(path), mmap=True)
+    save({"w": mapped["w"], "more": torch.rand(3)}, path)
+    same(value["w"], torch.load(path)["w"].clone())
+    same(value["w"], mapped["w"].clone())
+
+
+def test_not_atomic(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.pt", tmp_path / "b.pt"
+    path.write_bytes(b"old" * 10_000)
+    link.hardlink_to(path)
+    save({"w": torch.rand(3)}, path, atomic=False)
+    assert path.samefile(link)
+    torch.load(link)
+
+
+def test_to_nowhere() -> None:
+    save({"w": torch.rand(3)}, os.devnull)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)  # noqa: PTH116 - not a path to look into
+
+
+def test_an_exception_of_the_file_object_is_its_own() -> None:
+    class Broken:
+        def write(self, _: Any) -> int:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save({"w": torch.rand(3)}, Broken())
+
+
+# -- equal files -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint() -> Any:
+    torch.manual_seed(0)
+    return OrderedDict(model=nn.Linear(30, 400).state_dict(), step=7, big=torch.rand(3_000_000))
+
+
+def test_equal_objects_give_equal_files(tmp_path: Path) -> None:
+    save(checkpoint(), tmp_path / "a.pt", origin=False)
+    save(checkpoint(), tmp_path / "another name.pth", origin=False)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "another name.pth").read_bytes()
+    assert (tmp_path / "a.pt").read_bytes() == saved(checkpoint(), origin=False)
+
+
+def test_the_id_is_of_the_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def id_of(data: bytes) -> bytes:
+        return records(data)["archive/.data/serialization_id"]
+
+    one, two = checkpoint(), checkpoint()
+    two["big"][5] += 1
+    assert id_of(saved(one)) == id_of(saved(one, origin=False, device="keep")) != id_of(saved(two))
+    assert len(id_of(saved(one))) == 40
+    held = io.BytesIO()
+    torch.save(one, held)
+    if b".format_version" in held.getvalue():
+        assert id_of(saved(one))[20:] == id_of(held.getvalue())[20:]  # torch's own, for the same contents
+    monkeypatch.setattr(writing, "PIECE", 1 << 16)
+    assert id_of(saved(one)) == id_of(saved(checkpoint()))
+
+
+def test_records_lie_where_torch_expects_them() -> None:
+    """torch can compute where storages lie instead of looking: only if they follow each other as it writes them."""
+    config = pytest.importorskip("torch.utils.serialization").config
+    if not hasattr(getattr(config, "load", None), "calculate_storage_offsets"):
+        pytest.skip("this torch looks")
+    value = [torch.rand(number * 10_007) for number in range(6)]
+    config.load.calculate_storage_offsets = True
+    try:
+        same(by_torch(value), loaded(saved(value)))
+    finally:
+        config.load.calculate_storage_offsets = False
+
+
+def test_the_alignment_torch_is_set_to() -> None:
+    config = pytest.importorskip("torch.utils.serialization").config
+    if not hasattr(getattr(config, "save", None), "storage_alignment"):
+        pytest.skip("this torch has none to set")
+    config.save.storage_alignment = 4096
+    try:
+        data = saved([torch.rand(10), torch.rand(10_000)])
+    finally:
+        config.save.storage_alignment = 64
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.read("archive/.storage_alignment") == b"4096"
+    for storage in read(data).storages:
+        assert storage.offset is not None
+        assert storage.offset % 4096 == 0
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_that_bloats_the_file_is_named() -> None:
+    base = torch.zeros(1_000_000)
+    value = {"model": {"head": base[:10]}, "rest": [torch.rand(5), base[20:30]]}
+    with pytest.warns(SaveWarning, match=r"4 of 4 MB .* views of larger storages \(model.head, rest\[1\]\)"):
+        assert len(saved(value)) > 4_000_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: torch.zeros(1000)[:10],
+        lambda: [torch.zeros(1_000_000), torch.zeros(10_000_000)[:9_900_000]],
+        lambda: [*((base := torch.zeros(1_000_000)), base[:10])],
+        lambda: list(torch.zeros(1_000_000).split(1000)),
+        lambda: torch.zeros(1_000_000).view(1000, 1000).t(),
+    ],
+    ids=["little", "a small part", "the base is saved too", "all of it is used", "another order"],
+)
+def test_views_that_are_no_loss_are_not(value: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved(value())
+
+
+def test_compact_writes_what_is_used() -> None:
+    base = torch.arange(1_000_000.0)
+    value = {"a": base[10:20], "b": base[15:30], "far": base[-5:], "again": base[10:20]}
+    data = saved(value, compact=True)
+    assert len(data) < 4000
+    again = loaded(data, weights_only=True)
+    assert {name: each.tolist() for name, each in again.items()} == {
+        name: each.tolist() for name, each in value.items()
+    }
+    again["a"][9] = -1.0
+    assert again["b"][4] == again["again"][9] == -1.0
+    assert again["far"].tolist() == base[-5:].tolist()
+    assert len(read(data).storages) == 2
+
+
+def test_compact_gathers_a_view_with_gaps() -> None:
+    column = torch.arange(1_000_000).view(1000, 1000)[:, 7]
+    data = saved(
+        {"c": column, "tied": column, "conj": torch.zeros(9000, dtype=torch.complex64)[::900].conj()}, compact=True
+    )
+    assert len(data) < 14_000
+    again = loaded(data)
+    assert torch.equal(again["c"], column)
+    assert again["c"].data_ptr() == again["tied"].data_ptr()
+    assert again["conj"].is_conj()
+
+
+def test_compact_leaves_what_repeats_itself() -> None:
+    wide = torch.rand(3, 1).expand(3, 100_000)
+    data = saved(wide, compact=True)
+    assert len(data) < 3000
+    same(by_torch(wide), loaded(data))
+
+
+def test_compact_of_parameters_empty_views_and_storages() -> None:
+    base = torch.zeros(1_000_000)
+    value = {"p": nn.Parameter(base[5:9]), "none": base[3:3], "whole": torch.rand(4)}
+    data = saved(value, compact=True)
+    assert len(data) < 5000
+    again = loaded(data)
+    assert [each.shape for each in again.values()] == [each.shape for each in value.values()]
+    assert len(saved({**value, "storage": base._typed_storage()}, compact=True)) > 4_000_000
+
+
+# -- pickling ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_storage_as_two_kinds_of_number_is_refused() -> None:
+    base = torch.rand(4)
+    with pytest.raises(SaveError, match=r"used as torch.float32 and as torch.int32"):
+        saved([base, base.view(torch.int32)])
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    value = {"model": {"w": torch.rand(3)}, "hooks": [1, {"f": lambda: 1}]}
+    with pytest.raises(CannotPickleError, match=r"obj\['hooks'\]\[1\]\['f'\]") as caught:
+        saved(value)
+    for kind in (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+        assert isinstance(caught.value, kind)
+
+
+def test_what_torch_cannot_save_is_named_too() -> None:
+    with pytest.raises(CannotPickleError, match=r"obj\['a'\]\[1\]"):
+        saved({"a": [torch.rand(2), torch._efficientzerotensor((3,))]})
+
+
+def test_a_storage_on_the_meta_device_is_refused() -> None:
+    with pytest.raises(SaveError, match="meta device"):
+        saved(torch.empty(3, device="meta").untyped_storage())
+
+
+def test_nothing_is_written_when_pickling_fails(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(CannotPickleError):
+        save({"f": lambda: 1}, path)
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_pickle_module() -> None:
+    class Pickler(pickle._Pickler):
+        """As other packages have one: in Python, with a reducer of its own."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            return (int, (42,)) if getattr(obj, "__name__", "") == "<lambda>" else NotImplemented
+
+    module = types.SimpleNamespace(Pickler=Pickler)
+    value = {"w": nn.Parameter(torch.rand(3)), "f": lambda: 1}
+    again = loaded(saved(value, pickle_module=module))
+    assert again["f"] == 42
+    assert torch.equal(again["w"], value["w"])
+
+
+@contextlib.contextmanager
+def registered(kind: type, reducer: Any) -> Iterator[None]:
+    copyreg.pickle(kind, reducer)
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[kind]
+
+
+def test_reducers_that_the_program_has_registered_are_used() -> None:
+    with registered(torch.Tensor, lambda _: (str, ("a tensor",))):
+        assert loaded(saved([torch.rand(3)])) == ["a tensor"]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cuda:0"},
+        {"pickle_protocol": 1},
+        {"pickle_protocol": 99},
+        {"origin": 3},
+        {"origin": {"x": object()}},
+        {"origin": {"x": float("nan")}},
+        {"origin": {1: "x"}},
+        {"origin": {"x": "y" * 70_000}},
+        {"origin": {"x": "\ud800"}},
+    ],
+    ids=["device", "old", "new", "number", "object", "nan", "key", "long", "surrogate"],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_done(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        save({"w": torch.rand(3)}, tmp_path / "a.pt", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[tuple[int, int]] = []
+    saved([torch.rand(4_000_000), torch.rand(5)], progress=lambda done, total: calls.append((done, total)))
+    assert len(calls) >= 2
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1][0] >= calls[-1][1] == 16_000_020
+    saved([torch.rand(5)], progress=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_files_without_contents_are_left_to_torch() -> None:
+    if not hasattr(torch.serialization, "skip_data"):
+        pytest.skip("this torch has no such thing")
+    with torch.serialization.skip_data(), pytest.raises(SaveError, match="skip_data"):
+        saved({"w": torch.rand(3)})
+
+
+# -- origin ------------------------------------------------------------------------------------------------------------
+
+
+def origin(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(records(data)["archive/.transload/origin.json"])
+    return found
+
+
+def test_the_origin_is_recorded() -> None:
+    from transload import __version__
+
+    found = origin(saved([torch.rand(3), torch.rand(2)], origin={"run": {"id": 7}, "note": "ü"}))
+    assert (found["schema"], found["transload"], found["torch"]) == (1, __version__, str(torch.__version__))
+    assert found["entries"] == {"run": {"id": 7}, "note": "ü"}
+    assert found["storages"] == [["cpu", 2]]
+    assert found["time"].endswith("Z")
+    assert "archive/.transload/origin.json" not in records(saved([], origin=False))
+
+
+def test_the_origin_tells_nothing_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import getpass
+    import platform
+
+    save([torch.rand(3)], tmp_path / "secret-name.pt")
+    data = (tmp_path / "secret-name.pt").read_bytes()
+    for word in (getpass.getuser(), platform.node(), "secret-name", str(tmp_path), os.path.expanduser("~")):  # noqa: PTH111
+        if len(word) > 4:  # "root" is in any archive
+            assert word.encode() not in data
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    properties = types.SimpleNamespace(name="A GPU", major=9, minor=0, total_memory=1 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert origin(saved([]))["gpus"] == [{"name": "A GPU", "capability": "9.0", "memory": 1 << 30}]
+
+
+def test_a_gpu_that_does_not_answer_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", fails)
+    assert "gpus" not in origin(saved([torch.rand(1)]))
