@@ -15,7 +15,7 @@ import torch
 
 from transload.saving import contents
 from transload.saving.contents import Ring, records_of
-from transload.saving.pickled import Stored
+from transload.saving.desk import Stored
 from transload.writing.archive import AHEAD, write_archive
 from transload.writing.sinks import FileObject
 

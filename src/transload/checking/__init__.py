@@ -180,3 +180,4 @@ def _findings(made: Check) -> Iterator[Finding]:
         yield from advice.of_packages(made.packages, made.diagnosis.machine, made.devices)
     yield from advice.of_quantized(made.checkpoint, made.devices)
     yield from advice.of_compiled(made.checkpoint, made.cuda)
+    yield from advice.of_origin(made.checkpoint, made.diagnosis.machine, made.devices)

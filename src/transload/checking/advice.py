@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from transload.place import Devices, Plan
     from transload.read.nodes import Global
 
-__all__ = ["of_compiled", "of_dtypes", "of_file", "of_packages", "of_plan", "of_program", "of_quantized", "of_torch"]
+__all__ = [
+    "of_compiled",
+    "of_dtypes",
+    "of_file",
+    "of_origin",
+    "of_packages",
+    "of_plan",
+    "of_program",
+    "of_quantized",
+    "of_torch",
+]
 
 _DEVICES_INSIDE = frozenset({"device-objects", "script-device", "export-device"})
 _SAID_OTHERWISE = frozenset({"rare-opcodes", "aoti-architecture"})
@@ -55,6 +65,20 @@ def of_dtypes(checkpoint: Checkpoint, machine: Machine) -> Iterator[Finding]:
     if unknown and first:
         title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
         yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))
+
+
+def of_origin(checkpoint: Checkpoint, machine: Machine, devices: Devices) -> Iterator[Finding]:
+    """What the file records of where it was saved, where that is not what is here. Nothing of it stops a load."""
+    recorded = dict(checkpoint.written_by.recorded)
+    first = machine.torch.first
+    here = ", ".join(device.label for device in devices.accelerators if device.label) or "no GPU"
+    evidence = []
+    if "torch" in recorded and first and first.version and first.version != recorded["torch"]:
+        evidence.append(f"torch {recorded['torch']} there, {first.version} here")
+    if "gpus" in recorded and recorded["gpus"].partition(" (")[0] not in here:
+        evidence.append(f"{recorded['gpus']} there, {here} here")
+    if evidence:
+        yield Finding("saved-elsewhere", "note", "it was saved with other versions or hardware", tuple(evidence))
 
 
 def _release(version: str) -> tuple[int, int] | None:

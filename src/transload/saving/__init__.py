@@ -23,7 +23,7 @@ from transload.saving.origin import ORIGIN, Origin, origin_of
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from transload.saving.pickled import Stored
+    from transload.saving.desk import Stored
     from transload.saving.snapshot import Snapshot
 
 __all__ = ["save", "save_async"]

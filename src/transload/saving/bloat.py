@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transload.saving.pickled import Stored
+from transload.saving.desk import Stored
 from transload.saving.views import merged
 
 __all__ = ["bloat_words"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from transload.loading.transfer.memory import view
-from transload.saving.pickled import Stored
+from transload.saving.desk import Stored
 from transload.writing.archive import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
 
 __all__ = ["Copied", "Fetcher", "Memory", "Ring", "bytes_at", "records_of"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transload.saving.contents import Ring
-from transload.saving.pickled import Stored
+from transload.saving.desk import Stored
 
 __all__ = ["CudaFetcher", "rings_for"]
 

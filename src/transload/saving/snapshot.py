@@ -13,7 +13,7 @@ from typing import Any
 
 from transload.loading.transfer.memory import Pages, copy, view
 from transload.saving.contents import bytes_at
-from transload.saving.pickled import Stored
+from transload.saving.desk import Stored
 from transload.writing.archive import PIECE, SMALL, Bunch, Chunk, Record
 
 __all__ = ["Snapshot", "snapshot_of"]
