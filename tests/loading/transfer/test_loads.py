@@ -153,7 +153,7 @@ def test_memory_is_free_as_soon_as_a_failed_load_is_over(
         try:
             transload.load(saved, threads=threads, progress=stop)
         except Stop:
-            return len(alive) > 0
+            return bool(list(alive))
         return False
 
     monkeypatch.setattr(_Reader, "_empty", kept)
@@ -161,7 +161,7 @@ def test_memory_is_free_as_soon_as_a_failed_load_is_over(
     gc.disable()
     try:
         assert stopped()
-        assert len(alive) == 0
+        assert not list(alive)  # some releases of torch do not call back when a storage goes
     finally:
         gc.enable()
 
