@@ -1,0 +1,32 @@
+"""Checksums computed by threads, and where there can be none."""
+
+from __future__ import annotations
+
+from threading import Thread
+from zlib import crc32
+
+import pytest
+
+from transload.writing.archive import Chunk
+from transload.writing.checksums import Checksums
+
+PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
+
+
+def computed(threads: int) -> list[int]:
+    with Checksums(threads) as sums:
+        begun = [sums.start([Chunk(memoryview(part))]) for part in PARTS]
+        return [value for result in begun for value in result()]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_they_are_those_of_zlib(threads: int) -> None:
+    assert computed(threads) == [crc32(part) for part in PARTS]
+
+
+def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(Thread, "start", refused)
+    assert computed(2) == [crc32(part) for part in PARTS]
