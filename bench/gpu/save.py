@@ -51,7 +51,7 @@ def main() -> int:
 
 def check_all(path: Path) -> None:
     """Every check in turn."""
-    for check in (plain, kept, shared, compacted, under_way, changing, mixed, many, failing, memory):
+    for check in (plain, kept, shared, compacted, under_way, changing, mixed, many, failing, memory, moving):
         check(path)
         torch.cuda.synchronize()
         print(f"right: {check.__name__}", flush=True)
@@ -199,6 +199,28 @@ def memory(path: Path) -> None:
     more = torch.cuda.max_memory_allocated() - there
     print(f"  1.6 GB saved: {grown:.0f} MB more at the peak of the host, {more} bytes more on the device")
     assert grown < 300
+
+
+def moving(path: Path) -> None:
+    """What ``model.cpu()`` does to a model in training, and saving its state as it is does not."""
+    for way, place in (("model.cpu()", "cpu"), ("transload.save", "cuda")):
+        model = torch.nn.Linear(1000, 1000).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.rand(4, 1000, device="cuda")).sum().backward()
+        optimizer.step()
+        if way == "model.cpu()":
+            torch.save(model.cpu().state_dict(), path)
+        else:
+            save(model.state_dict(), path)
+        assert {each.device.type for each in model.parameters()} == {place}
+        assert loaded(path)["weight"].device.type == "cpu"
+        try:
+            optimizer.step()
+            went_on = "the optimizer goes on"
+        except RuntimeError as error:
+            went_on = f"the optimizer fails: {str(error).splitlines()[0]}"
+        assert (went_on == "the optimizer goes on") is (place == "cuda"), went_on
+        print(f"  {way}: {went_on}")
 
 
 def limits(path: Path, megabytes: int) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from transload.saving import contents
-from transload.saving.contents import Ring, records_of
+from transload.saving import contents, snapshot
+from transload.saving.contents import Ring, Span, records_of
 from transload.saving.desk import Stored
 from transload.writing.archive import AHEAD, write_archive
 from transload.writing.sinks import FileObject
@@ -26,31 +26,31 @@ class Device:
     def __init__(self) -> None:
         self.slots = 0
         self.copies = 0
+        self.asked: list[int] = []
         self.under_way: list[threading.Thread] = []
 
     def slot(self, nbytes: int) -> tuple[Any, int]:
         self.slots += 1
-        made = ctypes.create_string_buffer(nbytes)
-        return made, ctypes.addressof(made)
+        made = bytearray(nbytes)
+        return memoryview(made), ctypes.addressof(ctypes.c_char.from_buffer(made))
 
-    def fetch(self, slot: Any, storage: Any, start: int, nbytes: int) -> Any:
+    def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
         self.copies += 1
-        ctypes.memset(slot, 0xEE, nbytes)  # what was there is gone at once, what comes is there later
+        self.asked.append(len(parts))
+        data = b"".join(storage.data[start : start + nbytes] for storage, start, nbytes in parts)
+        slot[: len(data)] = b"\xee" * len(data)  # what was there is gone at once, what comes is there later
         before = self.under_way[-1] if self.under_way else None
 
         def copy() -> None:
             if before is not None:
                 before.join()
             time.sleep(0.001)
-            ctypes.memmove(slot, storage.data[start : start + nbytes], nbytes)
+            slot[: len(data)] = data
 
         thread = threading.Thread(target=copy)
         thread.start()
         self.under_way.append(thread)
         return thread.join
-
-    def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
-        return b"".join(storage.data[start : start + nbytes] for storage, start, nbytes in parts)
 
     def finish(self) -> None:
         for thread in self.under_way:
@@ -132,14 +132,36 @@ def test_a_slot_is_used_again_and_again() -> None:
     assert device.slots == AHEAD + 1
 
 
+def few(count: int) -> list[Stored]:
+    return [Stored(str(number), None, 1, Far(bytes([number]), "cuda:0"), 0, 1) for number in range(count)]
+
+
 def test_small_storages_are_fetched_together() -> None:
-    asked: list[int] = []
+    device = Device()
+    assert through(few(200), {"cuda:0": Ring(device)}, 0) == [bytes([number]) for number in range(200)]
+    assert device.asked == [200]
 
-    class Counting(Device):
-        def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
-            asked.append(len(parts))
-            return super().gather(parts)
 
-    storages = [Stored(str(number), None, 1, Far(bytes([number]), "cuda:0"), 0, 1) for number in range(200)]
-    assert through(storages, {"cuda:0": Ring(Counting())}, 0) == [bytes([number]) for number in range(200)]
-    assert asked == [200]
+@pytest.mark.parametrize("block", [100, 5000, 1 << 20])
+def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_BLOCK", block)
+    monkeypatch.setattr(snapshot, "SMALL", 10)
+    storages, expected = stored(["cuda:0"] * 12)
+    device = Device()
+    copies = [snapshot.Copy(each.key, each.nbytes) for each in storages]
+    snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
+    assert sum(device.asked) == len([each for each in storages if each.nbytes <= 10 and each.nbytes]) + len(
+        [run for each in copies for run in each.runs]
+    )
+    held = io.BytesIO()
+    write_archive(FileObject(held), b"archive", snapshot.Snapshot(copies).records(), lambda _: [], threads=2)
+    with zipfile.ZipFile(held) as archive:
+        assert [archive.read(f"archive/data/{number}") for number in range(12)] == expected
+
+
+def test_a_snapshot_fetches_what_is_small_at_once() -> None:
+    device, storages = Device(), few(200)
+    copies = [snapshot.Copy(each.key, each.nbytes) for each in storages]
+    snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
+    assert device.asked == [200]
+    assert [each.small() for each in copies] == [bytes([number]) for number in range(200)]

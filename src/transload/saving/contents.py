@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transload.loading.transfer.memory import view
 from transload.saving.desk import Stored
 from transload.writing.archive import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
 
-__all__ = ["Copied", "Fetcher", "Memory", "Ring", "bytes_at", "records_of"]
+__all__ = ["Copied", "Fetcher", "Memory", "Ring", "Span", "bytes_at", "records_of"]
 
 _TOGETHER = 4096  # small storages that are fetched from a device at once
 
@@ -49,6 +49,14 @@ class Copied:
             yield Chunk(part, done=lambda copy=copy: copy)  # type: ignore[misc]
 
 
+class Span(NamedTuple):
+    """Some bytes of a storage."""
+
+    storage: Any
+    start: int
+    nbytes: int
+
+
 class Fetcher(Protocol):
     """What a ring needs of a device."""
 
@@ -56,12 +64,8 @@ class Fetcher(Protocol):
         """Memory of the host that the device can write by itself; and its address."""
         ...
 
-    def fetch(self, slot: Any, storage: Any, start: int, nbytes: int) -> Any:
-        """Begin to copy bytes of a storage into a slot; what is returned waits until they are there."""
-        ...
-
-    def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
-        """The bytes of several storages: (storage, start, bytes)."""
+    def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
+        """Begin to copy bytes of storages into a slot, one after the other; what is returned waits until all came."""
         ...
 
     def finish(self) -> None:
@@ -83,8 +87,19 @@ class Ring:
         for start in range(0, stored.nbytes, self._nbytes):
             count = min(self._nbytes, stored.nbytes - start)
             held, address = self._take()
-            ready = self.fetcher.fetch(held, stored.storage, stored.start + start, count)
+            ready = self.fetcher.fetch(held, [Span(stored.storage, stored.start + start, count)])
             yield Chunk(view(address, count), ready, lambda slot=(held, address): self._free.append(slot))  # type: ignore[misc]
+
+    def gathered(self, small: Sequence[Stored]) -> Bunch:
+        """Storages that fit into a slot together, fetched at once."""
+        slot, address = held = self._take()
+        self.fetcher.fetch(slot, [Span(each.storage, each.start, each.nbytes) for each in small if each.nbytes])()
+        records = []
+        for each in small:
+            records.append((b"data/" + each.key.encode(), bytes_at(address, each.nbytes) if each.nbytes else b""))
+            address += each.nbytes
+        self._free.append(held)
+        return Bunch(records)
 
     def _take(self) -> tuple[Any, int]:
         if self._free:
@@ -123,7 +138,7 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
             at += 1
             continue
         together = _together(storages, at)
-        yield from _gathered(together, ring)
+        yield ring.gathered(together)
         at += len(together)
 
 
@@ -155,11 +170,3 @@ def _together(storages: Sequence[Stored], at: int) -> Sequence[Stored]:
             break
         end += 1
     return storages[at:end]
-
-
-def _gathered(together: Sequence[Stored], ring: Ring) -> Iterator[Record]:
-    data = ring.fetcher.gather([(each.storage, each.start, each.nbytes) for each in together])
-    start = 0
-    for each in together:
-        yield Record(b"data/" + each.key.encode(), each.nbytes, data[start : start + each.nbytes])
-        start += each.nbytes

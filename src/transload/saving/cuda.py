@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from transload.saving.contents import Ring
+from transload.loading.transfer.driver import DriverError, cuda_driver
+from transload.saving.contents import Ring, Span
 from transload.saving.desk import Stored
+from transload.saving.errors import SaveError
 
 __all__ = ["CudaFetcher", "rings_for"]
 
@@ -28,36 +31,48 @@ class CudaFetcher:
         made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return made, made.data_ptr()
 
-    def fetch(self, slot: Any, storage: Any, start: int, nbytes: int) -> Any:
+    def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
         """Begin to copy; what is returned waits until it is done."""
         import torch
 
         with torch.no_grad(), torch.cuda.stream(self.stream):
-            slot[:nbytes].copy_(as_bytes(storage, start, nbytes), non_blocking=True)
+            if len(parts) == 1:
+                slot[: parts[0].nbytes].copy_(as_bytes(parts[0]), non_blocking=True)
+            elif parts:
+                self._fetch_many(slot, parts)
             event = torch.cuda.Event()
             event.record(self.stream)
         return event.synchronize
 
-    def gather(self, parts: Sequence[tuple[Any, int, int]]) -> bytes:
-        """Put together on the device, and fetched at once."""
+    def _fetch_many(self, slot: Any, parts: Sequence[Span]) -> None:
+        """In one call of the driver; without one, put together on the device first."""
         import torch
 
-        with torch.no_grad(), torch.cuda.stream(self.stream):
-            views = [as_bytes(*part) for part in parts if part[2]]
-            if not views:
-                return b""
-            made: bytes = torch.cat(views).cpu().numpy().tobytes()
-            return made
+        driver = cuda_driver()
+        if driver is None:
+            joined = torch.cat([as_bytes(part) for part in parts])
+            slot[: len(joined)].copy_(joined, non_blocking=True)
+            return
+        ends = accumulate((part.nbytes for part in parts), initial=slot.data_ptr())
+        copies = [(to, storage.data_ptr() + start, count) for to, (storage, start, count) in zip(ends, parts)]  # noqa: B905 - there is an end more
+        try:
+            before = driver.current()
+            driver.enter(self._device.index)
+            driver.copy(copies, self.stream.cuda_stream)
+            driver.back(before)
+        except DriverError as reason:
+            raise SaveError(reason.what, fix="`transload doctor` looks for the cause.") from reason
 
     def finish(self) -> None:
         """Wait until nothing is under way any more."""
         self.stream.synchronize()
 
 
-def as_bytes(storage: Any, start: int, nbytes: int) -> Any:
+def as_bytes(span: Span) -> Any:
     """Some bytes of a storage as a tensor, without a copy."""
     import torch
 
+    storage, start, nbytes = span
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeVar
 
 from transload.loading.transfer.memory import Pages, copy, view
-from transload.saving.contents import bytes_at
+from transload.saving.contents import Fetcher, Span, bytes_at
 from transload.saving.desk import Stored
 from transload.writing.archive import PIECE, SMALL, Bunch, Chunk, Record
 
-__all__ = ["Snapshot", "snapshot_of"]
+__all__ = ["Copy", "Snapshot", "fetch_all", "snapshot_of"]
+
+T = TypeVar("T")
 
 _BLOCK = 64 << 20  # bytes: torch keeps pinned blocks of the same size for the next time
 _MAX_THREADS = 8
@@ -48,17 +51,18 @@ def _pages(nbytes: int) -> tuple[Any, int]:
     return pages, pages.address
 
 
-class _Copy:
-    """The bytes of one storage, in one or more runs of memory: (address, bytes, what waits for them)."""
+class Copy:
+    """The bytes of one storage, in one or more runs of memory: (address, bytes, what waits for them); or few."""
 
     def __init__(self, key: str, nbytes: int) -> None:
         self.key = key
         self.nbytes = nbytes
-        self.small = b""
+        self.small: Callable[[], bytes] = bytes
         self.runs: list[tuple[int, int, Callable[[], object] | None]] = []
         self.owners: list[Any] = []
 
     def chunks(self) -> Iterator[Chunk]:
+        """They, one part after the other."""
         for address, nbytes, ready in self.runs:
             for start in range(0, nbytes, PIECE):
                 yield Chunk(view(address + start, min(PIECE, nbytes - start)), ready)
@@ -67,7 +71,7 @@ class _Copy:
 class Snapshot:
     """What ``records_of`` gives for storages, from the copies."""
 
-    def __init__(self, copies: Sequence[_Copy]) -> None:
+    def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = copies
 
     def records(self) -> Iterator[Record | Bunch]:
@@ -76,12 +80,13 @@ class Snapshot:
             if has_runs:
                 yield from (Record(b"data/" + each.key.encode(), each.nbytes, each) for each in group)
             else:
-                yield from map(Bunch, _batched((b"data/" + each.key.encode(), each.small) for each in group))
+                named = ((b"data/" + each.key.encode(), each.small()) for each in group)
+                yield from map(Bunch, _batched(named, _TOGETHER))
 
 
-def _batched(small: Iterable[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+def _batched(small: Iterable[T], count: int) -> Iterator[list[T]]:
     left = iter(small)
-    while batch := list(islice(left, _TOGETHER)):
+    while batch := list(islice(left, count)):
         yield batch
 
 
@@ -90,15 +95,16 @@ def snapshot_of(storages: Sequence[Stored]) -> Snapshot:
     import torch
 
     cpu = torch.device("cpu")
-    copies = [_Copy(each.key, each.nbytes) for each in storages]
+    copies = [Copy(each.key, each.nbytes) for each in storages]
     large: list[tuple[int, int, int]] = []
     blocks = _Blocks(_pages)
-    by_device: dict[Any, list[tuple[_Copy, Stored]]] = {}
+    by_device: dict[Any, list[tuple[Copy, Stored]]] = {}
     for made, stored in zip(copies, storages, strict=True):
         if stored.storage.device != cpu:
             by_device.setdefault(stored.storage.device, []).append((made, stored))
         elif stored.nbytes <= SMALL:
-            made.small = bytes_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
+            if stored.nbytes:
+                made.small = partial(_same, bytes_at(stored.storage.data_ptr() + stored.start, stored.nbytes))
         else:
             large += _planned(made, stored.storage.data_ptr() + stored.start, blocks)
     for device, pairs in by_device.items():
@@ -107,7 +113,7 @@ def snapshot_of(storages: Sequence[Stored]) -> Snapshot:
     return Snapshot(copies)
 
 
-def _planned(made: _Copy, source: int, blocks: _Blocks) -> Iterator[tuple[int, int, int]]:
+def _planned(made: Copy, source: int, blocks: _Blocks) -> Iterator[tuple[int, int, int]]:
     """Memory for a copy, and the parts in which threads shall make it: (target, source, bytes)."""
     for block, _, address, nbytes in blocks.take(made.nbytes):
         made.owners.append(block)
@@ -129,7 +135,7 @@ def _copy_all(parts: Sequence[tuple[int, int, int]]) -> None:
             pass
 
 
-def _from_elsewhere(pairs: Sequence[tuple[_Copy, Stored]]) -> None:
+def _from_elsewhere(pairs: Sequence[tuple[Copy, Stored]]) -> None:
     """Devices that can only be asked for a copy of a whole storage."""
     for made, stored in pairs:
         if made.nbytes:
@@ -138,20 +144,50 @@ def _from_elsewhere(pairs: Sequence[tuple[_Copy, Stored]]) -> None:
             made.runs.append((there.data_ptr() + stored.start, made.nbytes, None))
 
 
-def _from_cuda(device: Any, pairs: Sequence[tuple[_Copy, Stored]]) -> None:
-    """Into blocks of pinned memory, filled one after the other."""
+def _from_cuda(device: Any, pairs: Sequence[tuple[Copy, Stored]]) -> None:
+    """By the device; what the current stream is given from now on waits until it has read everything."""
     import torch
 
     from transload.saving.cuda import CudaFetcher
 
     fetcher = CudaFetcher(device)
+    fetch_all(fetcher, pairs)
+    torch.cuda.current_stream(device).wait_stream(fetcher.stream)
+
+
+def fetch_all(fetcher: Fetcher, pairs: Sequence[tuple[Copy, Stored]]) -> None:
+    """Into blocks of pinned memory, filled one after the other; the small ones together."""
     blocks = _Blocks(fetcher.slot)
+    small = [pair for pair in pairs if 0 < pair[1].nbytes <= SMALL]
+    for batch in _batched(small, max(1, _BLOCK // SMALL)):
+        _fetch_small(fetcher, batch)
     for made, stored in pairs:
+        if stored.nbytes <= SMALL:
+            continue
         made.owners.append(stored.storage)  # until the device has read it
         start = stored.start
         for block, at, address, nbytes in blocks.take(made.nbytes):
-            ready = fetcher.fetch(block[at:], stored.storage, start, nbytes)
+            ready = fetcher.fetch(block[at:], [Span(stored.storage, start, nbytes)])
             made.owners.append(block)
             made.runs.append((address, nbytes, ready))
             start += nbytes
-    torch.cuda.current_stream(device).wait_stream(fetcher.stream)
+
+
+def _fetch_small(fetcher: Fetcher, batch: Sequence[tuple[Copy, Stored]]) -> None:
+    spans = [Span(stored.storage, stored.start, stored.nbytes) for _, stored in batch]
+    block, address = fetcher.slot(sum(span.nbytes for span in spans))
+    ready = fetcher.fetch(block, spans)
+    for made, stored in batch:
+        made.owners += block, stored.storage
+        made.small = partial(_when_there, ready, address, stored.nbytes)
+        address += stored.nbytes
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+def _when_there(ready: Callable[[], object], address: int, nbytes: int) -> bytes:
+    ready()
+    data: bytes = bytes_at(address, nbytes)
+    return data

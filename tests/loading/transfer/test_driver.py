@@ -22,7 +22,7 @@ NAMES = (
     "cuEventDestroy_v2",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
-    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyAsync",
     "cuEventRecord",
     "cuEventSynchronize",
     "cuStreamWaitEvent",
@@ -122,8 +122,8 @@ def test_work_is_started_and_waited_for(library: Library) -> None:
     cuda.finish(7)
     assert library.calls == [
         ("cuStreamWaitEvent", (7, 8, 0)),
-        ("cuMemcpyHtoDAsync_v2", (1 << 45, 2, 3, 7)),
-        ("cuMemcpyHtoDAsync_v2", (4, 5, 6, 7)),
+        ("cuMemcpyAsync", (1 << 45, 2, 3, 7)),
+        ("cuMemcpyAsync", (4, 5, 6, 7)),
         ("cuEventRecord", (9, 7)),
         ("cuEventSynchronize", (9,)),
         ("cuStreamSynchronize", (7,)),

@@ -64,7 +64,7 @@ class Driver(Protocol):
         ...
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Start copies of pinned memory to the device: (target, source, bytes)."""
+        """Start copies between pinned memory and the device: (target, source, bytes)."""
         ...
 
     def record(self, event: int, stream: int) -> None:
@@ -123,7 +123,7 @@ class CudaDriver:
         self._event_destroy = self._function("cuEventDestroy_v2", handle)
         self._register = self._function("cuMemHostRegister_v2", handle, size, number)
         self._unregister = self._function("cuMemHostUnregister", handle)
-        self._copy = self._function("cuMemcpyHtoDAsync_v2", handle, handle, size, handle)
+        self._copy = self._function("cuMemcpyAsync", handle, handle, size, handle)
         self._record = self._function("cuEventRecord", handle, handle)
         self._event_wait = self._function("cuEventSynchronize", handle)
         self._stream_wait = self._function("cuStreamWaitEvent", handle, handle, number)
@@ -180,12 +180,12 @@ class CudaDriver:
         _check(self._unregister(address), "cuMemHostUnregister")
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Start copies of pinned memory to the device: (target, source, bytes)."""
+        """Start copies between pinned memory and the device: (target, source, bytes)."""
         if self._batch is not None and len(copies) >= _MANY:
             self._copy_batch(copies, stream)
             return
         for target, source, nbytes in copies:
-            _check(self._copy(target, source, nbytes, stream), "cuMemcpyHtoDAsync")
+            _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
 
     def _copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         from array import array
