@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.read.checksum import combined
+from transload.read import checksum
+from transload.read.checksum import combined, fastest_crc32
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
@@ -54,3 +57,39 @@ def test_a_flipped_bit_shows() -> None:
     for part in (*parts[:3], b"\x07" + parts[3][1:], parts[4]):
         value = combined(value, crc32(part), len(part))
     assert value != whole
+
+
+@pytest.fixture
+def chosen_again() -> Iterator[None]:
+    fastest_crc32.cache_clear()
+    yield
+    fastest_crc32.cache_clear()
+
+
+NOISE = bytes(range(256)) * 400
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_the_fastest_is_the_same(size: int, kind: type[bytes | bytearray]) -> None:
+    data = kind(NOISE[:size])
+    assert fastest_crc32()(memoryview(data), 0) == crc32(data)
+    assert fastest_crc32()(memoryview(data), crc32(b"before")) == crc32(b"before" + data)
+
+
+@pytest.mark.usefixtures("chosen_again")
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_package_is_used_if_it_is_right(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.SimpleNamespace(crc32=lambda data, value: crc32(data, value) + broken)
+    monkeypatch.setattr(checksum, "import_module", lambda _: package)
+    assert (fastest_crc32() is package.crc32) is not broken
+
+
+@pytest.mark.usefixtures("chosen_again")
+def test_without_packages_and_libraries_it_is_that_of_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str = "") -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(checksum, "import_module", absent)
+    monkeypatch.setattr(checksum, "_of_library", absent)
+    assert fastest_crc32() is crc32

@@ -12,9 +12,9 @@ from zlib import crc32
 
 import pytest
 
-from transload.writing import archive, checksums
+from transload.writing import archive
 from transload.writing.archive import Bunch, Chunk, Record, write_archive
-from transload.writing.checksums import Checksums, fastest_crc32
+from transload.writing.checksums import Checksums
 from transload.writing.sinks import FileObject, SystemFile
 from transload.writing.zip_format import central_entry, descriptor, local_header, small_records
 
@@ -152,35 +152,6 @@ def test_small_records_are_made_as_others_are(offset: int) -> None:
         at += len(made)
     assert (b"".join(parts), b"".join(entries), end) == (expected, directory, at)
     assert sums == [crc32(data) for _, data in named]
-
-
-def test_the_fastest_checksum_is_the_checksum() -> None:
-    assert fastest_crc32()(noise(100_000)) == crc32(noise(100_000))
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_package_is_used_if_it_is_right(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
-    package = types.SimpleNamespace(crc32=lambda data: crc32(data) + broken)
-    monkeypatch.setattr(checksums, "import_module", lambda _: package)
-    fastest_crc32.cache_clear()
-    try:
-        assert (fastest_crc32() is package.crc32) is not broken
-    finally:
-        fastest_crc32.cache_clear()
-
-
-def test_without_packages_it_is_that_of_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(checksums, "import_module", absent)
-    fastest_crc32.cache_clear()
-    try:
-        assert fastest_crc32() is crc32
-    finally:
-        fastest_crc32.cache_clear()
 
 
 def test_no_thread_reads_when_the_checksums_are_left() -> None:

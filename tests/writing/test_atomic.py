@@ -277,3 +277,57 @@ def test_two_writers_at_once_both_finish(tmp_path: Path) -> None:
     assert errors == []
     assert len(set(path.read_bytes())) == 1
     assert names(tmp_path) == ["a.pt"]
+
+
+@posix
+def test_a_large_file_that_is_replaced_is_given_back_before_the_next_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"the first, large")
+    monkeypatch.setattr(atomic, "_LARGE", 8)
+    begun, go_on = threading.Event(), threading.Event()
+    close, closed = os.close, []
+
+    def slowly(descriptor: int) -> None:
+        if threading.current_thread().name == "transload replaced":
+            begun.set()
+            assert go_on.wait(30)
+            closed.append(os.fstat(descriptor).st_nlink)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", slowly)
+    put(path, b"the second, large")
+    assert path.read_bytes() == b"the second, large"  # there, while the first one is still being given back
+    assert begun.wait(30)
+    assert closed == []
+    next_one = threading.Thread(target=put, args=(path, b"third"))
+    next_one.start()
+    next_one.join(0.05)
+    assert path.read_bytes() == b"the second, large"
+    go_on.set()
+    next_one.join()
+    assert path.read_bytes() == b"third"
+    atomic._REPLACED.wait()  # or the second would be closed by a function that is gone
+    assert closed == [0, 0]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
+
+
+@posix
+def test_without_threads_a_replaced_file_is_closed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_LARGE", 1)
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    before = open_files()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        put(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert open_files() == before

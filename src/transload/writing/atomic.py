@@ -12,7 +12,9 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from transload.writing.errors import CannotWriteError, cannot_write
@@ -28,6 +30,7 @@ except ImportError:  # Windows, where a file that is open cannot be removed anyw
 __all__ = ["Beside", "Straight", "clear_debris", "is_atomic", "place_of"]
 
 _MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
+_LARGE = 32 << 20  # bytes from which giving a file back is worth a thread
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -93,6 +96,7 @@ class Beside(Straight):
     def __init__(self, path: str) -> None:
         self.path = path
         self._target = place_of(path)
+        _REPLACED.wait()
         try:
             before = _existing(self._target)
             clear_debris(self._target)
@@ -111,7 +115,8 @@ class Beside(Straight):
             os.fsync(self.descriptor)
             if os.name == "nt":
                 os.close(self.descriptor)
-            os.replace(self._hidden, self._target)  # noqa: PTH105 - as above
+            with _REPLACED.held(self._target):
+                os.replace(self._hidden, self._target)  # noqa: PTH105 - as above
         except BaseException:
             self.discard()
             raise
@@ -122,6 +127,54 @@ class Beside(Straight):
     def discard(self) -> None:
         """Leave nothing behind."""
         _drop(self.descriptor, self._hidden)
+
+
+class _Replaced:
+    """Large files that were replaced, given back to the system in a thread: 3 GB take it most of a second.
+
+    As long as one is open, replacing it is only a change of names. The next file is not begun before the space of
+    the last is free.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+
+    @contextmanager
+    def held(self, target: str) -> Iterator[None]:
+        """Keep what is at a place open while it is replaced."""
+        descriptor = _opened_if_large(target)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                self._close_later(descriptor)
+
+    def _close_later(self, descriptor: int) -> None:
+        thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the program is ending, or there can be no more threads
+            os.close(descriptor)
+        else:
+            self._thread = thread
+
+    def wait(self) -> None:
+        """Until the last one is gone."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+
+_REPLACED = _Replaced()
+
+
+def _opened_if_large(target: str) -> int | None:
+    if os.name == "nt":  # a file that is open there cannot be replaced
+        return None
+    with suppress(OSError):
+        if os.stat(target).st_size >= _LARGE:  # noqa: PTH116 - as above
+            return os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    return None
 
 
 def _existing(target: str) -> os.stat_result | None:

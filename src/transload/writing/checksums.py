@@ -1,40 +1,20 @@
-"""CRC-32 in threads: zlib's, or that of a faster package where one is installed (``isal``, ``zlib-ng``)."""
+"""CRC-32 in threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
-from transload.read.checksum import combined
+from transload.read.checksum import combined, fastest_crc32
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from transload.writing.archive import Chunk
 
-__all__ = ["Checksums", "fastest_crc32"]
-
-_FASTER = ("isal.isal_zlib", "zlib_ng.zlib_ng")
-"""They have ``zlib``'s functions; four times as fast on a processor with carry-less multiplication."""
-
-
-@cache
-def fastest_crc32() -> Callable[[Any], int]:
-    """The function for large buffers. It lets other threads run meanwhile."""
-    for name in _FASTER:
-        try:
-            found: Callable[[Any], int] = import_module(name).crc32
-            if found(b"transload") == crc32(b"transload"):
-                return found
-        except Exception:  # noqa: BLE001, S112, PERF203 - not there, or broken: zlib's it is
-            continue
-    return crc32
-
+__all__ = ["Checksums"]
 
 class _Task:
     """The checksums of some chunks, which a thread computes."""
@@ -51,7 +31,7 @@ class _Task:
             for chunk in self._chunks:
                 if chunk.ready is not None:
                     chunk.ready()
-                self._sums.append(compute(chunk.view))
+                self._sums.append(compute(memoryview(chunk.view), 0))
         except BaseException as error:  # noqa: BLE001 - raised again where the checksums are asked for
             self._error = error
         self._over.set()
