@@ -104,7 +104,7 @@ class Watch(threading.Thread):
         self.before = self.peak = resident()
         self.over = threading.Event()
     def run(self):
-        while not self.over.wait(0.002):
+        while not self.over.wait(0.005):
             self.peak = max(self.peak, resident())
 
 past_the_cache = takes_direct()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from transload.loading.transfer.memory import view
@@ -83,12 +84,18 @@ class Ring:
         self._free: deque[tuple[Any, int]] = deque()
 
     def chunks(self, stored: Stored) -> Iterator[Chunk]:
-        """The bytes of a storage. Each chunk has a slot until it is written: never more than the writer looks ahead."""
+        """The bytes of a storage. Each chunk has a slot until it is written: never more than the writer looks ahead.
+
+        A chunk is fetched by the thread that computes its checksum, while the one that writes waits for the disk.
+        """
         for start in range(0, stored.nbytes, self._nbytes):
             count = min(self._nbytes, stored.nbytes - start)
-            held, address = self._take()
-            ready = self.fetcher.fetch(held, [Span(stored.storage, stored.start + start, count)])
-            yield Chunk(view(address, count), ready, lambda slot=(held, address): self._free.append(slot))  # type: ignore[misc]
+            held = self._take()
+            fetch = partial(self._fetch, held[0], Span(stored.storage, stored.start + start, count))
+            yield Chunk(view(held[1], count), fetch, partial(self._free.append, held))
+
+    def _fetch(self, slot: Any, span: Span) -> None:
+        self.fetcher.fetch(slot, [span])()
 
     def gathered(self, small: Sequence[Stored]) -> Bunch:
         """Storages that fit into a slot together, fetched at once."""

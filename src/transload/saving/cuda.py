@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from transload.loading.transfer.driver import DriverError, cuda_driver
+from transload.loading.transfer.driver import Driver, DriverError, cuda_driver
 from transload.saving.contents import Ring, Span
 from transload.saving.desk import Stored
 from transload.saving.errors import SaveError
@@ -35,24 +35,17 @@ class CudaFetcher:
         """Begin to copy; what is returned waits until it is done."""
         import torch
 
-        with torch.no_grad(), torch.cuda.stream(self.stream):
-            if len(parts) == 1:
-                slot[: parts[0].nbytes].copy_(as_bytes(parts[0]), non_blocking=True)
-            elif parts:
-                self._fetch_many(slot, parts)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        return event.synchronize
-
-    def _fetch_many(self, slot: Any, parts: Sequence[Span]) -> None:
-        """In one call of the driver; without one, put together on the device first."""
-        import torch
-
         driver = cuda_driver()
         if driver is None:
-            joined = torch.cat([as_bytes(part) for part in parts])
-            slot[: len(joined)].copy_(joined, non_blocking=True)
-            return
+            self._by_torch(slot, parts)
+        else:
+            self._by_driver(driver, slot, parts)
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event.synchronize
+
+    def _by_driver(self, driver: Driver, slot: Any, parts: Sequence[Span]) -> None:
+        """In one call, which costs a tenth of what torch's would."""
         ends = accumulate((part.nbytes for part in parts), initial=slot.data_ptr())
         copies = [(to, storage.data_ptr() + start, count) for to, (storage, start, count) in zip(ends, parts)]  # noqa: B905 - there is an end more
         try:
@@ -62,6 +55,15 @@ class CudaFetcher:
             driver.back(before)
         except DriverError as reason:
             raise SaveError(reason.what, fix="`transload doctor` looks for the cause.") from reason
+
+    def _by_torch(self, slot: Any, parts: Sequence[Span]) -> None:
+        """Many are put together on the device first."""
+        import torch
+
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            views = [as_bytes(part) for part in parts] or [slot[:0]]
+            joined = torch.cat(views) if len(views) > 1 else views[0]
+            slot[: len(joined)].copy_(joined, non_blocking=True)
 
     def finish(self) -> None:
         """Wait until nothing is under way any more."""
