@@ -20,8 +20,9 @@ class Progress:
     'loading 3.0 of 4.0 GB, 2.0 GB/s'
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None, verb: str = "loading") -> None:
         self._stream = stream
+        self._verb = verb
         self._begun = self._told = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
@@ -34,24 +35,25 @@ class Progress:
         self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
         self._stream.flush()
 
-    @staticmethod
-    def text(done: int, total: int, seconds: float) -> str:
+    def text(self, done: int, total: int, seconds: float) -> str:
         """The line itself."""
         speed = done / 1e9 / seconds if seconds > 0 else 0.0
-        return f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
+        return f"{self._verb} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
 
 
-def telling(progress: bool | Callable[[int, int], object] | None, total: int) -> Callable[[int], None] | None:
+def telling(
+    progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
+) -> Callable[[int], None] | None:
     """A function to be called with each number of bytes that came; ``None`` where nobody wants to know.
 
-    ``progress`` gets the sum so far, and the total.
+    ``progress`` gets the sum so far, and the total; on a terminal, ``verb`` says what is done with them.
     """
     if progress is None or progress is False:
         return None
     stream = sys.stderr if progress is True and sys.stderr.isatty() else None
     if progress is True and stream is None:
         return None
-    show: Callable[[int, int], object] = Progress(stream) if progress is True else progress
+    show: Callable[[int, int], object] = Progress(stream, verb) if progress is True else progress
     done = 0
 
     def tell(count: int) -> None:

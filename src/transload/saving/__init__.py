@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.loading.errors import NoTorchError
+from transload.loading.progress import telling
 from transload.read import no_collecting
 from transload.saving.arguments import (
     Progressing,
@@ -15,7 +16,6 @@ from transload.saving.arguments import (
     check_protocol,
     check_skip,
     path_of,
-    telling,
 )
 from transload.saving.errors import SaveWarning
 from transload.saving.origin import ORIGIN, Origin, origin_of
@@ -189,5 +189,5 @@ def _write_archive(prepared: Prepared, sink: Any, wish: Wish) -> None:
             lambda checksums: closing_records(checksums, (ORIGIN, prepared.origin)),
             threads=threads_for(prepared.total),
             alignment=prepared.alignment,
-            tell=telling(wish.progress, prepared.total),
+            tell=telling(wish.progress, prepared.total, "saving"),
         )

@@ -9,7 +9,7 @@ from typing import Any
 from transload.errors import UsageError
 from transload.saving.errors import SaveError
 
-__all__ = ["Progressing", "alignment", "check_device", "check_protocol", "check_skip", "path_of", "telling"]
+__all__ = ["Progressing", "alignment", "check_device", "check_protocol", "check_skip", "path_of"]
 
 Progressing = bool | Callable[[int, int], object] | None
 
@@ -60,19 +60,3 @@ def alignment() -> int:
         return int(config.save.storage_alignment)
     except (ImportError, AttributeError):  # before torch 2.7
         return 64
-
-
-def telling(progress: Progressing, total: int) -> Callable[[int], None] | None:
-    """As for loading, with its own word on the terminal."""
-    import sys
-
-    from transload.loading import progress as of_loading
-
-    class Saving(of_loading.Progress):
-        @staticmethod
-        def text(done: int, total: int, seconds: float) -> str:
-            return of_loading.Progress.text(done, total, seconds).replace("loading", "saving", 1)
-
-    if progress is True:
-        progress = Saving(sys.stderr) if sys.stderr.isatty() else None
-    return of_loading.telling(progress, total)
