@@ -39,6 +39,7 @@ JUDGED: dict[str, Rule] = {
     "no-torch": Rule("there is no torch here to load it with", "error"),
     "torch-too-old": Rule("it holds dtypes that this torch does not have", "error"),
     "saved-elsewhere": Rule("it records that it was saved with another torch or on other hardware", "note"),
+    "tags-elsewhere": Rule("plain torch.load wants a device that is not here", "note"),
     "other-architecture": Rule("it holds compiled code that this machine does not run", "error"),
     "too-little-memory": Rule("it does not fit where it would land", "error"),
 }

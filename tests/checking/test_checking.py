@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import warnings
@@ -126,9 +127,26 @@ def test_on_a_laptop_it_lands_on_the_cpu_and_torch_would_fail() -> None:
     assert result.torch.text.startswith(
         "Attempting to deserialize object on a CUDA device but torch.cuda.is_available()"
     )
-    assert [(finding.code, finding.severity) for finding in result.findings] == [("device-objects", "warning")]
+    found = [(finding.code, finding.severity) for finding in result.findings]
+    assert found == [("device-objects", "warning"), ("tags-elsewhere", "note")]
     assert "it loads" in str(result)
     assert result.torch.text in str(result)
+
+
+@pytest.mark.parametrize("name", ["state_dict_cuda0.pt", "state_dict_cuda1.pt", "state_dict_cuda0_legacy.pth"])
+def test_the_command_that_mends_the_tags_is_printed_and_works(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"it's a {name}"
+    path.write_bytes((DATA / "h200" / name).read_bytes())
+    (finding,) = [each for each in check(path, machine=LAPTOP).findings if each.code == "tags-elsewhere"]
+    command = shlex.split(finding.fix[-1].removeprefix("$ transload "))
+    done = subprocess.run([sys.executable, "-m", "transload", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert torch.load(path)
+    assert "tags-elsewhere" not in codes(check(path, machine=LAPTOP))
+
+
+def test_tags_of_devices_that_are_here_are_not_worth_a_word() -> None:
+    assert "tags-elsewhere" not in codes(check(DATA / "h200" / "state_dict_cuda0.pt", machine=SERVER))
 
 
 def test_the_index_that_torch_counts_to_is_in_its_words() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import importlib
 import io
 import json
 import os
@@ -410,6 +411,20 @@ def test_another_pickle_module() -> None:
     again = loaded(saved(value, pickle_module=module))
     assert again["f"] == 42
     assert torch.equal(again["w"], value["w"])
+
+
+@pytest.mark.parametrize("name", ["dill", "cloudpickle"])
+@pytest.mark.parametrize("make", [dict, nn.Linear], ids=["dict", "module"])
+def test_packages_that_pickle_functions(name: str, make: Any) -> None:
+    module: Any = importlib.import_module(name)
+    value = make() if make is dict else make(2, 3)
+    held = value if make is dict else value.__dict__
+    held["twice"], held["tensor"] = lambda number: 2 * number, torch.arange(4.0)
+    reader = module if hasattr(module, "Unpickler") else pickle  # what cloudpickle writes is read by pickle itself
+    again = loaded(saved(value, pickle_module=module), pickle_module=reader)
+    found = again if make is dict else again.__dict__
+    assert found["twice"](21) == 42
+    assert torch.equal(found["tensor"], torch.arange(4.0))
 
 
 @contextlib.contextmanager

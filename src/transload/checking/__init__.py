@@ -175,6 +175,7 @@ def _findings(made: Check) -> Iterator[Finding]:
     yield from advice.of_torch(made.diagnosis)
     yield from advice.of_dtypes(made.checkpoint, made.diagnosis.machine)
     yield from advice.of_plan(made.plan)
+    yield from advice.of_tags(made.checkpoint, made.plan)
     yield from advice.of_file(made.checkpoint, made.devices)
     if made.checkpoint.safety != "dangerous":  # nobody shall install anything for that
         yield from advice.of_packages(made.packages, made.diagnosis.machine, made.devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from transload.findings import Finding, Severity
@@ -30,6 +31,7 @@ __all__ = [
     "of_plan",
     "of_program",
     "of_quantized",
+    "of_tags",
     "of_torch",
 ]
 
@@ -104,6 +106,17 @@ def of_plan(plan: Plan) -> Iterator[Finding]:
     for short in plan.shortages:
         fix = tuple(f"Instead: {words}." for words in short.instead)
         yield Finding("too-little-memory", "error", shortage_words(short), (), fix)
+
+
+def of_tags(checkpoint: Checkpoint, plan: Plan) -> Iterator[Finding]:
+    """Tags of devices that are not here, which plain ``torch.load`` insists on; and how to be rid of them."""
+    tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
+    if tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
+        title = f"plain torch.load wants {', '.join(tags)}, which is not here"
+        fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
+        yield Finding(
+            "tags-elsewhere", "note", title, (), (fix, f"$ transload retag {quote(checkpoint.path)} --to cpu")
+        )
 
 
 def of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
