@@ -45,6 +45,7 @@ FLOORS = {
     "converting": 2,
     "rescuing": 2,
     "explaining": 2,
+    "patching": 2,
     "render": 2,
     "cli": 3,
     "__init__": 4,
@@ -57,7 +58,7 @@ FLOORS = {
 DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "render")}
 
 
-ALLOWED_ROOMS = {"render": "rich", "loading": "torch", "opening": "torch", "saving": "torch"}
+ALLOWED_ROOMS = {"render": "rich", "loading": "torch", "opening": "torch", "saving": "torch", "converting": "numpy"}
 # The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
 ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 

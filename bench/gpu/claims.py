@@ -1,0 +1,278 @@
+"""What people are told about CUDA and checkpoints, tried on a real GPU: the evidence behind docs/claims.md.
+
+    python bench/gpu/claims.py
+
+As root on a Linux machine with an NVIDIA GPU and a CUDA build of torch. Every state is made for one process (a
+variable, a mount namespace); nothing on the machine is changed. Prints a line for each thing seen, and exits 1 where
+one of them is not as the page says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+sys.path[:1] = [ROOT, f"{ROOT}/src"]
+
+import ctypes
+import io
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import transload
+
+DATA = Path(ROOT, "tests", "data")
+WORKS = (
+    "import torch; x = torch.rand(64, 64, device='cuda'); print(torch.cuda.is_available(), float((x @ x).sum()) > 0)"
+)
+ASKS = """
+import torch, warnings
+warnings.simplefilter("ignore")
+print(torch.cuda.is_available(), torch.cuda.device_count())
+try:
+    torch.zeros(1, device="cuda")
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+CLAIMS: list[Callable[[], None]] = []
+
+
+def claim(check: Callable[[], None]) -> Callable[[], None]:
+    """Put one on the list."""
+    CLAIMS.append(check)
+    return check
+
+
+def main() -> int:
+    """Try all of them."""
+    name, driver = torch.cuda.get_device_name(0), driver_version()
+    day = datetime.now(timezone.utc).date()
+    print(f"{day}, {name}, driver of CUDA {driver}, torch {torch.__version__}, Python {platform.python_version()}")
+    wrong = sum(not holds(check) for check in CLAIMS)
+    print(f"{len(CLAIMS) - wrong} of {len(CLAIMS)} as docs/claims.md says")
+    return int(wrong > 0)
+
+
+def holds(check: Callable[[], None]) -> bool:
+    """Try one."""
+    try:
+        check()
+    except AssertionError as error:
+        say(check, f"NOT AS SAID {error}")
+        return False
+    return True
+
+
+def say(check: Callable[[], None], text: str) -> None:
+    """What was seen."""
+    print(f"{check.__name__}: {text}", flush=True)
+
+
+def child(code: str, *before: str, **variables: str | None) -> str:
+    """What a fresh interpreter prints, with variables set, or taken away."""
+    environ = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    command = [*before, sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or done.stderr.strip()[-300:]
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver supports, by its own word."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def linear() -> torch.nn.Linear:
+    """A model on the GPU."""
+    return torch.nn.Linear(100, 100).cuda()
+
+
+@claim
+def embeds_the_cuda_version() -> None:
+    """A file saved here from the GPU names neither torch nor CUDA; files of torch 1.0 to 2.13 load onto this GPU."""
+    held = io.BytesIO()
+    torch.save(linear().state_dict(), held)
+    for word in (str(torch.__version__), str(torch.version.cuda), "cu130", torch.cuda.get_device_name(0), "sm_"):
+        assert word.encode() not in held.getvalue(), word
+    files = sorted(DATA.glob("torch-releases/*/state_dict_cuda0.pt"))
+    loaded = [torch.load(path) for path in files]
+    assert {tensor.device.type for each in loaded for tensor in each.values()} == {"cuda"}
+    releases = ", ".join(path.parent.name.split("-")[1] for path in files)
+    say(embeds_the_cuda_version, f"no version in a file saved here; files of torch {releases} load onto the GPU")
+
+
+@claim
+def cpu_tensors_in_between() -> None:
+    """Tensors of both kinds in one file come back where they were; models take both from either."""
+    mixed = torch.load(DATA / "h200" / "mixed_cpu_cuda.pt")
+    kinds = {tensor.device.type for tensor in tensors_of(mixed)}
+    assert kinds == {"cpu", "cuda"}, kinds
+    model = linear()
+    model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    assert model.weight.is_cuda
+    host = torch.nn.Linear(100, 100)
+    host.load_state_dict(model.state_dict())
+    assert not host.weight.is_cuda
+    assert torch.equal(host.weight, model.weight.cpu())
+    model.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()}, assign=True)
+    assert not model.weight.is_cuda
+    say(cpu_tensors_in_between, "a mixed file loads; load_state_dict copies both ways; assign=True takes what it gets")
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in a nest of containers."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for each in value for tensor in tensors_of(each)] if isinstance(value, (list, tuple)) else []
+
+
+@claim
+def model_cpu_state_dict() -> None:
+    """It moves the model away from its optimizer; copies by name double what is tied. Saving it as it is does not."""
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(4, 100, device="cuda")).sum().backward()
+    optimizer.step()
+    model.cpu().state_dict()
+    try:
+        optimizer.step()
+        raise AssertionError("the optimizer went on")
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+    tied = torch.nn.Sequential(linear(), linear())
+    tied[1].weight = tied[0].weight
+    sizes = []
+    for value in ({name: each.cpu() for name, each in tied.state_dict().items()}, tied.state_dict()):
+        held = io.BytesIO()
+        transload.save(value, held)
+        sizes.append(len(held.getvalue()))
+    assert sizes[0] > 1.9 * sizes[1], sizes
+    say(model_cpu_state_dict, f"the next step: {said}")
+    say(model_cpu_state_dict, f"tied weights: {sizes[0]} bytes as copies by name, {sizes[1]} as they are")
+
+
+@claim
+def the_same_device_as_at_save() -> None:
+    """A file of cuda:1 loads onto cuda:0, or the CPU, when it is told to."""
+    path = DATA / "h200" / "state_dict_cuda1.pt"
+    for place in ("cuda:0", "cpu"):
+        assert {str(tensor.device) for tensor in torch.load(path, map_location=place).values()} == {place}
+    if torch.cuda.device_count() == 1:
+        try:
+            torch.load(path)
+            raise AssertionError("it loaded without being told")
+        except RuntimeError as error:
+            say(the_same_device_as_at_save, f"told: loads; not told: {error}")
+
+
+@claim
+def to_after_map_location() -> None:
+    """What was mapped is there already: .to(device) gives the very same tensor."""
+    loaded = torch.load(DATA / "h200" / "state_dict_cuda1.pt", map_location="cuda")
+    assert all(tensor.to("cuda") is tensor for tensor in loaded.values())
+    model = torch.load(DATA / "h200" / "whole_module_cuda0.pt", map_location="cuda", weights_only=False)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    assert [parameter.data_ptr() for parameter in model.to("cuda").parameters()] == before
+    say(to_after_map_location, "map_location='cuda' and .to('cuda'): the same tensors, nothing moved")
+
+
+@claim
+def the_toolkit_must_match() -> None:
+    """torch computes without nvcc, and with a toolkit that says it is CUDA 10.2: no library of it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        nvcc = Path(folder, "bin", "nvcc")
+        nvcc.parent.mkdir()
+        nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 10.2, V10.2.89'\n")
+        nvcc.chmod(0o755)
+        path = f"{folder}/bin:/usr/bin:/bin"
+        for variables in ({"PATH": "/usr/bin:/bin", "CUDA_HOME": None}, {"PATH": path, "CUDA_HOME": folder}):
+            assert child(WORKS, **variables) == "True True"
+    torch.rand(8, 8, device="cuda") @ torch.rand(8, 8, device="cuda")
+    mapped = Path("/proc/self/maps").read_text(encoding="ascii")
+    loaded = sorted(set(re.findall(r"(/\S*/(?:libcudart|libcublas|libcudnn)\S*)", mapped)))
+    assert loaded
+    assert not [name for name in loaded if name.startswith("/usr/local/cuda")], loaded
+    homes = sorted({re.sub(r".*/site-packages/", "site-packages/", str(Path(name).parent)) for name in loaded})
+    say(
+        the_toolkit_must_match,
+        f"nvcc here: {shutil.which('nvcc') or 'none'}; torch's own libraries: {', '.join(homes)}",
+    )
+
+
+@claim
+def ld_library_path() -> None:
+    """torch finds its libraries and the driver with the variable unset, and with one that leads nowhere."""
+    for value in (None, "/nonexistent", "/usr/local/cuda/lib64"):
+        assert child(WORKS, LD_LIBRARY_PATH=value) == "True True", value
+    say(ld_library_path, "unset, leading nowhere, or to /usr/local/cuda/lib64: torch computes")
+
+
+@claim
+def nvidia_smi_cuda_version() -> None:
+    """What nvidia-smi prints is the word of the driver."""
+    if not shutil.which("nvidia-smi"):
+        say(nvidia_smi_cuda_version, "nvidia-smi is not here")
+        return
+    command = ["nvidia-smi"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = re.search(r"CUDA Version:\s*([\d.]+)", printed)
+    assert shown, printed
+    assert shown[1] == driver_version(), (shown[1], driver_version())
+    say(
+        nvidia_smi_cuda_version,
+        f"it says {shown[1]}, cuDriverGetVersion {driver_version()}, nvcc {shutil.which('nvcc') or 'is not here'}",
+    )
+
+
+@claim
+def device_count_and_unknown_error() -> None:
+    """With the node of unified memory out of reach, devices are counted and none is usable: "unknown error"."""
+    hide = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        'mount --bind /dev/null /dev/nvidia-uvm; exec "$@"',
+        "-",
+    )
+    available, said = child(ASKS, *hide).split("\n", 1)
+    assert available == f"False {torch.cuda.device_count()}", available
+    assert said.startswith("CUDA unknown error"), said
+    assert child(WORKS) == "True True"
+    say(device_count_and_unknown_error, f"is_available() and device_count(): {available}; {said}")
+    say(device_count_and_unknown_error, "with /dev/nvidia-uvm back it works: nothing was installed")
+
+
+@claim
+def safetensors_carry_no_device() -> None:
+    """Saved from the GPU, the file holds no word of it, and loads on the CPU."""
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError:
+        say(safetensors_carry_no_device, "safetensors is not here")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file({"w": torch.rand(3, device="cuda")}, path)
+        assert b"cuda" not in path.read_bytes()
+        assert load_file(path)["w"].device.type == "cpu"
+    say(safetensors_carry_no_device, "no 'cuda' in a file saved from the GPU; it loads on the CPU")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
