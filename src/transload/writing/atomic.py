@@ -96,7 +96,7 @@ class Beside(Straight):
     def __init__(self, path: str) -> None:
         self.path = path
         self._target = place_of(path)
-        _REPLACED.wait()
+        _REPLACED.wait(self._target)
         try:
             before = _existing(self._target)
             clear_debris(self._target)
@@ -132,12 +132,13 @@ class Beside(Straight):
 class _Replaced:
     """Large files that were replaced, given back to the system in a thread: 3 GB take it most of a second.
 
-    As long as one is open, replacing it is only a change of names. The next file is not begun before the space of
-    the last is free.
+    As long as one is open, replacing it is only a change of names. Where the disk is short of space, the next file is
+    not begun before that of the last is free.
     """
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
+        self._nbytes = 0
 
     @contextmanager
     def held(self, target: str) -> Iterator[None]:
@@ -150,6 +151,7 @@ class _Replaced:
                 self._close_later(descriptor)
 
     def _close_later(self, descriptor: int) -> None:
+        self._nbytes = os.fstat(descriptor).st_size
         thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
         try:
             thread.start()
@@ -158,14 +160,22 @@ class _Replaced:
         else:
             self._thread = thread
 
-    def wait(self) -> None:
-        """Until the last one is gone."""
+    def wait(self, target: str) -> None:
+        """Until the last one is gone, unless there is room for two more like it where a file shall be."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.is_alive() and _free(target) < 2 * self._nbytes:
             thread.join()
 
 
 _REPLACED = _Replaced()
+
+
+def _free(target: str) -> int:
+    """Bytes that are free where a file shall be; none where the system does not tell."""
+    with suppress(OSError):
+        found = os.statvfs(os.path.dirname(target) or ".")  # noqa: PTH120 - as above
+        return found.f_bavail * found.f_frsize
+    return 0
 
 
 def _opened_if_large(target: str) -> int | None:

@@ -1,0 +1,173 @@
+"""How much of a damaged file is rescued: bits flipped and ends cut off at random places, all outcomes compared.
+
+    python bench/rescue.py [--json] [--places N] [--seed N] [--only WORD]
+
+For each fixture and for a file of 50 MB, written by torch.save: a bit flipped at each of N random places (200 unless
+told), which must be undone so that the file is, byte for byte, what it was; and a cut at each of N random places, after
+which exactly the tensors must be found whose bytes are all there. What has no checksum, the legacy format, is only cut.
+Needs torch, for the large file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
+    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+
+import argparse
+import io
+import json
+import random
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from transload.checkpoint import Checkpoint
+from transload.errors import TransloadError
+from transload.read import inspect
+from transload.read.source import BytesSource
+from transload.rescuing import rescue
+from transload.rescuing.fates import extents
+from transload.rescuing.recovery import recovered
+
+ROOT = Path(__file__).parent.parent / "tests" / "data"
+NEEDS = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
+DESCRIPTOR = 16
+
+
+@dataclass
+class Row:
+    """What came of one file."""
+
+    name: str
+    nbytes: int
+    flips: int
+    mended: int
+    cuts: int
+    exact: int
+    flip_ms: float
+    cut_ms: float
+
+
+def large() -> bytes:
+    """50 MB: a few large tensors, many small ones, shared ones, and what a training run keeps beside them."""
+    import torch
+
+    torch.manual_seed(0)
+    state = {f"layers.{n}.weight": torch.randn(n % 7 + 1, 1000 + n) for n in range(400)}
+    state |= {f"blocks.{n}.weight": torch.randn(1 << 20) for n in range(6)}
+    state["head.weight"] = torch.randn(4_000_000)
+    state["tied.weight"] = state["head.weight"][: 1 << 20]
+    out = io.BytesIO()
+    torch.save({"model": state, "epoch": 3, "rng": torch.get_rng_state()}, out)
+    return out.getvalue()
+
+
+def whole_at(checkpoint: Checkpoint, cut: int) -> list[str]:
+    """The tensors that must be found in a file that ends at a byte: those before it, if the index is."""
+    if cut < index_end(checkpoint):
+        return []
+    storages = {storage.id: storage for storage in checkpoint.storages}
+    ends = ((t.name, t.nbytes, [end for _, _, end in extents(t, storages)]) for t in checkpoint.tensors)
+    found = sorted((name, nbytes) for name, nbytes, each in ends if max(each, default=0) <= cut)
+    return [name for name, _ in found] if any(nbytes for _, nbytes in found) else []
+
+
+def index_end(checkpoint: Checkpoint) -> int:
+    """Where that part of a file ends which tells what is in it."""
+    if checkpoint.format == "torch-legacy":
+        return min(s.offset - 8 for s in checkpoint.storages if s.offset is not None)
+    records = {record.name: record for record in checkpoint.records}
+    held = [records[name] for name in NEEDS.get(checkpoint.format, tuple(records)) if name in records]
+    return max((record.offset or 0) + record.stored for record in held)
+
+
+def clear_of(end: int, cut: int) -> int:
+    """A cut that is not within what follows the index, of which it cannot always be told then whether it is whole."""
+    return cut + DESCRIPTOR if end <= cut < end + DESCRIPTOR else cut
+
+
+def is_mended(data: bytes, position: int, bit: int) -> bool:
+    """Whether a flipped bit is undone, and nothing else is done."""
+    broken = bytearray(data)
+    broken[position] ^= 1 << bit
+    with ExitStack() as stack:
+        made = recovered(BytesSource(bytes(broken)), stack)
+        if made is None or not made.exact or [(m.position, m.bits) for m in made.mends] != [(position, (bit,))]:
+            return False
+        pieces = (made.source.read(at, 1 << 22) == data[at : at + (1 << 22)] for at in range(0, len(data), 1 << 22))
+        return made.source.size == len(data) and all(pieces)
+
+
+def is_found(data: bytes, cut: int, checkpoint: Checkpoint) -> bool:
+    """Whether exactly the tensors are found that are before a cut."""
+    try:
+        made = rescue(data[:cut], dry_run=True)
+    except TransloadError:
+        return not whole_at(checkpoint, cut)
+    found = [] if made.how == "nothing" else sorted(fate.name for fate in made.tensors if fate.state != "lost")
+    return found == whole_at(checkpoint, cut)
+
+
+def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
+    """Flip and cut one file."""
+    checkpoint = inspect(data)
+    flips = [(rng.randrange(len(data)), rng.randrange(8)) for _ in range(places)] if data[:2] == b"PK" else []
+    cuts = [clear_of(index_end(checkpoint), rng.randrange(1, len(data))) for _ in range(places)]
+    begin = time.process_time()
+    mended = [is_mended(data, *flip) for flip in flips]
+    between = time.process_time()
+    exact = [is_found(data, cut, checkpoint) for cut in cuts]
+    end = time.process_time()
+    for flip, good in zip(flips, mended, strict=True):
+        if not good:
+            print(f"{name}: byte {flip[0]}, bit {flip[1]} was not mended", file=sys.stderr)
+    for cut, good in zip(cuts, exact, strict=True):
+        if not good:
+            print(f"{name}: cut at byte {cut}, other tensors were found", file=sys.stderr)
+    each = 1e3 / max(1, places)
+    return Row(
+        name, len(data), len(flips), sum(mended), len(cuts), sum(exact), (between - begin) * each, (end - between) * each
+    )
+
+
+def main() -> int:
+    """Examine all files; 1 if anything was not rescued."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="files whose names have this in them; `large` is the one of 50 MB")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)  # noqa: S311 - no secret
+    rows: list[Row] = []
+    for path in sorted((*ROOT.glob("h200/*"), *ROOT.glob("torch-releases/*/*"))):
+        name = f"{path.parent.name}/{path.name}"
+        if path.suffix in {".pt", ".pth", ".ckpt", ".pt2"} and options.only in name:
+            rows.append(examine(name, path.read_bytes(), options.places, rng))
+            show(rows[-1], as_json=options.json)
+    if options.only in "large":
+        rows.append(examine("large", large(), options.places, rng))
+        show(rows[-1], as_json=options.json)
+    total = [sum(getattr(row, field) for row in rows) for field in ("mended", "flips", "exact", "cuts")]
+    print("{:,} of {:,} flipped bits undone; {:,} of {:,} cuts with exactly the right tensors".format(*total))
+    return int(total[0] != total[1] or total[2] != total[3])
+
+
+def show(row: Row, *, as_json: bool) -> None:
+    """One line for a file."""
+    if as_json:
+        print(json.dumps(vars(row)), flush=True)
+        return
+    print(
+        f"{row.name:<64} {row.nbytes:>11,} B  flips {row.mended}/{row.flips} {row.flip_ms:7.1f} ms  "
+        f"cuts {row.exact}/{row.cuts} {row.cut_ms:7.1f} ms",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
