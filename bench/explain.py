@@ -1,0 +1,157 @@
+"""How often ``explain`` is right: known texts in all wordings, and errors that are none of its business.
+
+Usage: python bench/explain.py
+
+Every wording is given bare, at the end of a traceback, with the prefix of a rank before each line, with colours and a
+time stamp, and between the lines of a long log; those of the installed torch are provoked. Whole logs of frameworks
+follow, then unrelated errors, of which none may be claimed. And the time that it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+sys.path[0] = ROOT  # for the tests' texts; and the standard library's `inspect` is not our neighbour
+
+import logging
+import re
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.explaining.provoke import PROVOCATIONS, RELEASE
+from tests.explaining.unrelated import PASTED, PROVOKED, provoked
+from tests.explaining.wordings import WORDINGS, sections
+
+import transload
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/run.py", line 3, in <module>\n    main()\n'
+REPEATS = 5
+LONG_LOG = "2026-01-02 03:04:05 INFO step 12 loss 0.1234 lr 1e-4\n" * 150_000
+
+
+def main() -> int:
+    """Print the tables; fail where a goal is missed."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    goals = [wordings(), from_torch(), logs(), unrelated()]
+    run_time()
+    return 0 if all(goals) else 1
+
+
+def codes(text: str | BaseException) -> list[str]:
+    """What is answered."""
+    return [answer.code for answer in transload.explain(text, checks=False).answers]
+
+
+# -- known texts
+
+Form = Callable[[str], str]
+FORMS: dict[str, Form] = {
+    "bare": lambda text: text,
+    "in a traceback": lambda text: text if not is_exception(text) else f"{TRACEBACK}{text}\n",
+    "of a rank": lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
+    "coloured and stamped": lambda text: "".join(
+        f"2026-01-02T03:04:05.678Z stderr F \x1b[31m{line}\x1b[0m\r\n" for line in text.splitlines()
+    ),
+    "in a long log": lambda text: f"{LONG_LOG[:50_000]}{text}\n{LONG_LOG[:50_000]}",
+}
+
+
+def is_exception(text: str) -> bool:
+    """Whether it is the last line of a traceback without the traceback."""
+    return re.match(r"[\w.]+(?:Error|Exception): ", text) is not None
+
+
+def wordings() -> bool:
+    """Whether every wording is explained by its row, in every form."""
+    right = [report(f"wordings, {name}", judged(form)) for name, form in FORMS.items()]
+    return all(right)
+
+
+def judged(form: Form) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each wording: its name, what is answered, what is right."""
+    for wording in WORDINGS:
+        yield f"{wording.code} ({wording.where})", codes(form(wording.text)), [wording.code]
+
+
+def from_torch() -> bool:
+    """Whether what the installed torch says is explained, as an exception and as the text of one."""
+    return report(f"provoked from torch {'.'.join(map(str, RELEASE))}", from_here())
+
+
+def from_here() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each provocation that this release knows."""
+    for provocation in PROVOCATIONS:
+        if provocation.since <= RELEASE:
+            with TemporaryDirectory() as folder:
+                yield provocation.name, codes(provocation.error(Path(folder))), [provocation.code]
+
+
+def logs() -> bool:
+    """Whether the innermost cause of whole logs is told."""
+    told = sections(Path(ROOT) / "tests" / "explaining" / "logs.txt")
+    heads = ((head.rpartition(" | "), text) for head, text in told)
+    return report("logs of frameworks", ((name, codes(text), right.split()) for (name, _, right), text in heads))
+
+
+def report(name: str, told: Iterator[tuple[str, list[str], list[str]]]) -> bool:
+    """One line, and one for each that was wrong."""
+    results = list(told)
+    wrong = [(what, answered, right) for what, answered, right in results if answered != right]
+    for what, answered, right in wrong:
+        print(f"  wrong: {what}: answered {answered or 'nothing'}, right is {right}")
+    print(f"{name:<36} {len(results) - len(wrong):4} of {len(results):4} right (goal all)")
+    return not wrong
+
+
+# -- other texts
+
+
+def unrelated() -> bool:
+    """Whether no unrelated error is claimed."""
+    texts = {**{name: provoked(name) for name in PROVOKED}, **PASTED}
+    claimed = {name: codes(text) for name, text in texts.items()}
+    for name, answered in claimed.items():
+        if answered:
+            print(f"  claimed: {name}: {answered}")
+    count = sum(map(bool, claimed.values()))
+    print(f"{'unrelated errors':<36} {count:4} of {len(texts):4} claimed (goal none)")
+    return not count
+
+
+# -- time
+
+
+def run_time() -> None:
+    """What the command costs beyond the interpreter, and how long a log of 8 MB takes."""
+    text = WORDINGS[0].text
+    bare = seconds([sys.executable, "-c", "pass"], "")
+    quick = seconds([sys.executable, "-m", "transload", "explain", "--no-checks"], text)
+    full = seconds([sys.executable, "-m", "transload", "explain"], text)
+    begun = time.process_time()
+    codes(LONG_LOG + text)
+    print(f"a text {quick - bare:.3f} s beyond the interpreter, with checks {full - bare:.3f} s", end="; ")
+    print(f"a log of {len(LONG_LOG) >> 20} MB {time.process_time() - begun:.1f} s")
+
+
+def seconds(command: list[str], text: str) -> float:
+    """The CPU time of a command and its children, the best of some runs."""
+    return min(once(command, text) for _ in range(REPEATS))
+
+
+def once(command: list[str], text: str) -> float:
+    """One run, whatever its exit code."""
+    before = os.times()
+    subprocess.run(command, input=text.encode(), stdout=subprocess.DEVNULL, check=False, cwd=ROOT)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""``transload explain [FILE]``: what an error text means, and what to do. Nothing is loaded, and torch is not run."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from transload.cli.output import show, write
+from transload.errors import CannotReadError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  python train.py 2>&1 | transload explain   the cause, and what to do
+  transload explain train.log
+  transload explain                          paste a traceback, then press Ctrl-D
+  transload explain train.log --json | jq .answers[].cause
+
+exit codes:
+  0  an error in the text is explained
+  1  nothing in it is known
+  2  the command could not do its job
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``explain``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
+    parser.add_argument("--no-checks", action="store_true", help="look neither at this machine nor at files it names")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+
+
+def run(arguments: Namespace) -> int:
+    """Explain one text, return the exit code."""
+    from transload.explaining import explain_bytes
+
+    data, shortened = _read(arguments.log)
+    if not data.strip():
+        raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
+    explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([explanation.to_dict()], several=False))
+    else:
+        from transload.render.explain import report
+
+        show(report(explanation), arguments.color)
+    return int(not explanation.known)
+
+
+def _read(path: str) -> tuple[bytes, bool]:
+    from transload.explaining.cleaning import read_end
+
+    try:
+        if path != "-":
+            with open(path, "rb") as file:  # noqa: PTH123
+                return read_end(file)
+        if sys.stdin is None:
+            return b"", False
+        if sys.stdin.isatty():
+            print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
+        return read_end(sys.stdin.buffer)
+    except OSError as error:
+        fix = "A text itself is piped into it: echo '...' | transload explain." if " " in path else ""
+        raise CannotReadError(
+            f"cannot be read: {error.strerror or error}", where=path, fix=fix, errno=error.errno
+        ) from error

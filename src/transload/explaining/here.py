@@ -1,0 +1,76 @@
+"""What can be seen here: of the file that a text names, and of this machine. Nothing is loaded, torch is not run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transload.errors import TransloadError
+from transload.explaining.result import FileHere, MachineHere
+from transload.explaining.splitting import flat
+
+if TYPE_CHECKING:
+    from transload.checking import Check
+    from transload.diagnose.verdict import Diagnosis
+
+__all__ = ["Here"]
+
+_FINDINGS = 4
+_SAME = 60
+"""Letters that torch's words and the text must share to be the same error."""
+
+
+class Here:
+    """Looks at this machine once, however many answers need it."""
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        """What the doctor says without running torch."""
+        from transload.diagnose import doctor
+
+        return doctor(torch=False)
+
+    def machine(self, causes: Sequence[str]) -> MachineHere:
+        """Whether one of some causes is at work here; of no causes, whether anything is."""
+        found = self.diagnosis
+        if found.ok or found.cause is None:
+            return MachineHere(found.status, fits=False, title=_WELL[found.status])
+        wanted = [finding for finding in found.findings if finding.code in causes and finding.severity == "error"]
+        cause = wanted[0] if wanted else found.cause
+        fits = bool(wanted) or (not causes and found.status == "broken")
+        return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+
+    def file(self, path: str, said: str) -> FileHere | None:
+        """What would come of loading a file; nothing where it cannot be read."""
+        try:
+            made = self._check(path)
+        except TransloadError:
+            return None
+        same = bool(made.torch.text) and flat(made.torch.text)[:_SAME] in said
+        told = [finding for finding in made.findings if finding.severity != "note"][:_FINDINGS]
+        fix = next((finding.fix for finding in told if finding.fix), ())
+        return FileHere(path, made.ok, _verdict(made), same, tuple(finding.title for finding in told), fix)
+
+    def _check(self, path: str) -> Check:
+        from transload.checking import checked
+        from transload.place import AUTO
+        from transload.read import inspect
+
+        return checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
+
+
+_WELL = {
+    "ok": "nothing is broken on this machine now, as far as can be seen without running torch",
+    "no-gpu": "there is no GPU in this machine, and nothing is broken",
+    "broken": "",
+    "degraded": "",
+}
+
+
+def _verdict(made: Check) -> str:
+    if not made.ok:
+        return f"it does not load: {made.refusal}"
+    lands = sorted({move.device for move in made.plan.moves})
+    return f"transload.load loads it{', onto ' + ' and '.join(lands) if lands else ''}"

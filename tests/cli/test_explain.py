@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import jsonschema
+import pytest
+
+from transload.cli.main import main
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Transload
+
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "explain.schema.json"
+KNOWN = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory\n"
+UNKNOWN = "ZeroDivisionError: division by zero\n"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "train.log"
+    path.write_text(KNOWN)
+    return path
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, data: bytes, *, terminal: bool = False) -> None:
+    stream = SimpleNamespace(buffer=io.BytesIO(data), isatty=lambda: terminal)
+    monkeypatch.setattr(sys, "stdin", stream)
+
+
+def test_a_file_is_explained(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(log), "--no-checks"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("✗ The end of the file is missing")
+    assert "archive-cut-off" in shown.out
+    assert "line 1: RuntimeError: PytorchStreamReader" in shown.out
+    assert not shown.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_stdin_is_explained(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feed(monkeypatch, KNOWN.encode())
+    assert main(["explain", *arguments]) == 0
+    shown = capsys.readouterr()
+    assert "archive-cut-off" in shown.out
+    assert not shown.err
+
+
+def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    feed(monkeypatch, UNKNOWN.encode())
+    assert main(["explain"]) == 1
+    assert capsys.readouterr().out == "? not known  line 1\n    ZeroDivisionError: division by zero\n"
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t\n"])
+def test_no_text_is_bad_usage(data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    feed(monkeypatch, data)
+    assert main(["explain"]) == 2
+    assert "there is no text to explain" in capsys.readouterr().err
+
+
+def test_a_closed_stdin_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["explain"]) == 2
+
+
+def test_a_person_is_told_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    feed(monkeypatch, KNOWN.encode(), terminal=True)
+    assert main(["explain", "--no-checks"]) == 0
+    assert "paste the text" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(tmp_path / "absent.log")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    assert main(["explain", str(tmp_path)]) == 2
+    assert main(["explain", KNOWN.strip()]) == 2
+    assert "echo '...' | transload explain" in capsys.readouterr().err
+
+
+def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--json", str(log)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    jsonschema.validate(told, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert [answer["code"] for answer in told["answers"]] == ["archive-cut-off"]
+
+
+def test_terminal_codes_in_a_log_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(b"\x1b[2J\x1b]0;owned\x07" + KNOWN.encode() + b"KeyError: '\xe2\x80\xaeevil'\n")
+    assert main(["explain", str(path), "--no-checks"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_colour_is_for_those_who_ask(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", str(log), "--no-checks", "--color", "always"])
+    assert "\x1b[31m" in capsys.readouterr().out
+
+
+def test_torch_is_not_imported_and_nothing_heavy(program: Transload, log: Path) -> None:
+    told = program("explain", "--no-checks", str(log), python=("-X", "importtime"))
+    modules = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+    assert "transload.explaining.texts" in modules
+    assert not modules & {"torch", "numpy", "rich", "asyncio", "logging", "transload.diagnose", "transload.read"}
+
+
+def test_a_terminal_of_eighty_columns_is_kept(program: Transload, log: Path) -> None:
+    done = program("explain", "--no-checks", str(log), COLUMNS="80")
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 100

@@ -1,0 +1,107 @@
+"""A log as it comes: colours, progress bars, prefixes, junk, and far too much of it."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+
+import transload
+from transload.explaining import explain_bytes
+from transload.explaining.cleaning import LIMIT, lines_of, read_end
+
+CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+
+
+class Pipe(io.RawIOBase):
+    """A stream that gives its bytes once, in pieces."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, _: int = -1) -> bytes:
+        return self.pieces.pop(0) if self.pieces else b""
+
+
+@pytest.mark.parametrize(
+    ("raw", "text", "stream"),
+    [
+        ("plain", "plain", ""),
+        ("\x1b[1;31mred\x1b[0m \x1b]0;title\x07text", "red text", ""),
+        (" 10%|#    | 1/9\r 90%|#### | 8/9\rdone", "done", ""),
+        ("[rank3]:   File", "  File", "rank3"),
+        ("[default0]:boom", "boom", "default0"),
+        ("(RayTrainWorker pid=123, ip=10.0.0.1) boom", "boom", "(RayTrainWorker pid=123, ip=10.0.0.1)"),
+        ("12: boom", "boom", "12"),
+        ("2026-01-02 03:04:05,678 - ERROR - boom", "boom", ""),
+        ("[2026-01-02 03:04:05] [ERROR] boom", "boom", ""),
+        ("2026-01-02T03:04:05.123456789Z stderr F   File", "  File", ""),
+        ("Jan  2 03:04:05 host python[42]: boom", "boom", ""),
+        ("E1115 11:40:36.068000 18367 torch/export/__init__.py:348]   File", "  File", ""),
+        ("ERROR 03-02 19:49:00 [executor.py:783]   File", "  File", ""),
+        ("[   12.345678] NVRM: boom", "boom", ""),
+        ("[rank0]:[2026-01-02 03:04:05] boom", "boom", "rank0"),
+        ("│ /home/me/run.py:8 in <module>      │", "  /home/me/run.py:8 in <module>", ""),
+        ("> quoted", "quoted", ""),
+        ("  | RuntimeError: boom", "RuntimeError: boom", ""),
+        ("nul\x00 and \x08 bell\x07", "nul and  bell", ""),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_not_the_text_is_taken_off(raw: str, text: str, stream: str) -> None:
+    (line,) = lines_of(raw)
+    assert (line.text, line.stream) == (text, stream)
+
+
+def test_the_end_of_a_long_file_is_read() -> None:
+    data = bytes(1000) + b"the end"
+    assert read_end(io.BytesIO(data), 7) == (b"the end", True)
+    assert read_end(io.BytesIO(b"short"), 7) == (b"short", False)
+
+
+def test_the_end_of_a_long_pipe_is_read_and_the_rest_is_not_kept() -> None:
+    pieces = [bytes([number % 256]) * 100 for number in range(1000)]
+    expected = b"".join(pieces)[-250:]
+    assert read_end(Pipe(pieces), 250) == (expected, True)  # type: ignore[arg-type]
+    assert read_end(Pipe([b"short"]), 250) == (b"short", False)  # type: ignore[arg-type]
+
+
+def test_an_error_at_the_end_of_a_long_text_is_found_and_has_no_line() -> None:
+    explanation = transload.explain("x" * 100 + "\n" * LIMIT + CUT_OFF, checks=False)
+    assert [(answer.code, answer.line) for answer in explanation.answers] == [("archive-cut-off", 0)]
+    assert explanation.shortened
+    assert "only its end was looked at" in str(explanation)
+
+
+def test_a_log_of_windows_is_read() -> None:
+    assert explain_bytes(CUT_OFF.replace(" ", " ").encode("utf-16"), checks=False).known
+    assert explain_bytes(f"a\r\n{CUT_OFF}\r\n".encode(), checks=False).answers[0].line == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_junk_is_survived_and_explained_by_nothing(seed: int) -> None:
+    chosen = random.Random(seed)  # noqa: S311
+    letters = [
+        *"abc \n\r\t:'\"{}()[]<>/\\|│╭─%\x00\x1b\ufffd",
+        "Traceback (most recent call last):",
+        "  File ",
+        "Error: ",
+    ]
+    text = "".join(chosen.choices(letters, k=5_000))
+    assert not transload.explain(text, checks=False).answers
+    assert not explain_bytes(chosen.randbytes(5_000), checks=False).answers
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_known_text_is_found_in_junk(seed: int) -> None:
+    chosen = random.Random(seed)  # noqa: S311
+    junk = "".join(chosen.choices("abc \n:'{}()\x1b", k=2_000))
+    explanation = transload.explain(f"{junk}\n{CUT_OFF}\n{junk}", checks=False)
+    assert [answer.code for answer in explanation.answers] == ["archive-cut-off"]

@@ -1,0 +1,68 @@
+"""The manual of ``explain``: the page of texts is written from the table, and what the examples show is true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import json
+from pathlib import Path
+from unittest import mock
+
+import jsonschema
+import pytest
+from tests.diagnose.machines import bare, no_torch_run
+from tests.explaining.wordings import WORDINGS
+
+import transload
+from transload.diagnose import judge_machine
+
+ROOT = Path(__file__).parent.parent.parent
+LOG = """\
+Traceback (most recent call last):
+  File "/home/me/infer.py", line 3, in <module>
+    state = torch.load("model_cuda0.pt")
+            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/env/lib/python3.11/site-packages/torch/serialization.py", line 1597, in load
+    return _load(
+  File "/env/lib/python3.11/site-packages/torch/serialization.py", line 634, in _validate_device
+    raise RuntimeError(
+RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you are \
+running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your storages to the \
+CPU.
+"""
+
+
+def test_the_page_of_texts_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("errors_page", ROOT / "scripts" / "errors_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/errors_page.py"
+
+
+def test_every_answer_has_its_section() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for code in {wording.code for wording in WORDINGS}:
+        assert f"\n### {code}\n" in page
+
+
+def test_the_example_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "examples")
+    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
+        shown = str(transload.explain(LOG))
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    block = page.partition("| transload explain\n    ✗")[2].partition("\n\n| option")[0]
+    assert f"✗{block}".replace("\n    ", "\n") == shown
+
+
+def test_python_in_the_manual_runs() -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs" / "explain.md"), module_relative=False)
+    assert (failed, tried > 0) == (0, True)
+
+
+@pytest.mark.parametrize("text", [*(wording.text for wording in WORDINGS[::7]), "ZeroDivisionError: division by zero"])
+def test_json_is_what_the_schema_promises(text: str) -> None:
+    schema = json.loads((ROOT / "docs" / "explain.schema.json").read_text(encoding="utf-8"))
+    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
+        jsonschema.validate(transload.explain(text).to_dict(), schema)

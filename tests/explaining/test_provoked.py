@@ -1,0 +1,42 @@
+"""What the torch that is installed here says, provoked and explained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tests.explaining.provoke import PROVOCATIONS, RELEASE, Provocation
+
+import transload
+from transload.explaining.texts import BY_CODE
+
+NEED_NO_GPU = {"cuda_tag", "no_cuda"}
+provoked = pytest.mark.parametrize("provocation", PROVOCATIONS, ids=lambda each: f"{each.code}: {each.name}")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("torch.export", "torch.distributed.checkpoint"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@provoked
+def test_what_torch_says_is_explained(provocation: Provocation, tmp_path: Path) -> None:
+    if provocation.since > RELEASE:
+        pytest.skip(f"torch says so from {'.'.join(map(str, provocation.since))} on")
+    if provocation.code.startswith("safetensors"):
+        pytest.importorskip("safetensors")
+    if provocation.name in NEED_NO_GPU and torch.cuda.is_available():
+        pytest.skip("there is a GPU, and no error")
+    error = provocation.error(tmp_path)
+    assert error, "torch says nothing"
+    explanation = transload.explain(error, checks=False)
+    assert [answer.code for answer in explanation.answers] == [provocation.code]
+    assert explanation.known
+    assert not explanation.unknown
+
+
+def test_every_provocation_is_of_a_row() -> None:
+    assert {provocation.code for provocation in PROVOCATIONS} <= BY_CODE.keys()
