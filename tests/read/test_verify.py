@@ -12,9 +12,10 @@ from tests import forge
 from tests.forge import Entry, archive, entries, remade
 
 from transload.checkpoint import Record
+from transload.errors import CannotReadError
 from transload.read import inspect
 from transload.read.source import BytesSource
-from transload.read.verify import verify_records
+from transload.read.verify import checksums, verify_records
 from transload.read.zip_index import read_index
 
 
@@ -86,10 +87,10 @@ def test_records_over_one_another_are_not_read_again_and_again() -> None:
     read = 0
 
     class Counting(BytesSource):
-        def read(self, offset: int, count: int) -> bytes:
+        def readinto(self, offset: int, buffer: memoryview) -> int:
             nonlocal read
-            read += count
-            return super().read(offset, count)
+            read += len(buffer)
+            return super().readinto(offset, buffer)
 
     over = [Record(str(i), 0, 1 << 20, 1 << 20, 1) for i in range(1000)]
     assert verify_records(Counting(bytes(1 << 20)), over, ())
@@ -111,3 +112,43 @@ def test_whole_is_said_only_of_what_was_compared() -> None:
     unsummed = archive([replace(entry, crc32=0) for entry in entries()])
     assert inspect(unsummed, verify=True).integrity == "unchecked"
     assert inspect(forge.legacy(), verify=True).integrity == "unchecked"
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 4096, 4097, 70_000])
+def test_large_records_are_summed_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the parts, and whoever sums them: every flipped byte is found, and nothing else."""
+    for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
+        monkeypatch.setattr(f"transload.read.verify.{name}", value)
+    monkeypatch.setattr("transload.read.verify.threads", lambda: 3)
+    held = [Entry(f"a/{i}".encode(), bytes(range(256)) * (n // 256) + bytes(n % 256)) for i, n in enumerate((9, size))]
+    data = archive([*held, Entry(b"a/last", bytes(2000))])
+    records = list(read_index(BytesSource(data)).records.values())
+    assert verify_records(BytesSource(data), records, ()) == []
+    begin = records[1].offset or 0
+    for at in sorted({*range(0, size, max(1, size // 20)), *([size - 1] if size else [])}):
+        (problem,) = verify_records(BytesSource(flipped(data, begin + at)), records, ())
+        assert problem.where == "1"
+
+
+def test_what_is_read_is_told() -> None:
+    data = forge.checkpoint()
+    records = list(read_index(BytesSource(data)).records.values())
+    told: list[int] = []
+    sums = checksums(BytesSource(data), records, told.append)
+    assert sum(told) >= sum(record.stored for record in records)
+    assert [sums[index] for index in range(len(records))] == [record.crc32 for record in records]
+
+
+def test_a_bad_place_on_the_disk_costs_only_what_lies_there() -> None:
+    data = forge.checkpoint()
+    records = read_index(BytesSource(data)).records
+
+    class Scratched(BytesSource):
+        def readinto(self, offset: int, buffer: memoryview) -> int:
+            if offset <= (records["data/1"].offset or 0) < offset + len(buffer):
+                raise CannotReadError("Input/output error", where="disk")
+            return super().readinto(offset, buffer)
+
+    (problem,) = verify_records(Scratched(data), records.values(), ())
+    assert (problem.code, problem.where) == ("record-unreadable", "data/1")
+    assert "Input/output error" in problem.detail

@@ -1,0 +1,207 @@
+"""How fast every byte of a checkpoint is compared with its checksum: GB/s, against reading it and against other tools.
+
+    python bench/verify.py [--json] [--gb N] [--repeat N] [--folder DIR]
+
+The file lies in the page cache. ``plain read`` is one thread that reads it into a buffer of a megabyte and does nothing
+with it. All contenders take turns; commands are whole processes, with their start. Once the file is a hundred records,
+once a single one, once twenty thousand small ones. Needs neither torch nor anything else; ``sha256sum`` is left out
+where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
+    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from transload.read.checksum import combined, fastest_crc32
+from transload.verifying import verify
+from transload.writing.zip_format import central_entry, descriptor, end_of_archive, local_header
+
+GOAL = 2.0
+LARGE = ("100 records", "one record")
+NUMBERS = bytearray(os.urandom(1 << 20))
+NUMBERS[3::4] = b"\x3c\xbd\x3d\xbc" * (len(NUMBERS) // 16)  # floats about as large as weights are
+NOISE = bytes(NUMBERS)
+
+
+def index(tensors: int, numel: int) -> bytes:
+    """The pickle of a state dict of vectors, as torch writes one, from its opcodes."""
+
+    def text(value: str) -> bytes:
+        return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+    def number(value: int) -> bytes:
+        return b"\x8a\x08" + value.to_bytes(8, "little")
+
+    out = [b"\x80\x02}("]
+    for key in range(tensors):
+        storage = text("storage") + b"ctorch\nFloatStorage\n" + text(str(key)) + text("cpu") + number(numel)
+        shape = b"(" + number(numel) + b"t(K\x01t"
+        out += [text(f"layers.{key}.weight"), b"ctorch._utils\n_rebuild_tensor_v2\n((", storage, b"tQK\x00", shape]
+        out += [b"\x89ccollections\nOrderedDict\n)RtR"]
+    return b"".join((*out, b"u."))
+
+
+def write(path: Path, tensors: int, nbytes: int) -> Path:
+    """A checkpoint with so many tensors of noise."""
+    nbytes -= nbytes % 4
+    lines: list[bytes] = []
+    with path.open("wb") as file:
+
+        def add(name: str, size: int, crc: int, pieces: list[bytes]) -> None:
+            offset = file.tell()
+            file.write(local_header(name.encode(), size, offset))
+            file.writelines(pieces)
+            file.write(descriptor(size, crc, offset))
+            lines.append(central_entry(name.encode(), size, crc, offset))
+
+        pickle = index(tensors, nbytes // 4)
+        add("model/data.pkl", len(pickle), zlib.crc32(pickle), [pickle])
+        crc = sum_of(nbytes)
+        for key in range(tensors):
+            add(f"model/data/{key}", nbytes, crc, [NOISE] * (nbytes // len(NOISE)) + [NOISE[: nbytes % len(NOISE)]])
+        add("model/version", 2, zlib.crc32(b"3\n"), [b"3\n"])
+        directory = b"".join(lines)
+        file.write(directory + end_of_archive(len(lines), file.tell(), len(directory)))
+    return path
+
+
+def sum_of(nbytes: int) -> int:
+    """The checksum of so much noise."""
+    crc, piece = 0, zlib.crc32(NOISE)
+    for _ in range(nbytes // len(NOISE)):
+        crc = combined(crc, piece, len(NOISE))
+    rest = NOISE[: nbytes % len(NOISE)]
+    return combined(crc, zlib.crc32(rest), len(rest))
+
+
+def read(path: Path) -> None:
+    """Read a file and do nothing with it."""
+    buffer = bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def verified(path: Path, *, hashes: bool = False, values: bool = False) -> None:
+    """The way measured here."""
+    found = verify(path, hashes=hashes, values=values)
+    assert found.integrity == "whole", found
+
+
+def command(*arguments: str) -> Callable[[Path], None]:
+    """A whole process."""
+
+    def run(path: Path) -> None:
+        subprocess.run([*arguments, str(path)], check=True, stdout=subprocess.DEVNULL)
+
+    return run
+
+
+def contenders() -> dict[str, Callable[[Path], None]]:
+    """Everything that is measured."""
+    found: dict[str, Callable[[Path], None]] = {
+        "plain read": read,
+        "transload.verify": verified,
+        "transload verify": command(sys.executable, "-m", "transload", "verify"),
+        "transload.verify, hashes": lambda path: verified(path, hashes=True),
+        "transload.verify, values": lambda path: verified(path, values=True),
+        "python -m zipfile -t": command(sys.executable, "-m", "zipfile", "-t"),
+    }
+    if shutil.which("sha256sum"):
+        found["sha256sum"] = command("sha256sum")
+    return found
+
+
+class Row(NamedTuple):
+    """One contender on one file: GB/s in the middle and at best."""
+
+    case: str
+    what: str
+    speed: float
+    best: float
+
+
+def measure(case: str, path: Path, repeat: int) -> list[Row]:
+    """Every contender in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders()}
+    size = path.stat().st_size
+    read(path)
+    for _ in range(repeat):
+        for name, work in contenders().items():
+            begun = time.perf_counter()
+            work(path)
+            seconds[name].append(time.perf_counter() - begun)
+    middle = {name: statistics.median(seen) for name, seen in seconds.items()}
+    return [Row(case, name, size / middle[name] / 1e9, size / min(seen) / 1e9) for name, seen in seconds.items()]
+
+
+def ratio(rows: list[Row], case: str) -> float:
+    """How many times as long as a plain read verifying takes, each at its best: others may use the machine, too."""
+    speeds = {row.what: row.best for row in rows if row.case == case}
+    return speeds["plain read"] / speeds["transload.verify"]
+
+
+def main() -> int:
+    """Make the files, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the files (default 1)")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each contender (default 5)")
+    parser.add_argument("--folder", help="where to put the files (default: the system's place for such)")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    total = int(options.gb * 1e9)
+    for case, tensors, nbytes in (
+        (LARGE[0], 100, total // 100),
+        (LARGE[1], 1, total),
+        ("20,000 small records", 20_000, 256),
+    ):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows += measure(case, write(Path(folder, "model.pt"), tensors, nbytes), options.repeat)
+    show(rows, as_json=options.json)
+    return int(max(ratio(rows, case) for case in LARGE) > GOAL)
+
+
+def crc32_of() -> str:
+    """Whose checksum is used here."""
+    module = fastest_crc32().__module__.partition(".")[0]
+    return "libdeflate" if module == "transload" else module
+
+
+def show(rows: list[Row], *, as_json: bool) -> None:
+    """The table, or one JSON object with the machine it was measured on."""
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "crc32": crc32_of()}
+    cases = list(dict.fromkeys(row.case for row in rows))
+    if as_json:
+        ratios = {case: ratio(rows, case) for case in cases[:2]}
+        print(json.dumps({"schema": 1, "machine": machine, "ratio": ratios, "rows": [r._asdict() for r in rows]}))
+        return
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    for case in cases:
+        goal = (
+            f": {ratio(rows, case):.2f} times as long as a plain read (goal: at most {GOAL})" if case in LARGE else ""
+        )
+        print(f"{case}{goal}")
+        for row in (row for row in rows if row.case == case):
+            print(f"  {row.what:<26} {row.speed:8.3f} GB/s  best {row.best:8.3f} GB/s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

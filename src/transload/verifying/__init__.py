@@ -1,0 +1,175 @@
+"""Whether the bytes of a checkpoint are those that were saved: every checksum, every size, every index; and hashes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from transload.errors import CannotReadError, UsageError
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.content import Content
+    from transload.findings import Problem
+    from transload.read.source import SourceLike
+    from transload.verifying.manifest import Manifest
+    from transload.verifying.records import Key, Sums
+    from transload.verifying.result import Verification
+    from transload.verifying.tensors import Wish
+
+__all__ = ["files_in", "verify"]
+
+
+def verify(
+    f: SourceLike,
+    *,
+    hashes: bool = False,
+    values: bool = False,
+    against: str | os.PathLike[str] | Manifest | None = None,
+    progress: bool | Callable[[int, int], object] | None = None,
+) -> Verification:
+    """Read every byte of a checkpoint, compare all checksums, and name the tensors that are not what they were.
+
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object; torch is not needed, and
+    nothing of the file is run. ``hashes`` makes a sha256 of each tensor and of all together, the same in every
+    container; ``against`` compares them with a manifest. ``values`` counts NaN and infinities. ``progress`` is a
+    function of bytes done and bytes in all, or True for a line on the terminal.
+
+    >>> verify(b"<html>").integrity
+    'not-a-checkpoint'
+
+    Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
+    """
+    from transload.content import open_content
+    from transload.verifying.tensors import Wish
+
+    begun = time.perf_counter()
+    manifest = _manifest(against)
+    wish = Wish(hashes or manifest is not None, values)
+    with open_content(f) as content:
+        made = _verified(content, wish, progress)
+    if manifest is not None:
+        from transload.verifying.manifest import compare
+
+        held = manifest.of(made.path)
+        made = replace(made, manifest=manifest.path, differences=compare(held, made.tensors))
+    return replace(made, seconds=time.perf_counter() - begun)
+
+
+def _manifest(against: str | os.PathLike[str] | Manifest | None) -> Manifest | None:
+    if against is None:
+        return None
+    from transload.verifying.manifest import Manifest, read_manifest
+
+    if isinstance(against, Manifest):
+        return against
+    if not isinstance(against, str | os.PathLike):
+        raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
+    return read_manifest(os.fspath(against))
+
+
+def _verified(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
+    from transload.verifying.aliases import with_aliases
+    from transload.verifying.damage import damages
+    from transload.verifying.manifest import hash_of_all
+    from transload.verifying.records import regions, sum_regions
+    from transload.verifying.result import Verification
+    from transload.verifying.tensors import plan_of, sum_tensors
+
+    every = regions(content)
+    plan = plan_of(content, wish, every)
+    skip = plan.summed
+    total = plan.nbytes + sum(r.stored for region in every for r in region.records)
+    tell = _Telling(progress, total - sum(job.tensor.nbytes for job in plan.jobs if job.key is not None))
+    try:
+        sums = sum_regions(content, every, skip, tell)
+        found = sum_tensors(content, plan, wish, tell)
+    finally:
+        tell.end()
+    bad = {**sums.bad, **found.bad}
+    judged = _judged(content.checkpoint, sums, bad)
+    damaged = damages(content, every, bad, found.failed)
+    tensors = with_aliases(content, plan.entries) if wish.hashes else plan.entries
+    whole = wish.hashes and not found.failed and judged.integrity != "not-a-checkpoint"
+    return Verification(
+        path=judged.path,
+        format=judged.format,
+        nbytes=judged.nbytes,
+        integrity=judged.integrity if not damaged or judged.integrity == "not-a-checkpoint" else "damaged",
+        tensor_count=len(judged.tensors),
+        checksums=sums.compared,
+        unsummed=sums.unsummed,
+        nbytes_read=tell.done,
+        seconds=0.0,
+        damaged=damaged,
+        findings=tuple(finding for finding in judged.findings if _bears(finding.code)),
+        tensors=tuple(tensors),
+        sha256=hash_of_all(tensors) if whole else "",
+    )
+
+
+def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Checkpoint:
+    """The verdict, with what was found out about the records."""
+    from transload.judge import judge
+
+    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
+    new = tuple(
+        replace(problem, where=f"{file} › {problem.where}" if file else problem.where)
+        for (file, _, _), problem in bad.items()
+        if problem.where not in known
+    )
+    checksummed = bool(sums.compared) and not sums.unsummed and not bad and not known
+    return judge(replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed), told=False)
+
+
+def _bears(code: str) -> bool:
+    """Whether a finding says something on the bytes: what a file would run is not the question here."""
+    from transload.judge.problems import RULES, rule_of
+
+    return code in RULES and (rule_of(code).integrity != "whole" or code in _REMARKS)
+
+
+_REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
+
+
+class _Telling:
+    """Counts the bytes that were read, and tells who wants to know."""
+
+    def __init__(self, progress: bool | Callable[[int, int], object] | None, total: int) -> None:
+        from transload.verifying.progress import Progress
+
+        wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
+        self._line = Progress(sys.stderr if wanted else None)
+        self._show = self._line if progress is None or isinstance(progress, bool) else progress
+        self._total = total
+        self.done = 0
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        self._show(self.done, self._total)
+
+    def end(self) -> None:
+        self._line.end()
+
+
+def files_in(path: str) -> list[str]:
+    """What is to be verified where a path is named: itself; of a directory also what else lies there to be loaded.
+
+    A directory that is no checkpoint by itself stands for those that were found in it.
+    """
+    if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
+        return [path]
+    from transload.read import inspect
+
+    try:
+        parts = inspect(path).parts
+    except CannotReadError:  # to be told when it is its turn
+        return [path]
+    found = [part.name for part in parts if part.kind == "looks like a checkpoint"]
+    beside = [part.name for part in parts if part.kind == "beside the checkpoint"]
+    below = [os.path.join(path, name) for name in found or beside]  # noqa: PTH118 - as above
+    return below if found else [path, *below]

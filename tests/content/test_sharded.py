@@ -1,0 +1,84 @@
+"""Tensors in parts: put together box by box, whatever the cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import prod
+
+import pytest
+
+from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
+from transload.content import Content, ContentError
+from transload.content.sharded import boxes
+from transload.read.source import BytesSource
+
+
+def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
+    """A tensor that counts its elements, cut at these places in each dimension, each part in a file of its own."""
+    dtype = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}[width]
+    parts, storages, files = [], [], {}
+    for number, box in enumerate(itertools.product(*map(spans, shape, cuts))):
+        first, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
+        numbers = [at(index, shape) for index in itertools.product(*(range(a, b) for a, b in box))]
+        data = b"".join(element(value, width, swapped=swapped) for value in numbers)
+        name = f"part{number}"
+        files[name] = BytesSource(b"??" + data)
+        storages.append(Storage(name, "0", "cpu", dtype, len(data), len(data), 2, file=name, big_endian=swapped))
+        parts.append(Tensor(("x", *first), f"x{first}", dtype, sizes, contiguous(sizes), "cpu", name))
+    tensor = Tensor(("x",), "x", dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
+    return Content(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=tuple(storages)), files.__getitem__)
+
+
+def spans(size: int, cuts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise((0, *cuts, size))
+
+
+def at(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    return sum(i * step for i, step in zip(index, contiguous(shape), strict=True))
+
+
+def element(value: int, width: int, *, swapped: bool = False) -> bytes:
+    if width == 16:
+        return element(value % 256, 8, swapped=swapped) * 2
+    return (value % 256).to_bytes(width, "big" if swapped else "little")
+
+
+@pytest.mark.parametrize("window", [16, 64, 1 << 20])
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("shape", "cuts"),
+    [
+        pytest.param((9, 4), ((3, 6), ()), id="rows"),
+        pytest.param((5, 8), ((), (2, 5)), id="columns"),
+        pytest.param((4, 5, 6), ((2,), (1, 4), (3,)), id="three ways"),
+        pytest.param((), (), id="scalar"),
+    ],
+)
+def test_the_whole_comes_in_order(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transload.content.sharded.WINDOW", window)
+    for swapped in (False, True):
+        content = whole(shape, cuts, width, swapped=swapped)
+        got = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))
+        assert got == b"".join(element(value, width) for value in range(prod(shape)))
+
+
+def test_a_part_that_is_missing_is_an_error() -> None:
+    content = whole((9, 4), ((3, 6), ()), 4)
+    (tensor,) = content.checkpoint.tensors
+    for parts in (tensor.parts[:2], (*tensor.parts, tensor.parts[0])):
+        with pytest.raises(ContentError, match="x are not all there"):
+            list(content.pieces(tensor._replace(parts=parts)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 24, 1000])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1, 24)], ids=str)
+def test_boxes_go_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
+    seen = []
+    for box in boxes(shape, most):
+        assert prod(box.shape) <= most
+        ranges = (range(first, first + size) for first, size in zip(box.first, box.shape, strict=True))
+        seen += list(itertools.product(*ranges))
+    assert seen == list(itertools.product(*map(range, shape)))

@@ -1,0 +1,41 @@
+"""The line on a terminal: there while something is read, gone afterwards."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from transload.loading import progress as loading
+from transload.verifying.progress import Progress
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_EVERY", -1.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_it_is_written_over_and_taken_away() -> None:
+    stream = io.StringIO()
+    line = Progress(stream)
+    line(1_000_000_000, 2_000_000_000)
+    line(2_000_000_100, 2_000_000_000)
+    assert stream.getvalue().count("\rverifying ") == 2
+    assert "\n" not in stream.getvalue()
+    line.end()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_what_is_done_at_once_shows_nothing() -> None:
+    stream = io.StringIO()
+    line = Progress(stream)
+    line(10, 10)
+    line.end()
+    assert stream.getvalue() == ""
+
+
+def test_nobody_looks() -> None:
+    line = Progress(None)
+    line(1, 2)
+    line.end()
