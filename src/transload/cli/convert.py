@@ -1,0 +1,96 @@
+"""``transload convert SRC DST``: the tensors of a checkpoint as another format. Nothing of it is run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transload.cli.output import show, write
+from transload.errors import UsageError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  transload convert model.pt model.safetensors
+  transload convert train.ckpt model.safetensors --key state_dict --strip module.
+  transload convert train.ckpt --list                what --key can choose
+  transload convert model.pt out/model.safetensors --max-shard-size 5GB
+  transload convert model.safetensors model.pt --dtype bfloat16
+  transload convert whole_model.pt weights/          raw tensors and a JSON index
+
+exit codes:
+  0  every tensor that was asked for is in DST
+  1  DST is there, and cannot hold some of them: the report names them
+  2  nothing was written
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``convert``."""
+    parser.epilog = _EPILOG
+    parser.add_argument("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
+    parser.add_argument("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
+    parser.add_argument(
+        "--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, whatever DST's name"
+    )
+    parser.add_argument("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
+    parser.add_argument("--list", action="store_true", help="show the parts that --key can choose")
+    parser.add_argument("--strip", metavar="PREFIX", action="append", default=[], help="take this off the names")
+    parser.add_argument("--dtype", metavar="D", default="", help="for floating tensors: float32, float16, bfloat16")
+    parser.add_argument("--allow-inf", action="store_true", help="let numbers too large for --dtype become infinite")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="cut safetensors into shards, such as 5GB")
+    parser.add_argument("--force", action="store_true", help="write over what DST names")
+    parser.add_argument("--no-verify", action="store_true", help="do not read DST back, nor check SRC's checksums")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+
+
+def run(arguments: Namespace) -> int:
+    """Convert, or list, and return the exit code."""
+    if arguments.list:
+        return _list(arguments)
+    if arguments.out is None:
+        raise UsageError("there is no DST", fix="Say where to write: transload convert SRC DST; or --list.")
+    from transload.converting import convert
+
+    result = convert(
+        arguments.path,
+        arguments.out,
+        to=arguments.to,
+        key=arguments.key,
+        strip=arguments.strip,
+        dtype=arguments.dtype,
+        allow_inf=arguments.allow_inf,
+        max_shard_size=arguments.max_shard_size,
+        verify=not arguments.no_verify,
+        overwrite=arguments.force,
+        progress=not arguments.json,
+    )
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([result.to_dict()], several=False))
+    else:
+        from transload.render.convert import report
+
+        show(report(result), arguments.color)
+    return 0 if result.complete else 1
+
+
+def _list(arguments: Namespace) -> int:
+    from transload.converting import parts
+
+    found = parts(arguments.path)
+    if arguments.json:
+        from transload.render.json import to_json
+
+        told = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in found]}
+        write(to_json([told], several=False))
+    else:
+        from transload.render.convert import listing
+
+        show(listing(arguments.path, found), arguments.color)
+    return 0

@@ -1,0 +1,119 @@
+"""What goes into a target, and what does not: decided before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.converting import to_npz, to_raw, to_safetensors, to_torch
+from transload.converting.entries import Sorted, sorted_out
+from transload.converting.errors import ConvertError
+from transload.converting.selection import Named, Selection, module_paths, select
+from transload.converting.ties import metadata_of, with_second_names
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.content import Content
+    from transload.converting.structure import Dropped, Slot, Structure
+    from transload.converting.wish import Wish
+
+__all__ = ["PROGRAMS", "Plan", "planned"]
+
+PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+"""Formats of which only the weights are converted."""
+
+_HOLDS: dict[str, Callable[[str], bool]] = {
+    "safetensors": to_safetensors.holds,
+    "torch": to_torch.holds,
+    "npz": to_npz.holds,
+    "raw": to_raw.holds,
+}
+
+
+class Plan(NamedTuple):
+    """What is written, what is dropped, what a safetensors source said of itself; and how a torch zip is laid out."""
+
+    selection: Selection
+    found: Sorted
+    dropped: tuple[Dropped, ...]
+    metadata: dict[str, str]
+    structure: Structure | None = None
+    layout: to_torch.Layout | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are written."""
+        held = self.layout.nbytes if self.layout else sum(entry.nbytes for entry in self.found.entries)
+        return held + sum(slot.named.tensor.nbytes for slot in self.carried)
+
+    @property
+    def carried(self) -> list[Slot]:
+        """Tensors that are taken over as they are."""
+        return [slot for slot in self.structure.slots if slot.call is not None] if self.structure else []
+
+
+def planned(content: Content, format_: str, wish: Wish) -> Plan:
+    """What becomes of a checkpoint; ``TransloadError`` if nothing can."""
+    checkpoint, metadata = with_second_names(content.checkpoint, metadata_of(content))
+    selection = select(checkpoint, wish)
+    if not selection.tensors:
+        raise ConvertError("there is no tensor to convert", where=checkpoint.path)
+    if format_ == "torch":
+        return _planned_torch(content, checkpoint, selection, metadata, wish)
+    tied = format_ in ("safetensors", "raw")
+    found = sorted_out(selection.tensors, content, wish, _HOLDS[format_], tied=tied)
+    return Plan(selection, found, _everything(checkpoint, selection, wish), metadata)
+
+
+def _planned_torch(
+    content: Content, checkpoint: Checkpoint, selection: Selection, metadata: dict[str, str], wish: Wish
+) -> Plan:
+    """The object of a torch zip: the source's own where it has one, else a dictionary."""
+    from transload.converting.structure import flat
+
+    kept = _structured(content, checkpoint, selection, wish)
+    if kept is not None:
+        found, made = kept
+        dropped = made.dropped
+    else:
+        found = sorted_out(selection.tensors, content, wish, to_torch.holds, views=True)
+        made = flat(tuple(Named(entry.name, entry.tensor) for entry in found.entries))
+        dropped = _everything(checkpoint, selection, wish)
+    return Plan(selection, found, dropped, metadata, made, to_torch.laid_out(made, content, wish.dtype))
+
+
+def _structured(
+    content: Content, checkpoint: Checkpoint, selection: Selection, wish: Wish
+) -> tuple[Sorted, Structure] | None:
+    """The source's own object, if it has one that can be kept."""
+    from transload.converting.carried import carried
+    from transload.converting.structure import structured
+
+    root, path = _root(checkpoint, selection, wish)
+    if root is None or checkpoint.format in PROGRAMS or checkpoint.format == "sharded":
+        return None
+    calls = carried(checkpoint, selection.tensors)
+    simple = [each for each in selection.tensors if each.tensor.path not in calls]
+    found = sorted_out(simple, content, wish, to_torch.holds, views=True)
+    held = {entry.name for entry in found.entries}
+    named = tuple(each for each in selection.tensors if each.name in held or each.tensor.path in calls)
+    paths, modules = frozenset(tensor.path for tensor in checkpoint.tensors), module_paths(checkpoint.tensors)
+    made = structured(root, named, known=paths, modules=modules, start=path, calls=calls)
+    return (found, made) if len(made.slots) == len(named) and not found.in_parts else None
+
+
+def _everything(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tuple[Dropped, ...]:
+    """All of the source's object, or what is below the key: its tensors are kept, the rest is looked through."""
+    from transload.converting.structure import Dropped
+
+    root, path = _root(checkpoint, selection, wish)
+    return () if root is None or checkpoint.format in PROGRAMS else (Dropped(path, root),)
+
+
+def _root(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tuple[Any, tuple[Any, ...]]:
+    """The object that is converted, and its path; ``None`` where there is none."""
+    from transload.converting.below import below
+
+    if not wish.key:
+        return checkpoint.root, ()
+    return below(checkpoint.root, wish.key, [each.tensor.path for each in selection.tensors])

@@ -1,0 +1,124 @@
+"""numpy's archive: one ``.npy`` a tensor, stored as it is, each at a multiple of 64 bytes."""
+
+from __future__ import annotations
+
+import os
+from struct import unpack
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from transload.converting.comparing import Back
+from transload.converting.errors import ConvertError
+from transload.converting.moving import Descriptor, Writer
+from transload.dtypes import ITEMSIZE
+from transload.writing.zip_format import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+
+if TYPE_CHECKING:
+    from transload.converting.entries import Data, Entry, Sorted
+    from transload.converting.job import Job
+    from transload.writing.atomic import Beside
+
+__all__ = ["MAX_RANK", "holds", "member_name", "write_npz"]
+
+MAX_RANK = 32
+"""Dimensions that every numpy takes."""
+
+_DESCRIPTIONS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+# What numpy has no dtype for is kept as bytes of that width; ml_dtypes saves its own so, and views them back.
+_AS_BYTES = ("bfloat16", "complex32")
+
+
+def holds(dtype: str) -> bool:
+    """Whether numpy has a dtype, or can keep its bytes."""
+    return dtype in _DESCRIPTIONS or dtype in _AS_BYTES or dtype.startswith("float8_")
+
+
+def is_opaque(dtype: str) -> bool:
+    """Whether only the bytes are kept."""
+    return dtype not in _DESCRIPTIONS
+
+
+def member_name(name: str) -> str:
+    """The name of a tensor in the archive: one that no unpacker takes for a place outside of its folder.
+
+    >>> member_name("fc.weight"), member_name("../a"), member_name("/b")
+    ('fc.weight', '%2E%2E/a', '%2Fb')
+    """
+    safe = "".join(f"%{ord(letter):02X}" if letter in _UNSAFE or ord(letter) < 32 else letter for letter in name)
+    steps = ["%2E" * len(step) if step in (".", "..") else step or "%2F" for step in safe.split("/")]
+    return "/".join(steps).replace("%2F/", "%2F")
+
+
+_UNSAFE = '\\:%\0"'
+
+
+def write_npz(job: Job, found: Sorted, data: Data) -> list[Back]:
+    """Write the archive; where everything is now."""
+    file = job.bundle.add(job.dst)
+    writer = Writer(file.descriptor, job.tell)
+    directory: list[bytes] = []
+    heads: list[bytes] = []
+    for entry in found.entries:
+        head, at = _head(entry), writer.written
+        name, size = f"{member_name(entry.name)}.npy".encode(), len(head) + entry.nbytes
+        writer.write(local_header(name, size, at, ALIGNMENT))
+        writer.write(head)
+        checksum = crc32(head)
+        for piece in data.pieces(entry):
+            checksum = crc32(piece, checksum)
+            writer.write(piece)
+        writer.write(descriptor(size, checksum, at))
+        directory.append(central_entry(name, size, checksum, at))
+        heads.append(head)
+    start = writer.written
+    table = b"".join(directory)
+    writer.write(table)
+    writer.write(end_of_archive(len(directory), start, len(table)))
+    writer.flush()
+    return _found(file, found.entries, heads)
+
+
+def _head(entry: Entry) -> bytes:
+    """The header of an array, as numpy writes it: the numbers begin at a multiple of 64."""
+    described = _DESCRIPTIONS.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
+    text = f"{{'descr': '{described}', 'fortran_order': False, 'shape': {entry.shape!r}, }}".encode()
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def _found(file: Beside, entries: tuple[Entry, ...], heads: list[bytes]) -> list[Back]:
+    """Where Python's own ``zipfile`` finds the entries."""
+    from zipfile import BadZipFile, ZipFile
+
+    source = Descriptor(file.descriptor, file.path)
+    places = []
+    try:
+        with os.fdopen(os.dup(file.descriptor), "rb") as opened, ZipFile(opened) as archive:
+            members = archive.infolist()
+    except BadZipFile as error:
+        raise ConvertError("it is not read back as it was written", where=file.path) from error
+    if len(members) != len(entries):
+        raise ConvertError("it is not read back as it was written", where=file.path)
+    for member, entry, head in zip(members, entries, heads, strict=True):
+        lengths = unpack("<HH", source.read(member.header_offset + 26, 4))
+        at = member.header_offset + 30 + sum(lengths)
+        told = member.filename == f"{member_name(entry.name)}.npy" and member.file_size == len(head) + entry.nbytes
+        if not told or source.read(at, len(head)) != head:
+            raise ConvertError(f"{entry.name} is not read back as it was written", where=file.path)
+        places.append(Back(entry, source, at + len(head)))
+    return places

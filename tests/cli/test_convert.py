@@ -1,0 +1,161 @@
+"""The command ``transload convert``: its options, exit codes and streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+
+from transload.cli.main import main
+from transload.read import inspect
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Transload
+
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "convert.schema.json"
+NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
+
+
+def valid(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text)
+    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    return document
+
+
+@pytest.fixture
+def state(data: Path) -> str:
+    return str(data / "h200" / "state_dict_cuda0.pt")
+
+
+@pytest.fixture
+def train(data: Path) -> str:
+    return str(data / "h200" / "train_cuda0.ckpt")
+
+
+def test_a_file(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "a.safetensors"
+    assert main(["convert", state, str(target)]) == 0
+    shown = capsys.readouterr()
+    assert not shown.err
+    assert shown.out.startswith(f"{target}\n")
+    assert "10 tensors, 560 B; read back, every byte as it was" in shown.out
+    assert "head.weight is fc.weight" in shown.out
+    assert inspect(target).integrity in ("whole", "unchecked")
+
+
+def test_again_only_by_force(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "a.npz")
+    assert main(["convert", state, target]) == 0
+    assert main(["convert", state, target]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["convert", state, target, "--force", "--no-verify"]) == 0
+    assert "not read back" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.npz", "a/"])
+def test_json_is_what_the_schema_promises(
+    train: str, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", train, f"{tmp_path}/{name}", "--json"]) == 0
+    document = valid(capsys.readouterr().out)
+    assert (document["complete"], document["verified"], document["tensors"]) == (True, True, 30)
+    assert all(Path(each).exists() for each in document["files"])
+
+
+def test_the_schema_allows_nothing_more(train: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", train, "--list", "--json"]) == 0
+    document = valid(capsys.readouterr().out)
+    with pytest.raises(jsonschema.ValidationError):
+        valid(json.dumps({**document, "surprise": 1}))
+
+
+def test_the_parts(train: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", train, "--list"]) == 0
+    assert "--key model " in capsys.readouterr().out
+    assert main(["convert", train, "--list", "--json"]) == 0
+    found = {part["key"]: part["tensors"] for part in valid(capsys.readouterr().out)["parts"]}
+    assert (found[""], found["model"]) == (30, 10)
+
+
+def test_a_part_in_shards_and_another_dtype(train: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--key",
+        "model",
+        "--strip",
+        "conv.",
+        "--dtype",
+        "bf16",
+        "--max-shard-size",
+        "300B",
+        "--to",
+        "safetensors",
+    ]
+    assert main(["convert", train, str(tmp_path), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "8 tensors to another dtype" in shown
+    assert "20 tensors outside of the key" in shown
+    found = inspect(tmp_path / "model.safetensors.index.json" if len(list(tmp_path.iterdir())) > 1 else tmp_path)
+    assert {"weight", "bias", "bn.weight"} <= {tensor.name for tensor in found.tensors}
+
+
+def test_what_is_lost_exits_with_1(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = next((data / "torch-releases").glob("torch-2.13*/zoo_cuda0.pt"))
+    assert main(["convert", str(zoo), str(tmp_path / "a.safetensors")]) == 1
+    shown = capsys.readouterr().out
+    assert "lost" in shown
+    assert "quant: it is quantized" in shown
+    assert (tmp_path / "a.safetensors").exists()
+    assert main(["convert", str(zoo), str(tmp_path / "a.pt")]) == 0
+
+
+def test_what_a_module_leaves(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = data / "h200" / "whole_custom_module_cuda0.pt"
+    assert main(["convert", str(whole), str(tmp_path / "a.safetensors")]) == 0
+    assert "a.safetensors.leftovers.json" in capsys.readouterr().out
+
+
+MISTAKES = [
+    pytest.param(["{state}"], "there is no DST", id="no target"),
+    pytest.param(["{state}", "{tmp}/a.xyz"], "does not say which format", id="an unknown name"),
+    pytest.param(["{state}", "{tmp}/a", "--to", "onnx"], "no format 'onnx'", id="an unknown format"),
+    pytest.param(["{state}", "{tmp}/a.pt", "--dtype", "int4"], "'int4'", id="an unknown dtype"),
+    pytest.param(["{state}", "{tmp}/a.safetensors", "--max-shard-size", "many"], "'many'", id="no size"),
+    pytest.param(["{state}", "{tmp}/a.pt", "--max-shard-size", "5GB"], "only safetensors", id="shards of torch"),
+    pytest.param(["{state}", "{tmp}/a.pt", "--key", "nothing"], "'nothing'", id="an unknown key"),
+    pytest.param(["{tmp}/absent.pt", "{tmp}/a.pt"], "absent.pt", id="no source"),
+    pytest.param(["{tmp}/absent.pt", "--list"], "absent.pt", id="no source to list"),
+    pytest.param(["{readme}", "{tmp}/a.pt"], "README", id="no checkpoint"),
+    pytest.param(["{readme}", "--list"], "README", id="no checkpoint to list"),
+    pytest.param(["{state}", "{tmp}/absent/a.pt"], "does not exist", id="no folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), MISTAKES)
+def test_mistakes(
+    data: Path, tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = str(data / "h200" / "state_dict_cuda0.pt")
+    known = {"state": state, "tmp": str(tmp_path), "readme": str(data / "README.md")}
+    assert main(["convert", *(word.format(**known) for word in arguments)]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert told in shown.err
+    assert "bug" not in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_a_process_of_its_own(program: Transload, state: str, tmp_path: Path) -> None:
+    done = program("convert", state, str(tmp_path / "a.safetensors"), NO_COLOR="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+
+
+def test_only_what_is_needed_is_imported(program: Transload, state: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "a.safetensors")
+    done = program("convert", state, target, python=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert imported & NOT_FOR_IT == set()

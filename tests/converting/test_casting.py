@@ -1,0 +1,118 @@
+"""Rounding: the slow way against Python's own and torch's, the fast way against the slow one."""
+
+from __future__ import annotations
+
+import random
+import struct
+from fractions import Fraction
+
+import pytest
+
+from transload.converting import casting
+from transload.converting.casting import FLOATING, cast, is_cast, rounded_slowly
+from transload.dtypes import ITEMSIZE
+
+CODES = {"float64": "d", "float32": "f", "float16": "e"}
+PAIRS = [(a, b) for a in sorted(FLOATING) for b in sorted(FLOATING) if a != b]
+pairs = pytest.mark.parametrize(("dtype", "wanted"), PAIRS, ids=lambda name: name)
+
+
+def samples(dtype: str) -> bytes:
+    """Numbers of all kinds: all there are of 16 bits; of others, borders, what lies between two of 16 bits, any."""
+    width = ITEMSIZE[dtype]
+    if width == 2:
+        return b"".join(bits.to_bytes(2, "little") for bits in range(0, 1 << 16, 3))
+    chosen = random.Random(7)  # noqa: S311 - to have the same ones every time
+    found = [chosen.getrandbits(8 * width) for _ in range(3000)]
+    for _ in range(1500):  # near the middle between two float16 or bfloat16, near their ends, and around 1
+        half = struct.unpack("<e", chosen.getrandbits(15).to_bytes(2, "little"))[0]
+        brain = struct.unpack("<f", (chosen.getrandbits(15) << 16 | 0x8000).to_bytes(4, "little"))[0]
+        for value in (half, half * (1 + 2**-11), half + 2.0**-25, brain, chosen.gauss(0, 1)):
+            if value == value and abs(value) < 3e38:  # noqa: PLR0124 - not a number
+                bits = int.from_bytes(struct.pack(f"<{CODES[dtype]}", value), "little")
+                found += [bits, bits + 1, max(0, bits - 1)]
+    sign = 1 << 8 * width - 1
+    ends = [0, 1, casting._INFINITE[dtype], casting._INFINITE[dtype] - 1, casting._INFINITE[dtype] + 1, sign - 1]
+    found += [*ends, *(sign | end for end in ends)]
+    return b"".join(bits.to_bytes(width, "little") for bits in found)
+
+
+def value_of(bits: int, dtype: str) -> float:
+    if dtype == "bfloat16":
+        bits, dtype = bits << 16, "float32"
+    value: float = struct.unpack(f"<{CODES[dtype]}", bits.to_bytes(ITEMSIZE[dtype], "little"))[0]
+    return value
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float16"])
+def test_the_slow_way_is_pythons_own(wanted: str) -> None:
+    data = samples("float64")
+    made, infinite = rounded_slowly(data, "float64", wanted)
+    width, code, met = ITEMSIZE[wanted], CODES[wanted], 0
+    for number in range(len(data) // 8):
+        (value,) = struct.unpack_from("<d", data, 8 * number)
+        mine = made[width * number : width * (number + 1)]
+        try:
+            theirs = struct.pack(f"<{code}", value)
+        except OverflowError:
+            met += 1
+            assert struct.unpack(f"<{code}", mine)[0] == (float("inf") if value > 0 else float("-inf"))
+            continue
+        assert mine == theirs or value != value  # noqa: PLR0124 - not a number
+    assert met == infinite > 100
+
+
+def test_the_slow_way_to_bfloat16_is_the_nearest() -> None:
+    """By definition: no other of its neighbours is nearer, and of two as near it is the even one."""
+    data = samples("float64")
+    made, _ = rounded_slowly(data, "float64", "bfloat16")
+    for number in range(0, len(data) // 8, 5):
+        (value,) = struct.unpack_from("<d", data, 8 * number)
+        bits = int.from_bytes(made[2 * number : 2 * number + 2], "little")
+        if abs(value) > 3.3e38 or value != value:  # noqa: PLR0124 - not a number
+            continue
+        off = abs(Fraction(value_of(bits, "bfloat16")) - Fraction(value))
+        for other in (bits - 1, bits + 1):
+            if other & 0x7FFF < 0x7F80 and other >= 0 and other >> 15 == bits >> 15:
+                distance = abs(Fraction(value_of(other, "bfloat16")) - Fraction(value))
+                assert distance > off or (distance == off and not bits & 1)
+
+
+@pairs
+def test_both_ways_agree(dtype: str, wanted: str) -> None:
+    pytest.importorskip("numpy")
+    data = samples(dtype)
+    made, infinite = cast(memoryview(data), dtype, wanted)
+    assert casting._numpy() is not None
+    assert (bytes(made), infinite) == rounded_slowly(data, dtype, wanted)
+
+
+@pairs
+def test_torch_rounds_as_we_do(dtype: str, wanted: str) -> None:
+    torch = pytest.importorskip("torch")
+    if dtype == "float64" and wanted != "float32":
+        pytest.skip("torch rounds twice")
+    data = samples(dtype)
+    made, _ = rounded_slowly(data, dtype, wanted)
+    given = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    mine = torch.frombuffer(bytearray(made), dtype=getattr(torch, wanted))
+    theirs = given.to(getattr(torch, wanted))
+    number = ~given.isnan()
+    assert torch.equal(mine[number], theirs[number])
+    assert bool(mine[~number].isnan().all())
+
+
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = struct.pack("<3f", 1.0, 3e38, -65519.0)
+    fast = cast(memoryview(data), "float32", "float16")
+    monkeypatch.setattr(casting, "_numpy", lambda: None)
+    assert cast(memoryview(data), "float32", "float16") == fast
+    assert fast[1] == 1
+
+
+def test_only_floating_ones_are_cast() -> None:
+    assert is_cast("float32", "bfloat16")
+    assert not is_cast("bfloat16", "bfloat16")
+    assert not is_cast("int64", "bfloat16")
+    assert not is_cast("complex64", "float16")
+    assert not is_cast("float32", "")

@@ -1,0 +1,534 @@
+"""What is converted and what is not: parts, names, ties, views, leftovers, dtypes, shards; and that nothing is lost."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transload.content import ContentError
+from transload.converting import convert, parts
+from transload.converting.errors import ConvertError, OverflowRefusedError
+from transload.errors import UsageError
+from transload.read import inspect
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+class Rotary(torch.nn.Module):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+        self.register_buffer("scale", torch.ones(2))
+
+
+class Tied(torch.nn.Module):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.rotary = Rotary()
+        self.lm_head = torch.nn.Linear(3, 5, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.cache = torch.zeros(7)
+        self.hidden = 3
+
+
+def save(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def load(path: Path | str) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    net = Tied()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.25)
+    net.lm_head(net.embed(torch.tensor([1, 2]))).sum().backward()
+    optimizer.step()
+    value = {
+        "state_dict": OrderedDict((f"module.{name}", tensor) for name, tensor in net.state_dict().items()),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.25, name="naïve", device=torch.device("cuda:1"), size=torch.Size([2, 3])),
+        "history": [0.5, float("nan")],
+    }
+    return save(value, tmp_path / "train.ckpt")
+
+
+# -- modules
+
+
+def test_a_module_becomes_what_its_state_dict_is(tmp_path: Path) -> None:
+    net = Tied()
+    made = convert(save(net, tmp_path / "net.pt"), tmp_path / "a.pt")
+    assert same(load(tmp_path / "a.pt"), dict(net.state_dict()))
+    why = {each.name: each.why for each in made.left}
+    assert why == {
+        "rotary._buffers/inv_freq": "a buffer registered with persistent=False",
+        "cache": "an attribute of a module, which state_dict() does not have",
+    }
+    assert made.complete
+    rest = json.loads((tmp_path / "a.pt.leftovers.json").read_text(encoding="utf-8"))["data"]
+    assert rest["hidden"] == 3
+    assert rest["modules"]["lm_head"]["in_features"] == 3
+    assert rest["$class"].endswith("test_convert.Tied")
+
+
+def test_ties_load_back_tied(tmp_path: Path) -> None:
+    net = Tied()
+    made = convert(save(net, tmp_path / "net.pt"), tmp_path / "a.safetensors")
+    assert made.aliases == (("lm_head.weight", "embed.weight"),)
+    other = Tied()
+    assert safetensors_torch.load_model(other, tmp_path / "a.safetensors") == (set(), [])
+    assert other.lm_head.weight.data_ptr() == other.embed.weight.data_ptr()
+    assert same(dict(net.state_dict()), dict(other.state_dict()))
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    back = load(tmp_path / "b.pt")
+    assert same(back, dict(net.state_dict()))
+    assert back["lm_head.weight"].data_ptr() == back["embed.weight"].data_ptr()
+
+
+def test_what_safetensors_itself_ties_is_tied_again(tmp_path: Path) -> None:
+    net = Tied()
+    safetensors_torch.save_model(net, tmp_path / "a.safetensors", metadata={"made": "here"})
+    made = convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    back = load(tmp_path / "b.pt")
+    assert same(back, dict(net.state_dict()))
+    assert back["lm_head.weight"].data_ptr() == back["embed.weight"].data_ptr()
+    assert json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["metadata"] == {"made": "here"}
+    again = convert(tmp_path / "a.safetensors", tmp_path / "c.safetensors")
+    assert dict(inspect(tmp_path / "c.safetensors").facts)["metadata.made"] == "here"
+    assert len(again.aliases) == 1
+
+
+def test_ties_keep_through_stripping(tmp_path: Path) -> None:
+    shared = torch.rand(3)
+    source = save({"module.a": shared, "module.b": shared}, tmp_path / "a.pt")
+    convert(source, tmp_path / "a.safetensors")
+    made = convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", strip="module.")
+    assert made.aliases == (("b", "a"),)
+
+
+def test_a_module_in_a_dictionary(tmp_path: Path) -> None:
+    net = Tied()
+    convert(save({"model": net, "epoch": 4}, tmp_path / "net.pt"), tmp_path / "a.pt")
+    back = load(tmp_path / "a.pt")
+    assert back["epoch"] == 4
+    assert same(back["model"], dict(net.state_dict()))
+    convert(tmp_path / "net.pt", tmp_path / "b.safetensors", key="model")
+    assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"embed.weight", "rotary.scale"}
+
+
+# -- parts and names
+
+
+def test_the_parts_that_there_are(train: Path) -> None:
+    found = {part.key: (part.kind, part.tensors) for part in parts(train)}
+    assert found[""][1] == 3 + 3
+    assert found["state_dict"] == ("state dict", 3)
+    assert found["optimizer/state"] == ("nested", 3)
+    assert not any(key.endswith("/0") for key in found)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "state_dict/"[:-1]])
+def test_a_part(train: Path, tmp_path: Path, key: str) -> None:
+    made = convert(train, tmp_path / "a.safetensors", key=key, strip="module.")
+    assert {each.name for each in inspect(tmp_path / "a.safetensors").tensors} == {"embed.weight", "rotary.scale"}
+    assert (made.tensors, made.others, made.leftovers) == (3, 3, "")
+
+
+@pytest.mark.parametrize("key", ["a.b", "a/b"])
+def test_a_key_with_steps(tmp_path: Path, key: str) -> None:
+    source = save({"a": {"b": {"w": torch.ones(2)}, "c": torch.ones(3)}, "a.bc": torch.ones(1)}, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.pt", key=key)
+    assert same(load(tmp_path / "b.pt"), {"w": torch.ones(2)})
+
+
+def test_a_key_that_is_a_tensor(tmp_path: Path) -> None:
+    convert(save({"a": {"w": torch.ones(2)}}, tmp_path / "a.pt"), tmp_path / "b.npz", key="a.w")
+    assert [each.name for each in inspect(tmp_path / "a.pt").tensors] == ["a/w"]
+    numpy = pytest.importorskip("numpy")
+    with numpy.load(tmp_path / "b.npz") as arrays:
+        assert arrays.files == ["w"]
+
+
+def test_a_key_that_is_not_there(train: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match="'state_dit'") as caught:
+        convert(train, tmp_path / "a.safetensors", key="state_dit")
+    assert "state_dict" in caught.value.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.ckpt"]
+
+
+def test_names_that_would_meet(tmp_path: Path) -> None:
+    source = save({"m.a": torch.ones(1), "a": torch.zeros(1)}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match="two tensors would be called 'a'"):
+        convert(source, tmp_path / "b.safetensors", strip="m.")
+    doubled = save(
+        {1: torch.ones(1), "1": torch.zeros(2), "x": {"y": torch.ones(3)}, "x/y": torch.ones(4)}, tmp_path / "c.pt"
+    )
+    made = convert(doubled, tmp_path / "c.safetensors")
+    assert made.renamed == (("1", "1#2"), ("x/y", "x/y#2"))
+    assert made.tensors == 4
+
+
+def test_one_tensor_alone(tmp_path: Path) -> None:
+    made = convert(save(torch.arange(3), tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert made.renamed == (("", "tensor"),)
+    convert(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert torch.equal(load(tmp_path / "c.pt"), torch.arange(3))
+
+
+NASTY = [
+    "../../etc/passwd",
+    "/abs",
+    "a/../b",
+    "..",
+    ".",
+    "a\\b",
+    "nul\0",
+    "c:d",
+    "\ud800",
+    "",
+    "__metadata__",
+    "x" * 300,
+]
+
+
+def test_names_are_never_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    source = save({name: torch.full((2,), float(n)) for n, name in enumerate(NASTY)}, folder / "a.pt")
+    for to in ("raw", "npz", "safetensors", "torch"):
+        made = convert(source, folder / f"out-{to}", to=to)
+        assert made.tensors == len(NASTY)
+    assert {path.name for path in folder.iterdir()} == {"a.pt", "out-raw", "out-npz", "out-safetensors", "out-torch"}
+    assert {path.name for path in (folder / "out-raw").iterdir()} == {
+        "index.json",
+        *(f"{number:06d}.bin" for number in range(len(NASTY))),
+    }
+    index = json.loads((folder / "out-raw" / "index.json").read_text(encoding="utf-8"))
+    assert index["tensors"]["../../etc/passwd"]["file"] == "000000.bin"
+    assert len(safetensors_torch.load_file(folder / "out-safetensors")) == len(NASTY)
+    numpy = pytest.importorskip("numpy")
+    with numpy.load(folder / "out-npz") as arrays:
+        assert len(arrays.files) == len(NASTY)
+        assert not any(name.startswith("/") or ".." in name.split("/") or "\\" in name for name in arrays.files)
+
+
+# -- what is left
+
+
+def test_what_the_target_cannot_hold_lies_beside_it(train: Path, tmp_path: Path) -> None:
+    made = convert(train, tmp_path / "a.safetensors")
+    assert made.leftovers == str(tmp_path / "a.safetensors.leftovers.json")
+    rest = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))
+    assert rest["from"] == "train.ckpt"
+    data = rest["data"]
+    assert (data["epoch"], data["history"]) == (3, [0.5, "nan"])
+    args = {"$class": "argparse.Namespace", "lr": 0.25, "name": "naïve", "device": "cuda:1", "size": [2, 3]}
+    assert data["args"] == args
+    assert data["optimizer"]["param_groups"][0]["lr"] == 0.25
+    assert not made.listed
+
+
+def test_a_torch_zip_keeps_the_object(train: Path, tmp_path: Path) -> None:
+    made = convert(train, tmp_path / "a.pt")
+    before, after = torch.load(train, weights_only=False), load(tmp_path / "a.pt")
+    assert list(after) == ["state_dict", "optimizer", "epoch", "history"]
+    assert type(after["state_dict"]) is OrderedDict
+    assert same(after["state_dict"], before["state_dict"])
+    assert after["optimizer"]["param_groups"] == before["optimizer"]["param_groups"]
+    assert list(after["optimizer"]["state"]) == [0]
+    rest = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    assert rest["args"]["lr"] == 0.25
+
+
+class Strange:
+    def __reduce__(self) -> Any:
+        return print, ("this must never be seen",)
+
+
+def test_what_is_no_plain_data_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = save({"w": torch.ones(2), "odd": Strange(), "big": 1 << 5000, "fine": 1}, tmp_path / "a.pt")
+    for name in ("b.safetensors", "b.pt"):
+        made = convert(source, tmp_path / name)
+        assert "odd" in {each.name for each in made.listed}
+    assert capsys.readouterr() == ("", "")
+
+
+def test_values_of_all_kinds_are_kept(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    value = {
+        "w": torch.ones(1),
+        "bytes": b"\x00\xff",
+        "set": {3},
+        "tuple": (1, "a", None),
+        "path": Path("/a/b"),
+        "complex": 1 - 2j,
+        "number": numpy.float64(0.5),
+        "count": numpy.int64(-7),
+        "dtype": torch.bfloat16,
+        "mixed": [torch.ones(2), 5],
+        7: "seven",
+    }
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    data = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    assert data == {
+        "bytes": {"$bytes": "AP8="},
+        "set": [3],
+        "tuple": [1, "a", None],
+        "path": "/a/b",
+        "complex": [1.0, -2.0],
+        "number": 0.5,
+        "count": -7,
+        "dtype": "torch.bfloat16",
+        "mixed": [None, 5],
+        "7": "seven",
+    }
+    assert not made.listed
+    convert(tmp_path / "a.pt", tmp_path / "c.pt")
+    back = load(tmp_path / "c.pt")
+    assert (back["bytes"], back["set"], back["tuple"], back[7]) == (b"\x00\xff", {3}, (1, "a", None), "seven")
+
+
+def test_cycles_end(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"w": torch.ones(2), "list": []}
+    value["self"] = value
+    value["list"].append(value["list"])
+    for name in ("b.safetensors", "b.pt", "b.npz"):
+        made = convert(save(value, tmp_path / "a.pt"), tmp_path / name)
+        assert made.tensors == 1
+        assert any("holds itself" in each.why for each in made.listed)
+
+
+def test_what_is_shared_a_thousandfold_ends(tmp_path: Path) -> None:
+    bomb: list[Any] = ["x" * 1000]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    source = save({"w": torch.ones(2), "bomb": bomb}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.safetensors")
+    assert Path(made.leftovers).stat().st_size < 200 << 20
+    assert any("shared too often" in each.why for each in made.listed)
+
+
+# -- numbers
+
+
+def test_views_of_all_kinds(tmp_path: Path) -> None:
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    value = {
+        "base": base,
+        "turned": base.permute(2, 0, 1),
+        "part": base[1:, ::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "conj": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "neg": torch.tensor([1 + 2j]).conj().imag,
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(5),
+    }
+    source = save(value, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.safetensors")
+    back = safetensors_torch.load_file(tmp_path / "b.safetensors")
+    assert same(back, value)
+    convert(source, tmp_path / "b.pt")
+    back = load(tmp_path / "b.pt")
+    assert same(back, value)
+    assert back["turned"].data_ptr() == back["base"].data_ptr()
+    assert back["part"].stride() == value["part"].stride()
+    assert (tmp_path / "b.pt").stat().st_size < (tmp_path / "a.pt").stat().st_size + 2000
+
+
+def test_a_part_of_a_large_storage_is_cut_out(tmp_path: Path) -> None:
+    large = torch.rand(100_000)
+    source = save({"a": large[10:20], "b": large[15:30], "c": large[50_000:50_010]}, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.pt")
+    assert (tmp_path / "b.pt").stat().st_size < 5000
+    back = load(tmp_path / "b.pt")
+    assert torch.equal(back["b"], large[15:30])
+    back["a"][5:] = -1
+    assert back["b"][0] == -1
+    assert back["c"].untyped_storage().nbytes() == 40
+
+
+def test_only_torch_holds_sparse_and_quantized(tmp_path: Path) -> None:
+    value = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
+        "w": torch.ones(2),
+    }
+    source = save(value, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.pt")
+    back = load(tmp_path / "b.pt")
+    assert torch.equal(back["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(back["quantized"].dequantize(), value["quantized"].dequantize())
+    assert (made.complete, made.tensors) == (True, 3)
+    other = convert(source, tmp_path / "b.safetensors")
+    assert not other.complete
+    assert [each.name for each in other.left] == ["quantized"]
+    assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"w", "sparse/indices", "sparse/values"}
+
+
+def test_a_tensor_that_claims_too_much(tmp_path: Path) -> None:
+    source = save({"w": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "a.pt")
+    for name in ("b.safetensors", "b.npz", "b/"):
+        with pytest.raises(ContentError, match="claims 4,000,000,000,000 bytes"):
+            convert(source, f"{tmp_path}/{name}")
+    with pytest.raises(ContentError):
+        convert(source, tmp_path / "c.pt", dtype="float16")
+    convert(source, tmp_path / "d.pt")
+    assert load(tmp_path / "d.pt")["w"].shape == (10**6, 10**6)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", "d.pt"}
+
+
+def test_one_storage_under_two_dtypes(tmp_path: Path) -> None:
+    if not hasattr(torch, "uint16") or not hasattr(torch, "float8_e5m2"):
+        pytest.skip("an older torch")
+    base = torch.arange(256, dtype=torch.uint8).view(torch.uint16)
+    value = {"a": base[3:20], "b": base.view(torch.float8_e5m2)[20:60], "c": base[100:]}
+    source = save(value, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.safetensors")
+    convert(source, tmp_path / "b.pt")
+    back = load(tmp_path / "b.pt")
+    for found in (safetensors_torch.load_file(tmp_path / "b.safetensors"), back):
+        assert all(torch.equal(found[name].view(torch.uint8), each.view(torch.uint8)) for name, each in value.items())
+    assert back["a"].untyped_storage().data_ptr() == back["b"].untyped_storage().data_ptr()
+    assert back["c"].untyped_storage().nbytes() == 56
+
+
+# -- dtypes
+
+
+NEWER = [
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "complex64",
+]
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_dtypes(name: str, tmp_path: Path) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip("an older torch")
+    raw = torch.arange(64, dtype=torch.uint8)
+    value = {"x": raw.view(dtype).reshape(2, -1)}
+    convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    convert(tmp_path / "a.pt", tmp_path / "d.pt")
+    for found in (
+        safetensors_torch.load_file(tmp_path / "b.safetensors"),
+        load(tmp_path / "c.pt"),
+        load(tmp_path / "d.pt"),
+    ):
+        assert (found["x"].dtype, found["x"].shape) == (dtype, value["x"].shape)
+        assert torch.equal(found["x"].view(torch.uint8).flatten(), raw)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "npz", "raw"])
+def test_dtypes_are_changed_on_the_way(tmp_path: Path, to: str) -> None:
+    value = {"a": torch.randn(33, 7), "t": torch.randn(5, 6).t(), "i": torch.arange(3), "h": torch.randn(4).half()}
+    source = save(value, tmp_path / "a.pt")
+    made = convert(source, tmp_path / f"b.{to}", to=to, dtype="float16")
+    assert (made.cast, made.verified) == (2, True)
+    if to in ("safetensors", "torch"):
+        back = (
+            safetensors_torch.load_file(tmp_path / "b.safetensors")
+            if to == "safetensors"
+            else load(tmp_path / "b.torch")
+        )
+        assert same(
+            back, {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in value.items()}
+        )
+
+
+def test_tied_ones_stay_tied_in_another_dtype(tmp_path: Path) -> None:
+    shared = torch.randn(3)
+    source = save({"a": shared, "b": shared}, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.pt", dtype="bfloat16")
+    back = load(tmp_path / "b.pt")
+    assert back["a"].data_ptr() == back["b"].data_ptr()
+    assert torch.equal(back["b"], shared.bfloat16())
+
+
+def test_what_would_overflow_is_refused(tmp_path: Path) -> None:
+    source = save({"fine": torch.ones(3), "large": torch.tensor([1e5, -1e9, float("inf"), 2.0])}, tmp_path / "a.pt")
+    with pytest.raises(OverflowRefusedError, match="2 of the 4 numbers of large are too large for float16"):
+        convert(source, tmp_path / "b.safetensors", dtype="float16")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
+    made = convert(source, tmp_path / "b.safetensors", dtype="float16", allow_inf=True)
+    assert made.infinite == 2
+    assert convert(source, tmp_path / "c.safetensors", dtype="bfloat16").infinite == 0
+
+
+# -- shards
+
+
+def test_shards(tmp_path: Path) -> None:
+    value = {f"layer.{number}.w": torch.randn(100) for number in range(7)}
+    value["tied"] = value["layer.3.w"]
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "m.safetensors", max_shard_size=1000)
+    names = [f"m-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
+    assert [Path(name).name for name in made.files] == [*names, "m.safetensors.index.json"]
+    index = json.loads((tmp_path / "m.safetensors.index.json").read_text(encoding="utf-8"))
+    assert index["metadata"] == {"total_size": 2800}
+    assert set(index["weight_map"]) == set(value) - {"tied"}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(safetensors_torch.load_file(tmp_path / file)[name], value[name])
+    convert(tmp_path / "m.safetensors.index.json", tmp_path / "b.pt")
+    assert same(load(tmp_path / "b.pt"), value)
+    assert not [each for each in inspect(tmp_path / "m.safetensors.index.json").findings if each.severity == "error"]
+
+
+def test_one_shard_is_a_file(tmp_path: Path) -> None:
+    source = save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "m.safetensors", max_shard_size="5GB")
+    assert [Path(name).name for name in made.files] == ["m.safetensors"]
+    with pytest.raises(UsageError, match="only safetensors"):
+        convert(source, tmp_path / "m.pt", max_shard_size="5GB")
+
+
+# -- sources
+
+
+def test_sources_of_all_kinds(tmp_path: Path) -> None:
+    source = save({"a": torch.randn(3)}, tmp_path / "a.pt")
+    raw = source.read_bytes()
+    with source.open("rb") as opened:
+        sources: list[Any] = [str(source), raw, io.BytesIO(raw), opened]
+        for number, each in enumerate(sources):
+            convert(each, tmp_path / f"{number}.safetensors")
+    made = {(tmp_path / f"{number}.safetensors").read_bytes() for number in range(4)}
+    assert len(made) == 1
+
+
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    if not hasattr(dcp, "save"):
+        pytest.skip("an older torch")
+    value = {"a": torch.randn(6, 4), "b": {"c": torch.arange(5)}}
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(value, checkpoint_id=str(tmp_path / "dcp"))
+    convert(tmp_path / "dcp", tmp_path / "a.safetensors")
+    found = safetensors_torch.load_file(tmp_path / "a.safetensors")
+    assert sorted(map(tuple, (each.shape for each in found.values()))) == [(5,), (6, 4)]

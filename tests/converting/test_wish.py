@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from transload.converting.wish import dtype_of, format_of, size_of
+from transload.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    [
+        ("a.safetensors", "safetensors"),
+        ("a.SafeTensors", "safetensors"),
+        ("a.safetensors.index.json", "safetensors"),
+        ("a.pt", "torch"),
+        ("b/a.pth", "torch"),
+        ("a.ckpt", "torch"),
+        ("pytorch_model.bin", "torch"),
+        ("a.npz", "npz"),
+        ("a/", "raw"),
+    ],
+)
+def test_the_name_tells_the_format(name: str, format_: str) -> None:
+    assert format_of(name) == format_
+
+
+def test_what_is_said_goes_before_the_name() -> None:
+    assert format_of("a.pt", "npz") == "npz"
+    with pytest.raises(UsageError, match="no format 'onnx'"):
+        format_of("a.pt", "onnx")
+    with pytest.raises(UsageError, match="does not say"):
+        format_of("a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("5gib", 5 << 30),
+        ("1.5 MB", 1_500_000),
+        ("200", 200),
+        (7, 7),
+        (None, 0),
+        ("", 0),
+        ("3k", 3000),
+    ],
+)
+def test_sizes(text: str | int | None, nbytes: int) -> None:
+    assert size_of(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["0", "-5GB", "5XB", "GB", "1iB", "5 GB GB", "1e9", -3])
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(UsageError, match="no size"):
+        size_of(text)
+
+
+def test_dtypes() -> None:
+    assert [dtype_of(text) for text in ("bf16", "torch.float16", "FP32", "half", "")] == [
+        "bfloat16",
+        "float16",
+        "float32",
+        "float16",
+        "",
+    ]
+    with pytest.raises(UsageError, match="'int8'"):
+        dtype_of("int8")

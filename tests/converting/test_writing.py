@@ -1,0 +1,354 @@
+"""Bytes on the disk: written in one pass and compared, whole or not there at all, whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+import transload
+from transload.content import open_content
+from transload.converting import comparing, convert, crew, moving, pouring
+from transload.converting.bundle import Bundle
+from transload.converting.entries import Data, Entry
+from transload.converting.errors import ConvertError
+from transload.converting.to_npz import member_name
+from transload.errors import TransloadError, UsageError
+from transload.writing.errors import CannotWriteError, FullDiskError
+
+DATA = Path(__file__).parent.parent / "data"
+STATE = DATA / "h200" / "state_dict_cuda0.pt"
+
+
+def safetensors(sizes: dict[str, int]) -> bytes:
+    """A file of bytes that are all different, more or less."""
+    table, at = {}, 0
+    for name, size in sizes.items():
+        table[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    head = json.dumps(table).encode()
+    return len(head).to_bytes(8, "little") + head + bytes(number * number % 251 for number in range(at))
+
+
+SIZES = {"a": 5, "b": 70_001, "c": 0, "d": 4096, "e": 200_000, "f": 1}
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def poured(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int], list[int]]:
+    told: list[int] = []
+    with open_content(source) as content, path.open("w+b") as file:
+        entries = [Entry(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
+        data = Data(content, allow_inf=False)
+        done = pouring.pour(file.fileno(), head, entries, data, where="x", tell=told.append)
+    return path.read_bytes(), done.checksums, told
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("chunk", [4096, 3 * 4096, 1 << 20])
+@pytest.mark.parametrize("head", [b"", b"12345678", bytes(4096)], ids=["no head", "a head", "a page"])
+def test_a_file_poured_is_the_file(
+    tmp_path: Path, chunk: int, head: bytes, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "CHUNK", chunk)
+    monkeypatch.setattr(crew, "_PAST_THE_CACHE", 0 if direct else 1 << 60)
+    source = safetensors(SIZES)
+    body = source[8 + int.from_bytes(source[:8], "little") :]
+    made, sums, told = poured(source, tmp_path / "a", head)
+    assert made == head + body
+    ends = [sum(list(SIZES.values())[: number + 1]) for number in range(len(SIZES))]
+    assert sums == [crc32(body[end - size : end]) for end, size in zip(ends, SIZES.values(), strict=True)]
+    assert sum(told) == len(made)
+
+
+def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    true = os.pwrite
+    refused: list[int] = []
+
+    def picky(descriptor: int, data: Any, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "not aligned")
+        return true(descriptor, data, offset)
+
+    monkeypatch.setattr(crew, "CHUNK", 8192)
+    monkeypatch.setattr(crew, "_PAST_THE_CACHE", 0)
+    monkeypatch.setattr(os, "pwrite", picky)
+    source = safetensors(SIZES)
+    made, _, _ = poured(source, tmp_path / "a", b"head")
+    assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
+    assert len(refused) <= 8  # each thread once at most, and none where the file system takes no such flag
+
+
+def test_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(crew, "CHUNK", 4096)
+    monkeypatch.setattr(crew, "Thread", Refusing)
+    source = safetensors(SIZES)
+    made, _, told = poured(source, tmp_path / "a", b"head")
+    assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
+    assert sum(told) == len(made)
+
+
+def test_a_disk_that_lies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = os.preadv
+
+    def lying(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        count = true(descriptor, buffers, offset, *flags)
+        if offset <= 65536 < offset + count:
+            buffers[0][65536 - offset] ^= 1
+        return count
+
+    source = tmp_path / "a.safetensors"
+    source.write_bytes(safetensors(SIZES))
+    with open_content(source) as content:  # what is read of the source is read before
+        content.checkpoint  # noqa: B018
+    monkeypatch.setattr(os, "preadv", lying)
+    raw = source.read_bytes()
+    with pytest.raises(ConvertError, match="not written as it was read"):
+        convert(raw, tmp_path / "b.safetensors")
+    assert files(tmp_path) == {"a.safetensors"}
+
+
+@pytest.mark.parametrize("to", ["torch", "npz", "raw"])
+def test_others_are_read_back_too(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.safetensors").write_bytes(safetensors(SIZES))
+    monkeypatch.setattr(comparing, "_same", lambda task: task.place.entry.name != "e")
+    with pytest.raises(ConvertError, match="e was not written as it was read"):
+        convert(tmp_path / "a.safetensors", tmp_path / "b", to=to)
+    assert files(tmp_path) == {"a.safetensors"}
+    convert(tmp_path / "a.safetensors", tmp_path / "b", to=to, verify=False)
+    assert files(tmp_path) == {"a.safetensors", "b"}
+
+
+def test_what_is_compared_must_be_equal(tmp_path: Path) -> None:
+    source = safetensors(SIZES)
+    (tmp_path / "a").write_bytes(source)
+    with open_content(tmp_path / "a") as content:
+        data = Data(content, allow_inf=False)
+        for tensor in content.checkpoint.tensors:
+            place = comparing.Back(
+                Entry(tensor.name, tensor, tensor.dtype), content.open_file(""), tensor.file_offset or 0
+            )
+            comparing.compare([place], data, "x", None)
+            if tensor.numel:
+                with pytest.raises(ConvertError, match=f"{tensor.name} was not"):
+                    comparing.compare([place._replace(offset=place.offset + 1)], data, "x", None)
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
+def test_a_damaged_source_is_refused(tmp_path: Path, name: str) -> None:
+    raw = bytearray(STATE.read_bytes())
+    with open_content(STATE) as content:
+        storage = next(each for each in content.checkpoint.storages if "conv.weight" in each.tensors)
+    assert storage.offset is not None
+    raw[storage.offset + 5] ^= 0x10
+    with pytest.raises(ConvertError, match=r"1 of its records are damaged: .*conv\.weight"):
+        convert(bytes(raw), f"{tmp_path}/{name}")
+    assert files(tmp_path) == set()
+    convert(bytes(raw), f"{tmp_path}/{name}", verify=False)
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    for raw in (STATE.read_bytes()[:-500], b"<html>", b""):
+        with pytest.raises(TransloadError):
+            convert(raw, tmp_path / "b.safetensors")
+    with pytest.raises(transload.CannotReadError):
+        convert(tmp_path / "absent", tmp_path / "b.safetensors")
+    assert files(tmp_path) == set()
+    (tmp_path / "b.safetensors").write_bytes(b"old")
+    with pytest.raises(transload.CannotReadError):
+        convert(tmp_path / "absent", tmp_path / "b.safetensors", overwrite=True)
+
+
+# -- the kernel's copies
+
+
+def test_the_kernel_copies_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "_LARGE", 1000)
+    source = tmp_path / "a.safetensors"
+    source.write_bytes(safetensors(SIZES))
+    made = convert(source, tmp_path / "b.safetensors", verify=False)
+    if hasattr(os, "copy_file_range"):
+        assert made.copied == 70_001 + 4096 + 200_000
+    found = (tmp_path / "b.safetensors").read_bytes()
+
+    def refuses(*_: Any) -> int:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "copy_file_range", refuses, raising=False)
+    other = convert(source, tmp_path / "c.safetensors", verify=False)
+    assert other.copied == 0
+    assert (tmp_path / "c.safetensors").read_bytes() == found
+
+
+def test_a_copy_may_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "_LARGE", 1000)
+    source = tmp_path / "a.safetensors"
+    source.write_bytes(safetensors(SIZES))
+    convert(source, tmp_path / "b.safetensors")
+    calls = iter([1234, 0] * 10)
+
+    def some(source: int, target: int, count: int, offset: int) -> int:
+        return os.write(target, os.pread(source, min(count, next(calls)), offset))
+
+    monkeypatch.setattr(os, "copy_file_range", some, raising=False)
+    convert(source, tmp_path / "c.safetensors", verify=False)
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+# -- all or nothing
+
+
+def full(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "full")
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, name: str, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name != "b/":
+        (tmp_path / name).write_bytes(b"old")
+    for function in ("write", "writev", "pwrite", "copy_file_range"):
+        monkeypatch.setattr(os, function, full, raising=False)
+    with pytest.raises(FullDiskError, match="disk is full"):
+        convert(STATE, f"{tmp_path}/{name}", overwrite=True, verify=verify)
+    monkeypatch.undo()
+    assert [(tmp_path / each).read_bytes() for each in files(tmp_path)] == ([] if name == "b/" else [b"old"])
+
+
+def test_shards_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, renamed = os.replace, []
+
+    def some(source: str, target: str) -> None:
+        renamed.append(target)
+        if len(renamed) == 3:
+            raise OSError(errno.EIO, "failing")
+        true(source, target)
+
+    monkeypatch.setattr(os, "replace", some)
+    with pytest.raises(CannotWriteError):
+        convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    monkeypatch.undo()
+    assert len(renamed) == 3
+    assert files(tmp_path) == set()
+    convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    assert "m.safetensors.index.json" in files(tmp_path)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    def stop(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("b.safetensors", "b.pt", "b.npz", "b/"):
+        with pytest.raises(KeyboardInterrupt):
+            convert(STATE, f"{tmp_path}/{name}", progress=stop)
+    assert files(tmp_path) == set()
+
+
+def test_progress_adds_up(tmp_path: Path) -> None:
+    for name in ("b.safetensors", "b.pt", "b.npz", "b/"):
+        told: list[tuple[int, int]] = []
+        convert(STATE, f"{tmp_path}/{name}", progress=lambda done, total: told.append((done, total)))  # noqa: B023
+        assert told == sorted(told)
+        assert len({total for _, total in told}) == 1
+        assert told[-1][0] >= told[-1][1] > 0
+
+
+# -- what is there already
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b.safetensors.leftovers.json"])
+def test_nothing_is_written_over_unless_asked(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"old")
+    target = tmp_path / name.removesuffix(".leftovers.json")
+    with pytest.raises(UsageError, match="already") as caught:
+        convert(STATE, target)
+    assert "--force" in caught.value.fix
+    assert (tmp_path / name).read_bytes() == b"old"
+    convert(STATE, target, overwrite=True)
+    assert target.stat().st_size > 100
+    assert not (tmp_path / "b.safetensors.leftovers.json").exists()
+
+
+def test_directories_are_only_replaced_where_they_are_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    convert(STATE, f"{folder}/")
+    first = files(folder)
+    with pytest.raises(UsageError, match="not empty"):
+        convert(STATE, f"{folder}/")
+    convert(STATE, f"{folder}/", overwrite=True)
+    assert files(folder) == first
+    (folder / "mine.txt").write_text("x", encoding="utf-8")
+    with pytest.raises(UsageError, match="not empty"):
+        convert(STATE, f"{folder}/", overwrite=True)
+    assert files(tmp_path) == {"out"}
+
+
+def test_a_source_is_never_its_own_target(tmp_path: Path) -> None:
+    source = tmp_path / "a.pt"
+    source.write_bytes(STATE.read_bytes())
+    (tmp_path / "link.pt").symlink_to(source)
+    for name in ("a.pt", "link.pt"):
+        with pytest.raises(UsageError, match="the source itself"):
+            convert(source, tmp_path / name, overwrite=True)
+    assert source.read_bytes() == STATE.read_bytes()
+
+
+def test_a_target_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "b.safetensors")
+    with pytest.raises(UsageError, match="no plain file"):
+        convert(STATE, tmp_path / "b.safetensors", overwrite=True)
+    with pytest.raises(CannotWriteError, match="does not exist"):
+        convert(STATE, tmp_path / "absent" / "b.safetensors")
+
+
+def test_in_a_directory_the_file_has_its_usual_name(tmp_path: Path) -> None:
+    made = convert(STATE, tmp_path, to="safetensors")
+    assert files(tmp_path) == {"model.safetensors"}
+    assert made.out == str(tmp_path / "model.safetensors")
+
+
+def test_a_bundle_of_nothing() -> None:
+    with Bundle(overwrite=False) as bundle:
+        assert bundle.paths == []
+
+
+@pytest.mark.parametrize("name", [1, b"x", ""])
+def test_targets_that_make_no_sense(name: Any) -> None:
+    with pytest.raises(UsageError):
+        convert(STATE, name)
+
+
+def test_members_have_names_of_their_own() -> None:
+    names = ["a", "a/b", "a//b", "/a", "../a", "%2E%2E/a", "a\\b", "..", "a/", "\n", "a:b", "a/../b", "%2Fa"]
+    made = [member_name(name) for name in names]
+    assert len(set(made)) == len(names)
+    assert made[:2] == ["a", "a/b"]
+
+
+def test_a_zip_that_any_program_reads(tmp_path: Path) -> None:
+    convert(STATE, tmp_path / "b.npz")
+    with zipfile.ZipFile(tmp_path / "b.npz") as archive:
+        assert archive.testzip() is None
+        assert "fc.weight.npy" in archive.namelist()
+    convert(io.BytesIO(STATE.read_bytes()), tmp_path / "c.npz")
+    assert (tmp_path / "c.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
