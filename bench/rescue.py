@@ -130,7 +130,14 @@ def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
             print(f"{name}: cut at byte {cut}, other tensors were found", file=sys.stderr)
     each = 1e3 / max(1, places)
     return Row(
-        name, len(data), len(flips), sum(mended), len(cuts), sum(exact), (between - begin) * each, (end - between) * each
+        name,
+        len(data),
+        len(flips),
+        sum(mended),
+        len(cuts),
+        sum(exact),
+        (between - begin) * each,
+        (end - between) * each,
     )
 
 

@@ -1,0 +1,69 @@
+"""``transload rescue SRC DST``: what is left of a damaged checkpoint, as a new file. Nothing of it is run or loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transload.cli.output import show, write
+from transload.errors import UsageError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+examples:
+  transload rescue broken.pt mended.pt               save what is whole or can be mended
+  transload rescue broken.pt --dry-run               only say what that is
+  transload rescue half.pt whole.pt --fill zeros     keep lost tensors, as zeros
+  transload rescue model.pt.gz model.pt              also out of gz, bz2, xz, zst and zip
+  transload rescue unzipped/ model.pt                or a directory it was unpacked into
+
+exit codes:
+  0  everything was recovered
+  1  part of it was; the report says what is lost
+  2  nothing was, and nothing is written
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``rescue``."""
+    parser.epilog = _EPILOG
+    # Not `path`: a command's `path` may be put right before it is read, and the source of a rescue is never written.
+    parser.add_argument("src", metavar="SRC", help="a damaged checkpoint; it is never written")
+    parser.add_argument("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json says what is in it")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    parser.add_argument("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
+    parser.add_argument("--member", metavar="NAME", default="", help="which of several checkpoints in an archive")
+    parser.add_argument("--force", action="store_true", help="write over DST if it exists")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+
+
+def run(arguments: Namespace) -> int:
+    """Rescue one file, say what came of it, return the exit code."""
+    from transload.rescuing import rescue
+
+    if arguments.dst is None and not arguments.dry_run:
+        raise UsageError(
+            "no file is named to write to", fix="transload rescue SRC DST, or --dry-run for the plan alone."
+        )
+    result = rescue(
+        arguments.src,
+        arguments.dst,
+        fill=arguments.fill,
+        dry_run=arguments.dry_run,
+        member=arguments.member,
+        overwrite=arguments.force,
+        progress=not arguments.json,
+    )
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([result.to_dict()], several=False))
+    else:
+        from transload.render.rescue import report
+
+        show(report(result), arguments.color)
+    return result.exit_code

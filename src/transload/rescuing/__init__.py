@@ -1,0 +1,65 @@
+"""What is left of a damaged checkpoint, as a new file: flipped bits undone, lost tensors left out or filled.
+
+The source is never written. torch is not needed, nothing in the file is run, and no name in it becomes a path.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from transload.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transload.read.source import SourceLike
+    from transload.rescuing.filling import Fill
+    from transload.rescuing.result import Rescue
+
+__all__ = ["rescue"]
+
+
+def rescue(  # noqa: PLR0913 - what a user may ask for
+    src: SourceLike,
+    dst: str | os.PathLike[str] | None = None,
+    *,
+    fill: Fill | None = None,
+    dry_run: bool = False,
+    member: str = "",
+    overwrite: bool = False,
+    progress: Callable[[int, int], object] | bool | None = None,
+) -> Rescue:
+    """Save what is whole, or can be mended with proof, of a damaged checkpoint into a new file.
+
+    ``src`` is a file, bytes, a file object, or the directory an archive was unpacked into. Lost tensors are left out,
+    or filled if ``fill`` is ``zeros`` or ``nan``. ``dry_run`` only plans; ``dst`` may then be omitted. ``member`` names
+    one of several checkpoints in an archive. Beside ``dst`` a report is written, ``dst`` with ``.rescue.json``, that
+    says what is original, mended or lost. If nothing can be saved, nothing is written. Raises ``RescueError`` if the
+    file is no checkpoint at all.
+
+    >>> transload.rescue("broken.pt", "mended.pt").exit_code  # doctest: +SKIP
+    0
+    """
+    from transload.rescuing.saving import saved
+
+    target = "" if dst is None else os.fspath(dst)
+    if fill not in (None, "zeros", "nan"):
+        raise UsageError(f"fill is zeros or nan, not {fill!r}")
+    if not target and not dry_run:
+        raise UsageError("no file is named to write to", fix="Name one, or ask for a plan: dry_run=True.")
+    if target:
+        _refuse(src, target, overwrite=overwrite)
+    with ExitStack() as stack:
+        return saved(src, target, stack, fill=fill, dry_run=dry_run, member=member, progress=progress)
+
+
+def _refuse(src: SourceLike, target: str, *, overwrite: bool) -> None:
+    """The source is never written, and nothing else is written over unasked."""
+    if isinstance(src, str | os.PathLike) and os.path.realpath(src) == os.path.realpath(target):
+        raise UsageError("the source of a rescue is never written", where=target, fix="Name another file.")
+    if os.path.isdir(target):  # noqa: PTH112 - texts throughout, as given
+        raise UsageError("it is a directory", where=target, fix="Add the name of a file.")
+    if os.path.lexists(target) and not overwrite:
+        raise UsageError("it exists already", where=target, fix="Name another file, or pass --force (overwrite=True).")

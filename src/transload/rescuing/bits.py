@@ -1,0 +1,99 @@
+"""Which bit of a run of bytes was flipped, from its checksum alone.
+
+CRC-32 is linear: what a flipped bit does to the checksum depends on how many bits follow it and on nothing else. It is
+a power of x modulo the polynomial of the CRC, which is primitive: for 2^32 - 1 bits all those powers differ. Which
+power it is, is a discrete logarithm, found in the square root of as many steps as there are bits.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import NamedTuple
+
+__all__ = ["MOST_BITS", "Bit", "flipped_bits"]
+
+MOST_BITS = (1 << 32) - 1
+"""In a record of more bits than these any damage at all looks like a flipped bit."""
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31  # the highest bit is the constant term
+
+
+class Bit(NamedTuple):
+    """A bit by the byte it is in, and its number there: 0 is the lowest."""
+
+    byte: int
+    bit: int
+
+
+def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[Bit]:
+    """The bits of ``length`` bytes any of which alone, flipped, changes their CRC-32 by ``syndrome``.
+
+    Up to 512 MiB that is one, or none; of more than ``most`` the rest is left out.
+
+    >>> from zlib import crc32
+    >>> flipped_bits(crc32(b"transload") ^ crc32(b"transloae"), 9)
+    [Bit(byte=8, bit=0)]
+    """
+    if not syndrome or not length:
+        return []
+    found: list[Bit] = []
+    power = _logarithm(_times(_power(MOST_BITS - 32), syndrome), min(8 * length, MOST_BITS))
+    while power is not None and power < 8 * length and len(found) < most:
+        found.append(Bit(length - 1 - power // 8, 7 - power % 8))
+        power += MOST_BITS
+    return found
+
+
+def _logarithm(value: int, most: int) -> int | None:
+    """The power of x, below ``most``, that a value is: small steps from 1, large steps from the value."""
+    stride = isqrt(most) + 1
+    small: dict[int, int] = {}
+    step = _ONE
+    for index in range(stride):
+        small[step] = index
+        step = step >> 1 ^ (_POLYNOMIAL if step & 1 else 0)
+    low, second, third, high = _tables(_power(MOST_BITS - stride))
+    for large in range(stride + 1):
+        index = small.get(value, -1)
+        if index >= 0:
+            power = large * stride + index
+            return power if power < most else None
+        value = low[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ high[value >> 24]
+    return None
+
+
+def _tables(factor: int) -> list[list[int]]:
+    """What multiplying each byte of a value by a factor gives: sums of what its bits give."""
+    tables: list[list[int]] = []
+    for shift in (0, 8, 16, 24):
+        table = [0]
+        for bit in range(8):
+            product = _times(1 << shift + bit, factor)
+            table += [known ^ product for known in table]
+        tables.append(table)
+    return tables
+
+
+def _times(left: int, right: int) -> int:
+    """Two polynomials over GF(2), multiplied modulo that of the CRC."""
+    product = 0
+    bit = _ONE
+    while left:
+        if left & bit:
+            product ^= right
+            left ^= bit
+        bit >>= 1
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product
+
+
+def _power(exponent: int) -> int:
+    """x to that power."""
+    power, square = _ONE, _ONE >> 1
+    while exponent:
+        if exponent & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        exponent >>= 1
+    return power

@@ -1,0 +1,233 @@
+"""A rescue from beginning to end: open, recover, read, plan, write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from transload.errors import CannotReadError
+from transload.read import FORMATS, no_collecting, read_source
+from transload.read.source import Source, SourceLike, open_source
+from transload.rescuing.archive import MINOR
+from transload.rescuing.errors import RescueError
+from transload.rescuing.fates import Fate, Fates
+from transload.rescuing.layers import peeled
+from transload.rescuing.mended import Lost, Mended
+from transload.rescuing.output import filled, is_program, laid, left_out, refuse_growth
+from transload.rescuing.recovery import recovered
+from transload.rescuing.result import Rescue
+from transload.rescuing.undoing import journal_undone
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.rescuing.filling import Fill
+
+__all__ = ["saved"]
+
+_PIECE = 4 << 20
+_SHOWN = 8
+
+
+def saved(  # noqa: PLR0913 - what a user may ask for
+    src: SourceLike,
+    target: str,
+    stack: ExitStack,
+    *,
+    fill: Fill | None,
+    dry_run: bool,
+    member: str,
+    progress: Callable[[int, int], object] | bool | None,
+) -> Rescue:
+    """Rescue a file; what came of it."""
+    notes: list[str] = []
+    source, mended = _mended(src, member, stack, notes)
+    with no_collecting():
+        mended, checkpoint = _read(mended, fill=fill is not None)
+        judge = Fates(checkpoint, mended)
+        fates = tuple(judge.of(tensor) for tensor in checkpoint.tensors)
+        out, how = _output(mended, checkpoint, judge, fates, fill)
+        if out is not None:
+            refuse_growth(out.size, mended)
+    path = os.fspath(src) if isinstance(src, str | os.PathLike) else source.name
+    report = f"{target}.rescue.json" if target else ""
+    writes = bool(out and target and not dry_run)
+    made = Rescue(
+        path,
+        target,
+        report,
+        checkpoint.format,
+        source.size,
+        how,
+        writes,
+        fates,
+        _records(checkpoint, mended),
+        mended.mends,
+        fill or "",
+        (*notes, *mended.notes),
+        tuple(_warnings(checkpoint, mended, out)),
+    )
+    if writes and out is not None:
+        _written(out, target, progress)
+        _report(made)
+    return made
+
+
+def _read(mended: Mended, *, fill: bool) -> tuple[Mended, Checkpoint]:
+    """What is in the mended file, and the file with the records it lacks and needs."""
+    from transload.rescuing.completing import completed, with_program
+
+    checkpoint = read_source(mended.source)
+    _refuse_foreign(checkpoint)
+    program = with_program(mended, checkpoint)
+    if program is not None:
+        return mended, read_source(program)
+    other = completed(mended, checkpoint, fill=fill)
+    if other is None:
+        return mended, checkpoint
+    return other, read_source(other.source)
+
+
+def _mended(src: SourceLike, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, Mended]:
+    """The source, and what it should be."""
+    if isinstance(src, str | os.PathLike) and os.path.isdir(src):  # noqa: PTH112 - texts throughout, as given
+        return _directory(os.fspath(src))
+    source = open_source(src)
+    stack.callback(source.close)
+    if not source.size:
+        raise RescueError("it is empty: nothing was ever written", where=source.name)
+    inner = source
+    if isinstance(src, str | os.PathLike):
+        inner = journal_undone(os.fspath(src), source, notes) or source
+    inner = peeled(inner, member, stack, notes)
+    mended = recovered(inner, stack)
+    if mended is None:
+        mended = _as_it_is(inner)
+    return source, mended._replace(nbytes=inner.size)
+
+
+def _directory(path: str) -> tuple[Source, Mended]:
+    from transload.rescuing.unzipped import recover_directory
+
+    mended = recover_directory(path)
+    if mended is None:
+        what = "it is a directory, and not one that an archive was unpacked into"
+        raise RescueError(what, where=path, fix="Rescue its files one by one.")
+    return mended.source, mended._replace(nbytes=mended.source.size)
+
+
+def _as_it_is(source: Source) -> Mended:
+    """A file of another format: what the reader makes of it is all there is."""
+    checkpoint = read_source(source)
+    if checkpoint.format not in FORMATS or not checkpoint.tensors:
+        raise RescueError(_what(checkpoint), where=source.name, fix=_fix(checkpoint))
+    return Mended(source, exact=True, all_unchecked=True)
+
+
+def _what(checkpoint: Checkpoint) -> str:
+    problem = next((p for p in checkpoint.problems if p.code == "not-a-checkpoint"), None)
+    if problem is not None and problem.title:
+        return f"there is no checkpoint in it: it is {problem.title}"
+    return "nothing of it can be recovered: what tells which tensors it held is lost"
+
+
+def _fix(checkpoint: Checkpoint) -> str:
+    return next((fix for problem in checkpoint.problems for fix in problem.fix), "")
+
+
+def _refuse_foreign(checkpoint: Checkpoint) -> None:
+    if checkpoint.format not in FORMATS:
+        raise RescueError(_what(checkpoint), where=checkpoint.path, fix=_fix(checkpoint))
+
+
+def _output(
+    mended: Mended, checkpoint: Checkpoint, judge: Fates, fates: tuple[Fate, ...], fill: Fill | None
+) -> tuple[Source | None, str]:
+    """The file to write, and what it is."""
+    lost = [fate for fate in fates if fate.state == "lost"]
+    kept = any(fate.nbytes for fate in fates if fate.state != "lost")
+    if not kept and (lost or not _is_readable(checkpoint)):
+        return None, "nothing"
+    if checkpoint.format == "torchscript" and fill is None and not _has_code(mended):
+        return left_out(mended, checkpoint, judge, lost), "weights"
+    if not lost and mended.exact:
+        return mended.source, "exact"
+    if not lost:
+        return laid(mended, mended.items) if mended.items else mended.source, "rebuilt"
+    if fill is not None:
+        return filled(mended, checkpoint, fill), "filled"
+    return left_out(mended, checkpoint, judge, lost), "weights" if is_program(checkpoint) else "left-out"
+
+
+def _has_code(mended: Mended) -> bool:
+    """Whether a program has what makes it one."""
+    names = {item.name.partition(b"/")[2] for item in mended.items}
+    return bool(names & {b"constants.pkl", b"model.json", b"archive_format", b".data/extern_modules"}) or any(
+        name.startswith(b"data/aotinductor/") for name in names
+    )
+
+
+def _is_readable(checkpoint: Checkpoint) -> bool:
+    """Whether a file without tensors holds anything: its index is whole."""
+    main = [pickle for pickle in checkpoint.pickles if pickle.main]
+    if checkpoint.format == "safetensors":
+        return True
+    return any(not pickle.broken and pickle.end > pickle.start for pickle in main)
+
+
+def _records(checkpoint: Checkpoint, mended: Mended) -> tuple[Lost, ...]:
+    """What is lost beside tensors."""
+    held = {storage.record for storage in checkpoint.storages if storage.tensors}
+    lost = [each for each in mended.lost if each.name not in held and each.name not in MINOR]
+    if mended.items and is_program(checkpoint) and not _has_code(mended):
+        lost.append(Lost("code", "the program itself is not in the file; its tensors are"))
+    return tuple(lost)
+
+
+def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> list[str]:
+    """What is not sure, or not right, in the new file."""
+    from transload.judge import judge
+
+    found: list[str] = []
+    if any(lost.name == "data.pkl" for lost in mended.lost):
+        found.append("the index does not have the checksum it was saved with: names and shapes may be wrong")
+    broken = [problem for problem in checkpoint.problems if problem.code == "tensor-broken"]
+    found += [f"{problem.where}: {problem.detail}" for problem in broken[:_SHOWN]]
+    if len(broken) > _SHOWN:
+        found.append(f"and {len(broken) - _SHOWN:,} more tensors that cannot be")
+    if out is None:
+        return found
+    judged = judge(checkpoint if out is mended.source else read_source(out))
+    if judged.integrity in ("damaged", "not-a-checkpoint"):
+        found += [each.title for each in judged.findings if each.severity == "error"][:_SHOWN]
+    return found
+
+
+def _written(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
+    from transload.loading.progress import telling
+    from transload.writing.atomic import Beside
+    from transload.writing.sinks import SystemFile
+
+    tell = telling(progress, out.size)
+    with Beside(target) as file:
+        sink = SystemFile(file.descriptor, push=True)
+        for start in range(0, out.size, _PIECE):
+            count = min(_PIECE, out.size - start)
+            data = out.read(start, count)
+            if len(data) < count:
+                raise CannotReadError("the file became shorter while it was read", where=out.name)
+            sink.write([data])
+            if tell is not None:
+                tell(len(data))
+
+
+def _report(made: Rescue) -> None:
+    import json
+
+    from transload.writing.atomic import Beside
+    from transload.writing.sinks import SystemFile
+
+    text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
+    with Beside(made.report) as file:
+        SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])

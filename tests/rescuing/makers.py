@@ -1,0 +1,85 @@
+"""Damage of every kind, done to files that torch has written."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+
+from transload.checkpoint import Tensor
+from transload.content import Content, open_content
+from transload.read import inspect
+from transload.read.source import BytesSource
+from transload.rescuing.fates import extents
+
+ROOT = Path(__file__).parent.parent / "data"
+FILES = sorted(
+    path
+    for path in (*ROOT.glob("h200/*"), *ROOT.glob("torch-releases/*/*"))
+    if path.suffix in {".pt", ".pth", ".ckpt", ".pt2"}
+)
+ARCHIVES = [path for path in FILES if path.read_bytes()[:4] == b"PK\x03\x04"]
+STREAMS = [path for path in FILES if path.read_bytes()[:2] == b"\x80\x02"]
+
+
+def ident(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def flipped(data: bytes, position: int, bit: int) -> bytes:
+    out = bytearray(data)
+    out[position] ^= 1 << bit
+    return bytes(out)
+
+
+def hashes(data: bytes) -> dict[str, str]:
+    """The content of each tensor that has bytes of its own, by name."""
+    with open_content(io.BytesIO(data)) as content:
+        return {
+            tensor.name: _hash(content, tensor) for tensor in content.checkpoint.tensors if tensor.kind == "strided"
+        }
+
+
+def _hash(content: Content, tensor: Tensor) -> str:
+    made = sha256(f"{tensor.dtype} {tensor.shape}".encode())
+    for piece in content.pieces(tensor):
+        made.update(piece)
+    return made.hexdigest()
+
+
+def there(data: bytes, cut: int) -> list[str]:
+    """The tensors all of whose bytes are before a cut."""
+    checkpoint = inspect(BytesSource(data).read(0, len(data)))
+    storages = {storage.id: storage for storage in checkpoint.storages}
+    return sorted(
+        tensor.name
+        for tensor in checkpoint.tensors
+        if max((end for _, _, end in extents(tensor, storages)), default=0) <= cut
+    )
+
+
+def index_end(data: bytes) -> int:
+    """Where the part of a file ends that tells which tensors it holds; in an archive, but for its descriptor."""
+    checkpoint = inspect(data)
+    if checkpoint.format == "torch-legacy":
+        return min((s.offset - 8 for s in checkpoint.storages if s.offset is not None), default=len(data))
+    records = {record.name: record for record in checkpoint.records}
+    names = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
+    held = [records[name] for name in names.get(checkpoint.format, tuple(records)) if name in records]
+    return max((record.offset or 0) + record.stored for record in held)
+
+
+def rezipped(
+    data: bytes, *, compression: int = zipfile.ZIP_STORED, folder: str | None = None, litter: bool = False
+) -> bytes:
+    """The records of an archive, packed by another program."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for name in old.namelist():
+            root, _, below = name.partition("/")
+            lead = f"{root}/" if folder is None else folder
+            if litter:
+                new.writestr(f"__MACOSX/{lead}._{below.replace('/', '_')}", b"\0\5\x16\7")
+            new.writestr(f"{lead}{below}", old.read(name))
+    return out.getvalue()

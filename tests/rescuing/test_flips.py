@@ -1,0 +1,134 @@
+"""One flipped bit anywhere in an archive is found and undone, and the file is what it was, byte for byte."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.forge import FUZZ
+from tests.rescuing.makers import ARCHIVES, flipped, ident
+
+from transload.read import inspect
+from transload.read.source import BytesSource
+from transload.rescuing.archive import recover_archive
+from transload.rescuing.bits import Bit, flipped_bits
+from transload.rescuing.deflate import style_of
+from transload.rescuing.mended import Mended
+
+PLACES = 12 * FUZZ
+
+
+def recovered(data: bytes) -> Mended:
+    made = recover_archive(BytesSource(data))
+    assert made is not None
+    return made
+
+
+def is_undone(whole: bytes, position: int, bit: int) -> bool:
+    made = recovered(flipped(whole, position, bit))
+    same = made.source.size == len(whole) and made.source.read(0, len(whole)) == whole
+    return same and made.exact and [(mend.position, mend.bits) for mend in made.mends] == [(position, (bit,))]
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=ident)
+def test_a_bit_anywhere(path: Path) -> None:
+    whole = path.read_bytes()
+    rng = random.Random(path.name)  # noqa: S311 - no secret
+    places = [(rng.randrange(len(whole)), rng.randrange(8)) for _ in range(PLACES)]
+    assert [place for place in places if not is_undone(whole, *place)] == []
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=ident)
+def test_nothing_is_mended_that_is_whole(path: Path) -> None:
+    whole = path.read_bytes()
+    made = recovered(whole)
+    assert made.source.read(0, len(whole) + 1) == whole
+    assert (made.exact, made.mends, made.lost, made.notes) == (True, (), (), ())
+
+
+def test_every_bit_of_every_header() -> None:
+    """All of them in a small file: two tensors, and all that torch writes around them."""
+    out = io.BytesIO()
+    torch.save({"a": torch.arange(3), "b": torch.zeros(0)}, out)
+    whole = out.getvalue()
+    inside = {place for record in inspect(whole).records for place in _places(record.offset, record.size)}
+    outside = [place for place in range(len(whole)) if place not in inside]
+    step = max(1, 5 // FUZZ)
+    assert [place for place in outside[::step] if not is_undone(whole, place, place // step % 8)] == []
+
+
+def _places(offset: int | None, size: int) -> range:
+    return range(offset or 0, (offset or 0) + size)
+
+
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    generator = torch.Generator().manual_seed(0)
+    out = io.BytesIO()
+    state = {f"w{n}": torch.randn(1000, generator=generator) for n in range(50)}
+    torch.save({**state, "big": torch.randn(1 << 19, generator=generator)}, out)
+    return out.getvalue()
+
+
+def test_a_large_record_is_less_sure(large: bytes) -> None:
+    storage = max(inspect(large).storages, key=lambda each: each.nbytes)
+    position = (storage.offset or 0) + 1_234_567
+    made = recovered(flipped(large, position, 6))
+    assert made.source.read(0, len(large)) == large
+    assert [(mend.position, mend.certainty) for mend in made.mends] == [(position, "probable")]
+
+
+def test_a_generated_file(large: bytes) -> None:
+    rng = random.Random(5)  # noqa: S311 - no secret
+    places = [(rng.randrange(len(large)), rng.randrange(8)) for _ in range(PLACES)]
+    assert [place for place in places if not is_undone(large, *place)] == []
+
+
+def test_more_than_a_bit_is_not_taken_for_one(large: bytes) -> None:
+    storages = inspect(large).storages
+    rng = random.Random(7)  # noqa: S311 - no secret
+    for storage in storages[:10]:
+        broken = bytearray(large)
+        start = storage.offset or 0
+        for place in rng.sample(range(start, start + storage.nbytes), 5):
+            broken[place] ^= 0xFF
+        made = recovered(bytes(broken))
+        assert [lost.name for lost in made.lost] == [storage.record]
+        assert made.mends == ()
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 1000, 65_537])
+def test_the_logarithm(length: int) -> None:
+    from zlib import crc32
+
+    rng = random.Random(length)  # noqa: S311 - no secret
+    whole = rng.randbytes(length)
+    for position in {0, length - 1, *(rng.randrange(length) for _ in range(5))}:
+        for bit in range(8):
+            syndrome = crc32(whole) ^ crc32(flipped(whole, position, bit))
+            assert flipped_bits(syndrome, length) == [Bit(position, bit)]
+            assert flipped_bits(syndrome, max(0, length - position - 1)) == []
+
+
+def test_beyond_half_a_gigabyte_there_are_several() -> None:
+    """Found without such a file: the effect of a bit depends on how many follow, and comes again after 2^32 - 1."""
+    from zlib import crc32
+
+    found = flipped_bits(crc32(b"\0") ^ crc32(b"\1"), 1 << 30)
+    assert [(bit.byte, bit.bit) for bit in found] == [((1 << 30) - 1, 0), ((1 << 30) - 1 - (1 << 29), 1)]
+
+
+def test_how_a_writer_packs() -> None:
+    from zlib import Z_FIXED, compressobj
+
+    text = b"the cat and the hat and the bat" * 20
+    for strategy in (0, Z_FIXED):
+        pack = compressobj(wbits=-15, strategy=strategy)
+        style = style_of(pack.compress(text) + pack.flush())
+        assert 0 < style.reach < len(text) * 32
+        assert 0 < -sum(style.lengths) < len(text)
+    pack = compressobj(level=0, wbits=-15)
+    assert style_of(pack.compress(text) + pack.flush()) == (0, 0, ())

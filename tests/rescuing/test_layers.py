@@ -1,0 +1,185 @@
+"""What lies around a checkpoint is taken off: compression, other archives, an unfinished change."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import sys
+import types
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+from tests.rescuing.makers import ROOT, flipped, hashes
+
+from transload.errors import TransloadError
+from transload.read.source import FileSource
+from transload.rescuing import rescue
+from transload.rescuing.errors import RescueError
+from transload.retagging.changes import Change, Changes
+from transload.retagging.journal import Journal
+from transload.retagging.names import names_of
+from transload.retagging.plan import plan_of
+from transload.retagging.wish import wish_of
+
+DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
+LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()
+
+
+def zipped(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+WRAPPED = {
+    "gzip": gzip.compress(DATA),
+    "bzip2": bz2.compress(DATA),
+    "xz": lzma.compress(DATA),
+    "gzip in two runs": gzip.compress(DATA[:999]) + gzip.compress(DATA[999:]),
+    "zip": zipped({"readme.txt": b"weights", "model.pt": DATA}),
+    "compressed zip": zipped({"model.pt": DATA}, zipfile.ZIP_DEFLATED),
+    "by a mac": zipped({"model.pt": DATA, "__MACOSX/._model.pt": b"PK\x03\x04 no"}),
+    "zip in gzip": gzip.compress(zipped({"model.pt": DATA})),
+    "a flipped bit in a zip": zipped({"model.pt": flipped(DATA, 5000, 5)}),
+    "a flipped bit in gzip": gzip.compress(flipped(DATA, 5000, 5)),
+    "junk before in gzip": gzip.compress(b"junk" + DATA),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_unwrapped(name: str, tmp_path: Path) -> None:
+    made = rescue(WRAPPED[name], tmp_path / "out.pt")
+    assert made.exit_code == 0, str(made)
+    assert (tmp_path / "out.pt").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress], ids=["gzip", "xz"])
+def test_cut_while_packed(pack: object, tmp_path: Path) -> None:
+    """What was unpacked before the end is a file that was cut."""
+    packed = pack(DATA)  # type: ignore[operator]
+    made = rescue(packed[:-200], tmp_path / "out.pt")
+    assert made.exit_code in (0, 1)
+    assert any("breaks off" in note for note in made.notes)
+    assert hashes((tmp_path / "out.pt").read_bytes()).items() <= hashes(DATA).items()
+
+
+def test_a_legacy_stream_in_a_zip(tmp_path: Path) -> None:
+    assert rescue(zipped({"old.pth": LEGACY}), tmp_path / "out.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == LEGACY
+
+
+def test_one_of_several(tmp_path: Path) -> None:
+    several = zipped({"a.pt": LEGACY, "b/c.pt": DATA})
+    with pytest.raises(RescueError, match=r"2 checkpoints are in it: a.pt, b/c.pt"):
+        rescue(several, tmp_path / "out.pt")
+    assert rescue(several, tmp_path / "out.pt", member="b/c.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == DATA
+
+
+def test_zstd_needs_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("compression.zstd", "backports.zstd", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RescueError, match="zstd"):
+        rescue(b"\x28\xb5\x2f\xfd" + bytes(100), tmp_path / "out.pt")
+
+
+def test_zstd_by_whatever_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in with the interface of Python's own module."""
+
+    class Decompressor:
+        def __init__(self) -> None:
+            self._inner = zlib.decompressobj()
+            self.needs_input = True
+
+        @property
+        def eof(self) -> bool:
+            return self._inner.eof
+
+        @property
+        def unused_data(self) -> bytes:
+            return self._inner.unused_data
+
+        def decompress(self, data: bytes, max_length: int = -1) -> bytes:  # noqa: ARG002 - gives all it has
+            return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))
+
+    module = types.ModuleType("compression.zstd")
+    module.ZstdDecompressor = Decompressor  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "compression", types.ModuleType("compression"))
+    monkeypatch.setitem(sys.modules, "compression.zstd", module)
+    assert rescue(b"\x28\xb5\x2f\xfd" + zlib.compress(DATA), tmp_path / "out.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == DATA
+
+
+def unpacked(data: bytes, folder: Path) -> Path:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_an_unzipped_directory(tmp_path: Path) -> None:
+    folder = unpacked(DATA, tmp_path / "unzipped")
+    for place in (folder, next(folder.iterdir())):
+        out = tmp_path / f"{place.name}.pt"
+        assert rescue(place, out).exit_code == 0
+        assert hashes(out.read_bytes()) == hashes(DATA)
+
+
+def test_an_unzipped_directory_without_a_storage(tmp_path: Path) -> None:
+    folder = unpacked(DATA, tmp_path / "unzipped")
+    (folder / "train_cuda0" / "data" / "0").unlink()
+    made = rescue(folder, tmp_path / "out.pt")
+    assert made.exit_code == 1
+    assert [fate.name for fate in made.lost] == ["model/conv.weight"]
+
+
+def test_a_directory_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"x")
+    with pytest.raises(RescueError, match="directory"):
+        rescue(tmp_path, tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("share", [0, 1, 7, -1])
+def test_an_interrupted_retag(share: int, tmp_path: Path) -> None:
+    """The journal beside a file tells what it was, and both stay as they are."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(DATA)
+    source = FileSource(path)
+    changes = plan_of(source, wish_of("cpu"), copy=False).changes
+    source.close()
+    changed = bytearray(DATA)
+    for run in changes.runs[: share if share >= 0 else None]:
+        changed[run.offset : run.offset + len(run.new)] = run.new
+    path.write_bytes(changed)
+    journal = Path(names_of(str(path)).journal)
+    journal.write_bytes(Journal(changes, path.stat().st_ino).encoded())
+    assert rescue(path, tmp_path / "out.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == (DATA if share >= 0 else changed)
+    assert path.read_bytes() == changed
+    assert journal.exists()
+
+
+def test_a_journal_of_nonsense(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(DATA)
+    backward = Changes((Change(50, b"a", DATA[50:51]), Change(9, DATA[9:10], b"b")), len(DATA), len(DATA))
+    for content in (b"", b"TLRETAG1", Journal(backward).encoded()):
+        Path(names_of(str(path)).journal).write_bytes(content)
+        assert rescue(path, tmp_path / "out.pt", overwrite=True).exit_code == 0
+        assert (tmp_path / "out.pt").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"<html>404</html>", bytes(5000), b"\x1f\x8b\x08 no", b"PK\x03\x04", b"PK", b"\x80\x02}q\x00."],
+    ids=["empty", "html", "zeros", "no gzip", "signature", "two letters", "pickle"],
+)
+def test_what_is_no_checkpoint(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(TransloadError):
+        rescue(content, tmp_path / "out.pt")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""Files without checksums: what is there twice is put right, what is cut off is told from what is not."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+from tests.rescuing.makers import ROOT, STREAMS, flipped, hashes, ident, index_end, there
+
+from transload.errors import TransloadError
+from transload.read import inspect
+from transload.rescuing import rescue
+
+LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()
+
+
+def table(tensors: dict[str, tuple[str, list[int], bytes]], **more: object) -> bytes:
+    """A safetensors file."""
+    header: dict[str, object] = {**more}
+    content = b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(data)]}
+        content += data
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw + content
+
+
+SAFE = table(
+    {f"w{n}": ("F32", [5, 3], random.Random(n).randbytes(60)) for n in range(9)},  # noqa: S311 - no secret
+    __metadata__={"format": "pt"},
+)
+
+
+@pytest.mark.parametrize("path", STREAMS, ids=ident)
+def test_a_cut_stream(path: Path, tmp_path: Path) -> None:
+    data = path.read_bytes()
+    all_of_it = hashes(data)
+    rng = random.Random(path.name)  # noqa: S311 - no secret
+    for cut in sorted(rng.randrange(index_end(data), len(data)) for _ in range(4)):
+        want = there(data, cut)
+        made = rescue(data[:cut], tmp_path / "out.pt", overwrite=True)
+        found = sorted(fate.name for fate in made.tensors if fate.state != "lost")
+        assert found == want, cut
+        if made.how == "nothing":
+            assert not any(inspect(data).tensor(name).nbytes for name in want)
+            continue
+        assert made.exit_code == 1
+        out = (tmp_path / "out.pt").read_bytes()
+        assert inspect(out).integrity in ("whole", "unchecked")
+        assert hashes(out) == {name: all_of_it[name] for name in want if name in all_of_it}
+
+
+def test_a_stream_cut_in_its_pickles(tmp_path: Path) -> None:
+    for cut in range(1, index_end(LEGACY), 37):
+        try:
+            made = rescue(LEGACY[:cut], tmp_path / "out.pt")
+        except TransloadError:
+            continue
+        assert made.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flipped_bits_that_are_there_twice(tmp_path: Path) -> None:
+    """The opening is always the same; the counts stand in the object, too."""
+    counts = [s.offset - 8 + byte for s in inspect(LEGACY).storages if s.offset for byte in range(8)]
+    for number, position in enumerate((*range(21), *counts)):
+        out = tmp_path / f"{number}.pt"
+        made = rescue(flipped(LEGACY, position, number % 8), out)
+        assert out.read_bytes() == LEGACY, position
+        assert [(mend.position, mend.bits) for mend in made.mends] == [(position, (number % 8,))]
+
+
+def test_a_stream_with_something_around_it(tmp_path: Path) -> None:
+    assert rescue(b"junk!" + LEGACY + b"junk", tmp_path / "out.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == LEGACY
+
+
+def test_a_filled_stream_keeps_its_format(tmp_path: Path) -> None:
+    cut = len(LEGACY) - 100
+    made = rescue(LEGACY[:cut], tmp_path / "out.pt", fill="nan")
+    out = (tmp_path / "out.pt").read_bytes()
+    assert (made.how, made.exit_code) == ("filled", 1)
+    assert len(out) == len(LEGACY)
+    assert out[:cut][: -len(out) % 8 - 4 or None]
+    assert inspect(out).format == "torch-legacy"
+
+
+def test_cut_safetensors(tmp_path: Path) -> None:
+    start = 8 + struct.unpack("<Q", SAFE[:8])[0]
+    for cut in range(start, len(SAFE), 23):
+        want = there(SAFE, cut)
+        made = rescue(SAFE[:cut], tmp_path / "out.safetensors", overwrite=True)
+        assert sorted(fate.name for fate in made.tensors if fate.state != "lost") == want
+        assert made.exit_code == (1 if want else 2)
+        if want:
+            out = (tmp_path / "out.safetensors").read_bytes()
+            assert hashes(out) == {name: hashes(SAFE)[name] for name in want}
+            assert inspect(out).facts[1:] == inspect(SAFE).facts[1:]
+            assert inspect(out).integrity in ("whole", "unchecked")
+
+
+def test_safetensors_in_a_library(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    rescue(SAFE[:-70], tmp_path / "out.safetensors")
+    loaded = safetensors.load_file(tmp_path / "out.safetensors")
+    assert sorted(loaded) == [f"w{n}" for n in range(7)]
+
+
+def test_filled_safetensors(tmp_path: Path) -> None:
+    rescue(SAFE[:-70], tmp_path / "out.safetensors", fill="zeros")
+    assert (tmp_path / "out.safetensors").read_bytes() == SAFE[:-72] + bytes(72)
+
+
+def test_safetensors_with_something_around_it(tmp_path: Path) -> None:
+    for broken in (SAFE + b"junk", b"JUNK" * 5 + SAFE):
+        assert rescue(broken, tmp_path / "out.safetensors", overwrite=True).exit_code == 0
+        assert (tmp_path / "out.safetensors").read_bytes() == SAFE
+
+
+@pytest.mark.parametrize("bit", range(24))
+def test_the_length_of_the_table(bit: int, tmp_path: Path) -> None:
+    made = rescue(flipped(SAFE, bit // 8, bit % 8), tmp_path / "out.safetensors")
+    assert made.exit_code == 0
+    assert (tmp_path / "out.safetensors").read_bytes() == SAFE
