@@ -1,0 +1,139 @@
+"""Running a program as ``python`` would, in this process: what ``transload run`` does."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from transload.patching import switch, uncaught
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType
+    from typing import Any
+
+__all__ = ["program_of"]
+
+
+def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
+    """What runs a script, or a module, with its arguments. All that it raises is the program's own."""
+    if not module:
+        _check(words[0])
+
+    def run() -> int:
+        switch.turn(device, explaining=False)
+        try:
+            _execute(words, module=module)
+        except SystemExit:
+            raise
+        except BaseException:
+            sys.excepthook = uncaught.explained(sys.excepthook)  # around the one the program may have set
+            raise
+        return 0
+
+    return run
+
+
+def _check(path: str) -> None:
+    if not os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
+        from transload.errors import CannotReadError
+
+        fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
+        raise CannotReadError("there is no such script", where=path, fix=fix)
+
+
+def _execute(words: list[str], *, module: bool) -> None:
+    from types import ModuleType
+
+    main = ModuleType("__main__")
+    names, code = (_module if module else _script)(words)
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    vars(main).update(names)
+    sys.modules["__main__"] = main  # and it stays, for what runs at exit
+    exec(code, vars(main))  # noqa: S102 - somebody's program is what we are here for
+
+
+uncaught.runners.add(_execute.__code__)
+
+
+def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+    import runpy
+
+    _lead_path(os.getcwd())  # noqa: PTH109
+    sys.argv = ["-m", *words[1:]]  # while its packages are imported
+    try:
+        # As pdb and trace do: it alone knows packages with a __main__, and Python's own words for what cannot be run.
+        _, spec, code = runpy._get_module_details(words[0], _NoModuleError)  # type: ignore[attr-defined]  # noqa: SLF001
+    except _NoModuleError as error:
+        sys.exit(f"transload run: {error}")
+    sys.argv[0] = spec.origin
+    return _names(spec.origin, spec.loader, spec, spec.parent), code
+
+
+class _NoModuleError(ImportError):
+    """What is named cannot be run as a program."""
+
+
+def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+    path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - as Python itself: not made any simpler
+    sys.argv = list(words)
+    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
+        return _folder(path)
+    _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    compiled = path.endswith(".pyc")
+    loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
+    code = loader.get_code("__main__") if compiled else compile(_read(path), path, "exec", dont_inherit=True)
+    assert code is not None  # noqa: S101 - for the type checker
+    return _names(path, loader, None, None), code
+
+
+def _read(path: str) -> bytes:
+    import io
+
+    with io.open_code(path) as file:
+        return file.read()
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:  # noqa: PTH123
+        head = file.read(2)
+        if head not in (b"PK", b"#!"):
+            return False
+    from zipfile import is_zipfile
+
+    return is_zipfile(path)
+
+
+def _folder(path: str) -> tuple[dict[str, Any], CodeType]:
+    """A folder, or a zip archive, with a ``__main__.py``."""
+    from pkgutil import get_importer
+
+    _lead_path(path)
+    finder: Any = get_importer(path)
+    spec = finder.find_spec("__main__") if finder is not None else None
+    if spec is None:
+        sys.exit(f"transload run: can't find '__main__' module in '{path}'")
+    return _names(spec.origin, spec.loader, spec, spec.parent), spec.loader.get_code("__main__")
+
+
+def _names(path: str, loader: Any, spec: Any, package: str | None) -> dict[str, Any]:
+    return {
+        "__file__": path,
+        "__cached__": spec.cached if spec is not None else None,
+        "__loader__": loader,
+        "__spec__": spec,
+        "__package__": package,
+    }
+
+
+def _lead_path(folder: str) -> None:
+    """Put the program's folder where ours was, and see that we can still be found, for what we import later."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[:1] = [folder]
+    home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+    if home not in sys.path:
+        sys.path.append(home)

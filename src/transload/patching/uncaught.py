@@ -1,0 +1,92 @@
+"""The end of a program by an exception: its traceback as it would be without us, and the explanation below."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from transload.patching import landing
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, TracebackType
+
+    Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+__all__ = ["explained", "runners", "tell", "tidy"]
+
+runners: set[CodeType] = set()
+"""Functions that execute a program: a traceback begins below them."""
+
+_HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - pathlib costs more than all the rest
+
+
+def explained(hook: Hook) -> Hook:
+    """``sys.excepthook``: first the one that was there, then the explanation."""
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not landing.wish:
+            hook(kind, error, trace)
+            return
+        tidy(error)
+        hook(kind, error, error.__traceback__)
+        tell(error)
+
+    return excepthook
+
+
+def tell(error: BaseException) -> None:
+    """Explain an error on stderr, if it is a known one. This must not fail: there is a traceback to be read."""
+    if not isinstance(error, Exception) or sys.stderr is None:
+        return
+    try:
+        from transload.explaining import explain
+        from transload.render.explain import report
+        from transload.render.terminal import emit
+
+        explanation = explain(error)
+        if explanation.known:
+            sys.stderr.write("\n")
+            emit(report(explanation), sys.stderr)
+            sys.stderr.flush()
+    except Exception:  # noqa: BLE001 - see above
+        return
+
+
+def tidy(error: BaseException) -> None:
+    """Take our own frames out of the tracebacks of an exception and of those it came from."""
+    for each in _chain(error):
+        each.__traceback__ = _linked(list(_theirs(each.__traceback__)))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        this = waiting.pop()
+        if id(this) in seen:
+            continue
+        seen.add(id(this))
+        yield this
+        members = getattr(this, "exceptions", ())  # of a group
+        others = (this.__cause__, this.__context__, *(members if isinstance(members, tuple) else ()))
+        waiting += [each for each in others if isinstance(each, BaseException)]
+
+
+def _theirs(trace: TracebackType | None) -> Iterator[TracebackType]:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    begin = max((at + 1 for at, each in enumerate(entries) if each.tb_frame.f_code in runners), default=0)
+    for each in entries[begin:]:
+        if not each.tb_frame.f_code.co_filename.startswith(_HERE):
+            yield each
+
+
+def _linked(entries: list[TracebackType]) -> TracebackType | None:
+    linked: TracebackType | None = None
+    for each in reversed(entries):
+        linked = type(each)(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return linked

@@ -1,0 +1,321 @@
+"""A program under ``transload run`` is what it is under ``python``: each is run both ways, and the two compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+import transload
+from transload.cli.main import main
+
+SOURCE = Path(transload.__file__).parent.parent
+ENV = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", "NO_COLOR": "1"}
+RUN = ("-m", "transload", "run")
+
+PROBE = """\
+import sys
+import beside
+
+for name in sorted(set(globals()) - {"__builtins__", "sys", "beside"}):
+    value = globals()[name]
+    if name == "__loader__":
+        value = type(value).__name__
+    if name == "__spec__" and value is not None:
+        value = value.name, value.parent, value.origin
+    print(name, value)
+print(sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+"""
+RELATIVE = "from . import sibling\nfrom .sibling import value\nprint(value, __package__)\n"
+
+
+def start(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        env=ENV,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+
+
+def same(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The outcome of a program, which must be the same with us and without."""
+    without = start(*arguments, cwd=cwd, stdin=stdin)
+    ours = start(*RUN, *arguments, cwd=cwd, stdin=stdin)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (without.returncode, without.stdout, without.stderr)
+    return ours
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Some programs."""
+    files = {
+        "probe.py": PROBE,
+        "beside.py": "",
+        "package/__init__.py": "",
+        "package/__main__.py": PROBE,
+        "package/relative.py": RELATIVE,
+        "package/sibling.py": "value = 7\n",
+        "other/probe.py": PROBE,
+        "other/beside.py": "",
+        "main/__main__.py": PROBE,
+        "main/beside.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    with ZipFile(tmp_path / "program.pyz", "w") as archive:
+        archive.writestr("__main__.py", PROBE)
+        archive.writestr("beside.py", "")
+    return tmp_path
+
+
+PROGRAMS = {
+    "script": ["probe.py"],
+    "arguments": ["probe.py", "a b", "--help", "-h", "-m", "--device", "x", "--", "-1", "", "--version"],
+    "elsewhere": ["other/probe.py", "x"],
+    "roundabout": ["other/../probe.py"],
+    "module": ["-m", "probe", "--help", "-m", "x"],
+    "package": ["-m", "package", "x"],
+    "relative-imports": ["-m", "package.relative"],
+    "folder": ["main", "x"],
+    "archive": ["program.pyz", "--x"],
+}
+
+
+@pytest.mark.parametrize("arguments", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_finds_itself_as_ever(folder: Path, arguments: list[str]) -> None:
+    assert same(*arguments, cwd=folder).returncode == 0
+
+
+def test_a_link_leads_to_the_folder_of_the_script(folder: Path) -> None:
+    try:
+        (folder / "link.py").symlink_to(folder / "other" / "probe.py")
+    except OSError:
+        pytest.skip("no links here")
+    assert str(folder / "other") in same("link.py", cwd=folder).stdout
+
+
+def test_a_compiled_script_runs(folder: Path) -> None:
+    import py_compile
+
+    py_compile.compile(str(folder / "probe.py"), cfile=str(folder / "compiled.pyc"))
+    ours = start(*RUN, "compiled.pyc", "x", cwd=folder)
+    assert "['compiled.pyc', 'x']" in ours.stdout
+    assert ours.returncode == 0, ours.stderr
+
+
+ENDS = {
+    "end": ("pass", 0),
+    "exit": ("sys.exit()", 0),
+    "code": ("sys.exit(7)", 7),
+    "negative": ("sys.exit(-1)", 255),
+    "word": ("sys.exit('a word')", 1),
+    "object": ("sys.exit([1, 2])", 1),
+    "raise": ("deep()", 1),
+    "chain": ("\ntry:\n    deep()\nexcept ValueError as error:\n    raise KeyError('x') from error", 1),
+    "own-hook": ("sys.excepthook = lambda *told: print(told[0], told[2].tb_frame.f_code.co_name); deep()", 1),
+    "at-once": ("os._exit(5)", 5),
+    "syntax": ("compile('1 +', 'text', 'exec')", 1),
+    "at-exit": ("atexit.register(lambda: print(deep.__module__, sys.modules['__main__'].deep is deep))", 0),
+    "thread": ("threading.Thread(target=lambda: print(sys.modules['__main__'].deep is deep)).start()", 0),
+    "stdin": ("print(sys.stdin.read().upper())", 0),
+    "pickle": ("print(pickle.loads(pickle.dumps(Kind())).__class__ is Kind)", 0),
+    "future": ("print(deep.__annotations__)", 0),
+    "source": ("import inspect; print(inspect.getsource(deep))", 0),
+}
+POSIX_ENDS = {
+    "interrupt": ("raise KeyboardInterrupt", -2),
+    "signalled": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", -2),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", -15),
+    "abort": ("os.abort()", -6),
+}
+TOP = """\
+import atexit, os, pickle, signal, sys, threading, time
+
+class Kind: pass
+
+def deep(size: int = 1): raise ValueError("no")
+
+"""
+
+
+@pytest.mark.parametrize(("text", "code"), [*ENDS.values(), *POSIX_ENDS.values()], ids=[*ENDS, *POSIX_ENDS])
+def test_a_program_ends_as_ever(tmp_path: Path, text: str, code: int) -> None:
+    if os.name != "posix" and (text, code) in POSIX_ENDS.values():
+        pytest.skip("signals are another thing on Windows")
+    (tmp_path / "program.py").write_text(TOP + text, encoding="utf-8")
+    assert same("program.py", cwd=tmp_path, stdin="words").returncode == code
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    """The kind of error that a program ended with."""
+    return "".join(done.stderr.splitlines()[-1:]).partition(":")[0]
+
+
+SOURCES = {
+    "cut": "x = 1 +",
+    "no-function": "return",
+    "latin": "# coding: latin-1\nprint('\xe4')",
+    "not-utf8": "print('\xe4')",
+    "no-coding": "# coding: nonsense",
+}
+
+
+@pytest.mark.parametrize("text", SOURCES.values(), ids=SOURCES)
+def test_source_is_read_as_python_reads_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "program.py").write_text(text, encoding="latin-1")
+    without, ours = (start(*how, "program.py", cwd=tmp_path) for how in ((), RUN))
+    assert (ours.returncode, ours.stdout) == (without.returncode, without.stdout)
+    assert told(ours) == told(without)
+
+
+@contextmanager
+def running(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, *RUN, *arguments], cwd=cwd, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are another thing on Windows")
+def test_a_program_handles_its_signals(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n",
+        encoding="utf-8",
+    )
+    with running("program.py", cwd=tmp_path) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 9
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are another thing on Windows")
+def test_a_program_is_interrupted_with_its_own_traceback(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nprint(1, flush=True)\ntime.sleep(60)\n", encoding="utf-8")
+    with running("program.py", cwd=tmp_path) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=30)
+    assert child.returncode == -signal.SIGINT
+    assert "transload" not in told
+    assert told.endswith("KeyboardInterrupt\n")
+
+
+def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(tmp_path / "absent.py")]) == 2
+    assert capsys.readouterr().err == f"transload: {tmp_path / 'absent.py'}: there is no such script\n"
+    assert main(["run", "http"]) == 2
+    assert "transload run -m http" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-m", "no_such_module"], ["-m", "package.absent"], ["-m", "xml"], ["empty"]], ids=" ".join
+)
+def test_what_cannot_be_run_is_told_in_pythons_words(folder: Path, arguments: list[str]) -> None:
+    (folder / "empty").mkdir()
+    without, ours = (start(*how, *arguments, cwd=folder) for how in ((), RUN))
+    assert (ours.returncode, ours.stdout) == (without.returncode, "")
+    assert without.stderr.partition(": ")[2] == ours.stderr.partition(": ")[2]
+
+
+def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run"]) == 2
+    assert main(["run", "--nonsense", "x.py"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_program_that_needs_no_torch_does_not_pay_for_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import sys\n"
+        "heavy = {'torch', 'rich', 'typing', 'dataclasses', 'multiprocessing', 'zipfile', 'transload.loading'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n",
+        encoding="utf-8",
+    )
+    assert start("-S", *RUN, "program.py", cwd=tmp_path).stdout == "[]\n"
+
+
+def test_the_zipapp_runs_a_program_too(tmp_path: Path) -> None:
+    build = SOURCE.parent / "scripts" / "build_zipapp.py"
+    if not build.exists():
+        pytest.skip("not in a checkout")
+    subprocess.run([sys.executable, build, tmp_path / "transload.pyz"], check=True, capture_output=True, timeout=60)
+    (tmp_path / "program.py").write_text("import sys; print(sys.argv, sys.path[0])\n1 / 0\n", encoding="utf-8")
+    done = start("-I", "transload.pyz", "run", "program.py", "x", cwd=tmp_path)
+    assert done.stdout.startswith("['program.py', 'x']")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "transload" not in done.stderr.replace(str(tmp_path), "")
+
+
+EXPLAINED = """\
+import torch
+
+def evaluate():
+    torch.load("page.pt", weights_only=False)
+
+evaluate()
+"""
+
+
+def test_an_uncaught_exception_is_explained_below_its_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "page.pt").write_text("<!DOCTYPE html><html>Not found</html>", encoding="utf-8")
+    (tmp_path / "program.py").write_text(EXPLAINED, encoding="utf-8")
+    done = start(*RUN, "program.py", cwd=tmp_path)
+    assert done.returncode == 1
+    trace, _, explanation = done.stderr.partition("\n\n")
+    assert trace.startswith('Traceback (most recent call last):\n  File "')
+    assert trace.splitlines()[1].endswith('program.py", line 6, in <module>')
+    assert "transload" not in trace
+    assert "page.pt: it does not load: a web page" in " ".join(explanation.split())
+
+
+RANK = """\
+import os, sys, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = int(os.environ["LOCAL_RANK"])
+state = torch.load(sys.argv[1], map_location=f"cuda:{rank + 90}")
+total = torch.full((1,), float(rank + 1), device=f"cuda:{rank + 90}").cpu()
+dist.all_reduce(total)
+assert total.item() == 3.0, total
+print(f"{rank} of {dist.get_world_size()} {sys.argv[2:]} {len(state)}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun(tmp_path: Path, data: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available() or sys.platform != "linux":
+        pytest.skip("no torchrun here")
+    (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    program = (str(data / "h200" / "state_dict_cuda1.pt"), "--fast")
+    done = start(*launcher, *RUN, "rank.py", *program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
+    assert done.stderr.count("LandingWarning") == 2

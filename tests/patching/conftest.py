@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+import transload
+from transload.patching import landing
+
+SOURCE = Path(transload.__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    """Every test begins and ends without a patch, with nothing told and nothing counted."""
+
+    def forget() -> None:
+        transload.unpatch()
+        for kept in (landing._counts, landing._landings, landing._told):
+            kept.clear()
+
+    forget()
+    yield
+    forget()
+
+
+class Python(Protocol):
+    """Runs Python in a process of its own, with us on its path."""
+
+    def __call__(
+        self, *arguments: str | Path, cwd: Path | None = ..., stdin: str = ..., **env: str
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def python() -> Python:
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, stdin: str = "", **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            input=stdin,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", "NO_COLOR": "1", **env},
+            encoding="utf-8",
+            timeout=180,
+            check=False,
+        )
+
+    return run
+
+
+class Cards:
+    """A machine with so many GPUs, as far as torch can be asked without touching one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def __call__(self, count: int, current: int = 0) -> None:
+        import torch
+
+        answers = {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "current_device": lambda: current,
+            "get_device_name": lambda _: "Card",
+            "mem_get_info": lambda _: (1 << 30, 1 << 30),
+            "memory_reserved": lambda _: 0,
+            "memory_allocated": lambda _: 0,
+        }
+        for name, answer in answers.items():
+            self.monkeypatch.setattr(torch.cuda, name, answer)
+        landing._counts.clear()
+        landing._landings.clear()
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
+    return Cards(monkeypatch)
+
+
+@pytest.fixture
+def no_cards(cards: Cards) -> None:
+    cards(0)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import multiprocessing.spawn
+import pickle
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import transload
+from transload.patching import landing
+
+if TYPE_CHECKING:
+    from tests.patching.conftest import Python
+
+
+def test_a_child_is_told_what_its_parent_does() -> None:
+    assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
+    with transload.patch("cpu"):
+        landing.tell_no_more(["cuda to cpu"])
+        prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
+    landing._told.clear()
+    assert landing.wish == ""
+    before = list(sys.path)
+    pickle.loads(prepared)  # as the child does, before anything else
+    assert (landing.wish, landing.told()) == ("cpu", ["cuda to cpu"])
+    assert sys.path == before
+    transload.unpatch()
+    assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
+
+
+def test_a_child_that_cannot_find_us_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with transload.patch():
+        prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
+    monkeypatch.setitem(sys.modules, "transload.patching.children", None)
+    pickle.loads(prepared)
+    assert landing.wish == ""
+
+
+SCRIPT = """\
+import multiprocessing, sys
+import torch
+
+assert torch.ones(1).to("cuda:99").device.type != "meta"  # at the top, which a child runs again
+
+
+class Noted:
+    def __init__(self, number):
+        self.number = number
+
+
+def work(queue, noted):
+    made = torch.zeros(1, device="cuda:99")
+    loaded = torch.load(sys.argv[1])
+    queue.put([noted.number, sys.argv[2], made.device.type, loaded["fc.weight"].device.type])
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.full((1,), index).to("cuda:99").cpu()
+
+
+if __name__ == "__main__":
+    for number, method in enumerate(multiprocessing.get_all_start_methods()):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue, Noted(number)))
+        child.start()
+        print(method, *queue.get(timeout=100))
+        child.join()
+        assert child.exitcode == 0
+    print(torch.cat(list(torch.utils.data.DataLoader(Data(), num_workers=1))).tolist())
+"""
+
+
+def test_every_kind_of_child_is_covered(python: Python, tmp_path: Path, data: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (tmp_path / "parent.py").write_text(SCRIPT, encoding="utf-8")
+    weights = data / "h200" / ("state_dict_cuda1.pt" if torch.cuda.device_count() < 2 else "state_dict_cuda0.pt")
+    done = python("-m", "transload", "run", "parent.py", weights, "word", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *children, batch = done.stdout.splitlines()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    methods = multiprocessing.get_all_start_methods()
+    assert children == [f"{method} {number} word {kind} {kind}" for number, method in enumerate(methods)]
+    assert batch == "[[0], [1]]"
+    assert done.stderr.count("LandingWarning") == 1

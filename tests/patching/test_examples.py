@@ -1,0 +1,62 @@
+"""The scripts under ``examples/scripts``: each fails here under ``python``, and works under ``transload run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import transload
+
+if TYPE_CHECKING:
+    from tests.patching.conftest import Python
+
+torch = pytest.importorskip("torch")
+
+SCRIPTS = Path(__file__).parent.parent.parent / "examples" / "scripts"
+EXPECTED = {
+    "infer.py": (["--weights", "classifier.pt"], "image 3: class "),
+    "resume.py": (["training.ckpt", "--epochs", "4"], "epoch 3: loss "),
+    "lightning_like.py": (["regressor.ckpt"], "test loss "),
+}
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="cuda:1 is here, and they would not fail")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import runpy
+    import sys
+    from unittest import mock
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with (
+        mock.patch.object(sys, "argv", ["make.py", str(folder)]),
+        mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]),
+        pytest.raises(SystemExit) as left,
+    ):
+        runpy.run_path(str(SCRIPTS / "make.py"), run_name="__main__")
+    assert left.value.code == 0
+    return folder
+
+
+def test_every_script_is_tried() -> None:
+    assert {path.name for path in SCRIPTS.glob("*.py")} == {*EXPECTED, "make.py"}
+
+
+def test_the_checkpoints_are_of_another_machine(checkpoints: Path) -> None:
+    for path in checkpoints.iterdir():
+        assert {storage.device for storage in transload.inspect(path).storages} == {"cuda:1"}
+
+
+@pytest.mark.parametrize("script", EXPECTED)
+def test_it_fails_under_python_and_works_under_us(python: Python, checkpoints: Path, script: str) -> None:
+    arguments, last = EXPECTED[script]
+    without = python(SCRIPTS / script, *arguments, cwd=checkpoints)
+    assert without.returncode == 1
+    assert "Error: " in without.stderr.splitlines()[-1]
+    ours = python("-m", "transload", "run", SCRIPTS / script, *arguments, cwd=checkpoints)
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.splitlines()[-1].startswith(last)
+    assert ours.stderr.count("LandingWarning: there is no cuda:1 here") == 1

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import transload
+from transload.patching.landing import land
+
+if TYPE_CHECKING:
+    from tests.patching.conftest import Cards
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", transload.LandingWarning)
+        yield
+
+
+@pytest.mark.usefixtures("no_cards", "_quiet")
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", "cuda:1", 0, 7, "xpu:1", "hpu", "mtia:0", torch.device("cuda:3")], ids=str
+)
+def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
+    with transload.patch():
+        assert land(device) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("no_cards")
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", "cpu:0", "meta", "nonsense", "cuda:x", "cuda:", "npu:0", "", None, -1, True, 1.5, torch.float16],
+    ids=str,
+)
+def test_what_is_here_or_no_device_we_know_is_left_to_torch(device: Any) -> None:
+    with transload.patch():
+        assert land(device) is device
+
+
+def test_a_tensor_is_no_device() -> None:
+    tensor = torch.ones(2)
+    with transload.patch():
+        assert land(tensor) is tensor
+
+
+def test_unpatched_nothing_lands() -> None:
+    assert land("cuda:7") == "cuda:7"
+
+
+def test_where_the_device_exists_nothing_changes(cards: Cards) -> None:
+    cards(2)
+    with transload.patch():
+        for device in ("cuda", "cuda:0", "cuda:1", 1, torch.device("cuda:1"), torch.device("cuda")):
+            assert land(device) is device
+
+
+@pytest.mark.parametrize(
+    ("current", "rank", "landing"), [(0, "", 0), (1, "", 1), (0, "1", 1), (0, "3", 1), (1, "0", 1)]
+)
+def test_an_absent_index_lands_on_the_gpu_of_this_process(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, current: int, rank: str, landing: int
+) -> None:
+    cards(2, current)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* lands on cuda:{landing}"):
+        assert land("cuda:5") == torch.device("cuda", landing)
+
+
+def test_the_landing_of_a_process_does_not_wander(cards: Cards) -> None:
+    """A model and its inputs shall meet, whatever device was made the current one between."""
+    cards(2, 0)
+    with transload.patch():
+        with pytest.warns(transload.LandingWarning):
+            first = land("cuda:5")
+        cards.monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert land("cuda:5") == first
+
+
+def test_devices_are_counted_again_when_a_program_hides_some(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(2)
+    with transload.patch():
+        assert land("cuda:1") == "cuda:1"
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert land("cuda:1") == "cuda:1"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with pytest.warns(transload.LandingWarning):
+            assert land("cuda:1") == torch.device("cuda:0")
+
+
+def test_a_wish_is_for_what_is_absent_only(cards: Cards) -> None:
+    cards(2)
+    with transload.patch("cpu"):
+        assert land("cuda:1") == "cuda:1"
+        with pytest.warns(transload.LandingWarning, match="lands on cpu"):
+            assert land("cuda:2") == torch.device("cpu")
+
+
+def test_a_forked_process_that_cannot_use_cuda_hears_so_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with transload.patch():
+        assert land("cuda:1") == "cuda:1"
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_one_warning_at_the_line_of_the_program_for_all_of_a_kind(data: Path) -> None:
+    with transload.patch(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.nn.Linear(2, 2).to("cuda:1")
+        torch.load(data / "h200" / "state_dict_cuda1.pt")
+        torch.zeros(2, device="cuda:3").cuda()
+    assert [(warning.category, warning.filename) for warning in told] == [(transload.LandingWarning, __file__)]
+    assert str(told[0].message).startswith("there is no cuda:1 here; ")
+
+
+@pytest.mark.parametrize("device", ["", ":", "cuda:", "cuda:x", "the gpu", 3, None])
+def test_a_wish_that_is_no_device_is_refused(device: Any) -> None:
+    if device is None:
+        device = ":1"
+    with pytest.raises(transload.UsageError, match="is no device"):
+        transload.patch(device)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+import transload
+from transload.patching import landing, switch
+
+if TYPE_CHECKING:
+    from tests.patching.conftest import Python
+
+
+def fail() -> NoReturn:
+    raise ValueError("no")
+
+
+def test_it_is_on_until_it_is_undone() -> None:
+    assert switch.state() == ""
+    transload.patch()
+    assert switch.state() == "auto"
+    transload.patch()
+    transload.unpatch()
+    assert switch.state() == ""
+    transload.unpatch()
+
+
+def test_a_block_puts_back_what_was_before() -> None:
+    with transload.patch() as outer:
+        assert repr(outer) == "transload.patch(device='auto')"
+        with transload.patch("cpu"):
+            assert landing.wish == "cpu"
+        assert landing.wish == "auto"
+    assert landing.wish == ""
+
+
+def test_a_block_that_is_left_by_an_exception_is_undone() -> None:
+    with pytest.raises(ValueError, match="no"), transload.patch():
+        fail()
+    assert switch.state() == ""
+
+
+def test_a_block_inside_a_patched_program_leaves_it_patched() -> None:
+    transload.patch()
+    with transload.patch():
+        pass
+    assert switch.state() == "auto"
+
+
+def test_the_hook_of_uncaught_exceptions_comes_and_goes() -> None:
+    before = sys.excepthook
+    with transload.patch():
+        assert sys.excepthook is not before
+    assert sys.excepthook is before
+
+
+def test_nothing_of_ours_stays_on_the_path_of_imports() -> None:
+    before = list(sys.meta_path)
+    with transload.patch():
+        pass
+    assert sys.meta_path == before
+
+
+AROUND = """
+import sys
+import {first}
+transload = __import__("transload")
+transload.patch()
+assert ("torch" in sys.modules) == ({first!r} == "torch")
+import torch
+print(torch.ones(2).to("cuda:7" if torch.cuda.device_count() < 8 else "cpu").device.type)
+assert type(torch.__spec__.loader).__name__ == "SourceFileLoader"
+assert "exec_module" not in vars(torch.__spec__.loader)
+transload.unpatch()
+print(len([entry for entry in torch.serialization._package_registry if "transload" in entry[2].__module__]))
+"""
+
+
+@pytest.mark.parametrize("first", ["torch", "json"], ids=["before", "after"])
+def test_torch_may_be_imported_before_or_after(python: Python, first: str) -> None:
+    pytest.importorskip("torch")
+    done = python("-W", "ignore", "-c", AROUND.format(first=first))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() in (["cpu", "0"], ["cuda", "0"])
+
+
+def test_patching_does_not_import_torch(python: Python) -> None:
+    done = python("-c", "import sys, transload; transload.patch(); print('torch' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\n", "")
