@@ -58,7 +58,14 @@ FLOORS = {
 DEFERRED_UPWARD = {("checkpoint", "render"), ("diagnose", "render"), ("place", "render")}
 
 
-ALLOWED_ROOMS = {"render": "rich", "loading": "torch", "opening": "torch", "saving": "torch", "converting": "numpy"}
+ALLOWED_ROOMS = {
+    "render": "rich",
+    "loading": "torch",
+    "opening": "torch",
+    "saving": "torch",
+    "converting": "numpy",
+    "patching": "torch",
+}
 # The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
 ALLOWED = {"transload.diagnose.probes.ask_torch": "torch"}
 

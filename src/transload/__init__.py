@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from transload.checking import Check, check
     from transload.checking.compatibility import Compatibility, is_cuda_compatible
     from transload.checkpoint import Checkpoint, Storage, Tensor
+    from transload.converting import convert
+    from transload.converting.errors import ConvertError
+    from transload.converting.result import Conversion
     from transload.diagnose import doctor
     from transload.diagnose.verdict import Diagnosis
     from transload.errors import CannotReadError, TransloadError, UsageError
+    from transload.explaining import explain
+    from transload.explaining.result import Explanation
     from transload.findings import Finding
     from transload.loading import load
     from transload.loading.errors import (
@@ -33,13 +38,20 @@ if TYPE_CHECKING:
     from transload.machine import Machine
     from transload.opening import open  # noqa: A004 - transload.open, beside transload.load
     from transload.opening.into import MismatchError, load_into
+    from transload.patching import load_ipython_extension, patch, unload_ipython_extension, unpatch
     from transload.place import Plan
     from transload.read import inspect
+    from transload.rescuing import rescue
+    from transload.rescuing.errors import RescueError
+    from transload.rescuing.result import Rescue
     from transload.retagging import retag
     from transload.retagging.errors import BusyFileError, RetagError
     from transload.retagging.result import Retag
     from transload.saving import save, save_async
     from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
+    from transload.verifying import verify
+    from transload.verifying.errors import ManifestError
+    from transload.verifying.result import Verification
     from transload.writing.errors import CannotWriteError
 
 __all__ = [
@@ -51,17 +63,23 @@ __all__ = [
     "Check",
     "Checkpoint",
     "Compatibility",
+    "Conversion",
+    "ConvertError",
     "Diagnosis",
     "DoesNotFitError",
+    "Explanation",
     "Finding",
     "LandingWarning",
     "LoadError",
     "Machine",
+    "ManifestError",
     "MismatchError",
     "NoDeviceError",
     "NoTorchError",
     "NotACheckpointError",
     "Plan",
+    "Rescue",
+    "RescueError",
     "Retag",
     "RetagError",
     "SaveError",
@@ -71,17 +89,26 @@ __all__ = [
     "TransloadError",
     "UnsafeError",
     "UsageError",
+    "Verification",
     "__version__",
     "check",
+    "convert",
     "doctor",
+    "explain",
     "inspect",
     "is_cuda_compatible",
     "load",
     "load_into",
+    "load_ipython_extension",
     "open",
+    "patch",
+    "rescue",
     "retag",
     "save",
     "save_async",
+    "unload_ipython_extension",
+    "unpatch",
+    "verify",
 ]
 
 _HOMES = {
@@ -93,17 +120,23 @@ _HOMES = {
     "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
     "Compatibility": "transload.checking.compatibility",
+    "Conversion": "transload.converting.result",
+    "ConvertError": "transload.converting.errors",
     "Diagnosis": "transload.diagnose.verdict",
     "DoesNotFitError": "transload.loading.errors",
+    "Explanation": "transload.explaining.result",
     "Finding": "transload.findings",
     "LandingWarning": "transload.loading.errors",
     "LoadError": "transload.loading.errors",
     "Machine": "transload.machine",
+    "ManifestError": "transload.verifying.errors",
     "MismatchError": "transload.opening.into",
     "NoDeviceError": "transload.loading.errors",
     "NoTorchError": "transload.loading.errors",
     "NotACheckpointError": "transload.loading.errors",
     "Plan": "transload.place",
+    "Rescue": "transload.rescuing.result",
+    "RescueError": "transload.rescuing.errors",
     "Retag": "transload.retagging.result",
     "RetagError": "transload.retagging.errors",
     "SaveError": "transload.saving.errors",
@@ -113,17 +146,26 @@ _HOMES = {
     "TransloadError": "transload.errors",
     "UnsafeError": "transload.loading.errors",
     "UsageError": "transload.errors",
+    "Verification": "transload.verifying.result",
     "__version__": "transload._version",
     "check": "transload.checking",
+    "convert": "transload.converting",
     "doctor": "transload.diagnose",
+    "explain": "transload.explaining",
     "inspect": "transload.read",
     "is_cuda_compatible": "transload.checking.compatibility",
     "load": "transload.loading",
     "load_into": "transload.opening.into",
+    "load_ipython_extension": "transload.patching",
     "open": "transload.opening",
+    "patch": "transload.patching",
+    "rescue": "transload.rescuing",
     "retag": "transload.retagging",
     "save": "transload.saving",
     "save_async": "transload.saving",
+    "unload_ipython_extension": "transload.patching",
+    "unpatch": "transload.patching",
+    "verify": "transload.verifying",
 }
 
 if not TYPE_CHECKING:  # a type checker shall see the imports above, and call anything else a mistake

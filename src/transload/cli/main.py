@@ -14,6 +14,9 @@ from transload.cli import COMMANDS
 TYPE_CHECKING = False  # typing costs more than all the rest of --version
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Callable
+
+    Outcome = int | Callable[[], int]
 
 __all__ = ["main"]
 
@@ -21,9 +24,14 @@ _USAGE = "usage: transload COMMAND [options]"
 _EXAMPLES = """\
 examples:
   transload doctor                        why torch does not see the GPU, and the fix
+  transload explain train.log             what an error in it means, and the fix
   transload inspect model.pt              what is in it, and is it safe to load
   transload check model.pt                will it load here, and where would it land
+  transload rescue broken.pt mended.pt    what is whole or can be mended, as a new file
   transload retag model.pt --to cpu       so that plain torch.load(path) works anywhere
+  transload convert model.pt out.npz      as another format, without torch
+  transload run infer.py --fast           somebody's script, on the devices that are here
+  transload verify model.pt               is every byte the one that was saved
 """
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
@@ -31,7 +39,10 @@ _PIPE_CLOSED = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code; ``argv`` is ``sys.argv[1:]`` unless given."""
+    """Run one command and return its exit code; ``argv`` is ``sys.argv[1:]`` unless given.
+
+    What a program does that a command has started, its exceptions and its exit, is not ours to tell.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = _dispatch(argv)
@@ -46,10 +57,10 @@ def main(argv: list[str] | None = None) -> int:
         return _PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last resort
         return _tell(error)
-    return code
+    return code() if callable(code) else code
 
 
-def _dispatch(argv: list[str]) -> int:
+def _dispatch(argv: list[str]) -> Outcome:
     if len(argv) > 1 and argv[0] == "help":
         argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -87,7 +98,7 @@ def _unknown(word: str) -> int:
     return 2
 
 
-def _run(command: str, rest: list[str]) -> int:
+def _run(command: str, rest: list[str]) -> Outcome:
     from importlib import import_module
 
     module = import_module(f"transload.cli.{command}")
@@ -96,7 +107,7 @@ def _run(command: str, rest: list[str]) -> int:
     arguments = parser.parse_args(rest)
     if command != "retag":  # which does so itself, and tells more
         _put_right(getattr(arguments, "paths", None) or [getattr(arguments, "path", None)])
-    code: int = module.run(arguments)
+    code: Outcome = module.run(arguments)
     return code
 
 
