@@ -102,6 +102,11 @@ class TestSharded:
         assert (codes(whole), [tensor.name for tensor in whole.tensors], len(whole.pickles)) == ([], ["a", "b"], 2)
         assert len({storage.id for storage in whole.storages}) == 2
 
+    def test_what_is_still_to_be_conjugated_is_so_in_a_shard(self, tmp_path: Path) -> None:
+        torch.save({"z": torch.tensor([1 + 2j]).conj()}, tmp_path / "one.bin")
+        index(tmp_path / "pytorch_model.bin.index.json", {"z": "one.bin"})
+        assert look(tmp_path).tensor("z").flags == ("conj",)
+
     def test_a_missing_shard(self, sharded: Path) -> None:
         (sharded / TWO).unlink()
         whole = look(sharded)

@@ -233,6 +233,7 @@ def _tensor(tensor: Tensor, prefix: str, steps: tuple[Key, ...], shift: int) -> 
         tensor.cls,
         tuple(_tensor(part, prefix, steps, shift) for part in tensor.parts),
         None if tensor.file_offset is None else tensor.file_offset + shift,
+        tensor.flags,
     )
 
 
