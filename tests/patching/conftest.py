@@ -21,7 +21,7 @@ def _unpatched() -> Iterator[None]:
 
     def forget() -> None:
         transload.unpatch()
-        for kept in (landing._counts, landing._landings, landing._told):
+        for kept in (landing._counts, landing._settled, landing._landings, landing._told):
             kept.clear()
 
     forget()
@@ -76,8 +76,8 @@ class Cards:
         }
         for name, answer in answers.items():
             self.monkeypatch.setattr(torch.cuda, name, answer)
-        landing._counts.clear()
-        landing._landings.clear()
+        for kept in (landing._counts, landing._settled, landing._landings):
+            kept.clear()
 
 
 @pytest.fixture

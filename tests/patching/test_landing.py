@@ -92,6 +92,18 @@ def test_devices_are_counted_again_when_a_program_hides_some(cards: Cards, monke
             assert land("cuda:1") == torch.device("cuda:0")
 
 
+def test_devices_that_a_program_has_touched_are_not_counted_again(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards(2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with transload.patch():
+        assert land("cuda:1") == "cuda:1"
+        monkeypatch.setattr(torch.cuda, "device_count", None)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert land("cuda:1") == "cuda:1"
+
+
 def test_a_wish_is_for_what_is_absent_only(cards: Cards) -> None:
     cards(2)
     with transload.patch("cpu"):

@@ -62,14 +62,12 @@ def test_nothing_of_ours_stays_on_the_path_of_imports() -> None:
     assert sys.meta_path == before
 
 
-AROUND = """
-import sys
-import {first}
-transload = __import__("transload")
+AFTER = """
+import sys, transload
 transload.patch()
-assert ("torch" in sys.modules) == ({first!r} == "torch")
+assert "torch" not in sys.modules
 import torch
-print(torch.ones(2).to("cuda:7" if torch.cuda.device_count() < 8 else "cpu").device.type)
+print(torch.ones(2).to("cuda:99").device.type)
 assert type(torch.__spec__.loader).__name__ == "SourceFileLoader"
 assert "exec_module" not in vars(torch.__spec__.loader)
 transload.unpatch()
@@ -77,10 +75,10 @@ print(len([entry for entry in torch.serialization._package_registry if "transloa
 """
 
 
-@pytest.mark.parametrize("first", ["torch", "json"], ids=["before", "after"])
-def test_torch_may_be_imported_before_or_after(python: Python, first: str) -> None:
+def test_torch_may_be_imported_after(python: Python) -> None:
+    """Before, it is in every other test here."""
     pytest.importorskip("torch")
-    done = python("-W", "ignore", "-c", AROUND.format(first=first))
+    done = python("-W", "ignore", "-c", AFTER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() in (["cpu", "0"], ["cuda", "0"])
 

@@ -20,6 +20,7 @@ _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
 
 _counts: dict[tuple[str | None, ...], int] = {}
+_settled: dict[str, int] = {}
 _landings: dict[tuple[str | None, ...], str] = {}
 _told: set[str] = set()
 
@@ -75,13 +76,18 @@ def _count(kind: str) -> int:
 
     It is asked again when the variables change that hide devices, as a program may until it has touched the first.
     """
+    if kind in _settled:
+        return _settled[kind]
     key = (kind, *map(os.environ.get, _HIDING))
     if key not in _counts:
         import torch
 
         if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has its own words for that
             return -1
-        _counts[key] = int(torch.backends.mps.is_available()) if kind == "mps" else _working(getattr(torch, kind, None))
+        module = getattr(torch, kind, None)
+        _counts[key] = int(torch.backends.mps.is_available()) if kind == "mps" else _working(module)
+        if _counts[key] and getattr(module, "is_initialized", bool)():
+            _settled[kind] = _counts[key]
     return _counts[key]
 
 

@@ -26,12 +26,11 @@ def explained(hook: Hook) -> Hook:
     """``sys.excepthook``: first the one that was there, then the explanation."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not landing.wish:
-            hook(kind, error, trace)
-            return
+        del trace  # of the error, as it is when ours is out of it
         tidy(error)
         hook(kind, error, error.__traceback__)
-        tell(error)
+        if landing.wish:
+            tell(error)
 
     return excepthook
 
