@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.content import Content
-    from transload.read.source import Source
 
 __all__ = ["metadata_of", "with_second_names"]
 
 
 def metadata_of(content: Content) -> dict[str, str]:
     """What the safetensors files of a checkpoint say of themselves, put together."""
-    from transload.read.safetensors import looks_like
+    from transload.read.safetensors import header_metadata, looks_like
     from transload.read.zip_index import starts_like_zip
 
     found: dict[str, str] = {}
@@ -25,22 +23,8 @@ def metadata_of(content: Content) -> dict[str, str]:
     for file in dict.fromkeys(storage.file for storage in content.checkpoint.storages):
         source = content.open_file(file)
         if looks_like(source) and not starts_like_zip(source):
-            found.update(_metadata(source))
+            found.update(header_metadata(source))
     return found
-
-
-def _metadata(source: Source) -> dict[str, str]:
-    from transload.read.safetensors import MAX_HEADER, PREFIX
-
-    length = min(int.from_bytes(source.read(0, PREFIX), "little"), MAX_HEADER)
-    try:
-        table: Any = json.loads(source.read(PREFIX, length))
-    except (ValueError, RecursionError):
-        return {}
-    said = table.get("__metadata__") if type(table) is dict else None
-    if type(said) is not dict:
-        return {}
-    return {key: value for key, value in said.items() if type(value) is str}
 
 
 def with_second_names(checkpoint: Checkpoint, metadata: dict[str, str]) -> tuple[Checkpoint, dict[str, str]]:

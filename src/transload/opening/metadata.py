@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transload.opening.paths import NOWHERE, plain
+from transload.read.safetensors import header_metadata
 
 if TYPE_CHECKING:
     from transload.checkpoint import Leaf
     from transload.opening.opened import Opened
-    from transload.read.source import Source
 
 __all__ = ["metadata_of"]
 
@@ -25,7 +24,7 @@ def metadata_of(opened: Opened) -> dict[str, Any]:
         files = [part.name for part in checkpoint.parts if ("format", "safetensors") in part.facts]
     out: dict[str, Any] = {}
     for name in files:
-        out |= _safetensors(opened.file(name))
+        out |= header_metadata(opened.file(name))
     for leaf in checkpoint.leaves:
         out.setdefault(leaf.name, _value(opened, leaf))
     return out
@@ -49,16 +48,3 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "bool": lambda text: text == "True",
     "None": lambda _: None,
 }
-
-
-def _safetensors(source: Source) -> dict[str, str]:
-    """The whole of it; ``inspect`` shows what a report has room for."""
-    from transload.read.safetensors import MAX_HEADER, PREFIX
-
-    length = int.from_bytes(source.read(0, PREFIX), "little")
-    try:
-        table = json.loads(source.read(PREFIX, min(length, MAX_HEADER)))
-    except (ValueError, RecursionError):
-        return {}
-    held = table.get("__metadata__") if isinstance(table, dict) else None
-    return {str(key): value for key, value in held.items() if type(value) is str} if isinstance(held, dict) else {}

@@ -16,7 +16,7 @@ from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.read.noted import Noted, some
 from transload.read.source import Source
 
-__all__ = ["looks_like", "read_safetensors"]
+__all__ = ["header_metadata", "looks_like", "read_safetensors"]
 
 PREFIX = 8
 # The reference's own limit. Without one, a length field of 2**60 would ask for as much memory.
@@ -92,6 +92,19 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
         facts=(("header", f"{length:,} bytes"), *facts),
         problems=noted.problems(),
     )
+
+
+def header_metadata(source: Source) -> dict[str, str]:
+    """All texts of ``__metadata__``; the facts of a checkpoint have what a report has room for."""
+    import json
+
+    length = int.from_bytes(source.read(0, PREFIX), "little")
+    try:
+        table = json.loads(source.read(PREFIX, min(length, MAX_HEADER)))
+    except (ValueError, RecursionError):
+        return {}
+    held = table.get("__metadata__") if isinstance(table, dict) else None
+    return {key: value for key, value in held.items() if type(value) is str} if isinstance(held, dict) else {}
 
 
 def _header(source: Source, length: int, noted: Noted) -> bytes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
-from transload.read.safetensors import MAX_HEADER, PREFIX
+from transload.read.safetensors import header_metadata
 
 if TYPE_CHECKING:
     from transload.content import Content
-    from transload.read.source import Source
     from transload.verifying.result import TensorSum
 
 __all__ = ["with_aliases"]
@@ -25,16 +23,6 @@ def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
     more: list[TensorSum] = []
     for file, checkpoint in content.parts:
         if checkpoint.format == "safetensors":
-            pairs = _metadata(content.open_file(file)).items()
+            pairs = header_metadata(content.open_file(file)).items()
             more += [known[name]._replace(name=alias) for alias, name in pairs if name in known and alias not in known]
     return [*entries, *more]
-
-
-def _metadata(source: Source) -> dict[str, str]:
-    length = int.from_bytes(source.read(0, PREFIX), "little")
-    try:
-        table = json.loads(source.read(PREFIX, min(length, MAX_HEADER)))
-    except (ValueError, RecursionError):
-        return {}
-    held = table.get("__metadata__") if isinstance(table, dict) else None
-    return {key: value for key, value in held.items() if type(value) is str} if isinstance(held, dict) else {}
