@@ -20,10 +20,11 @@ VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
 DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat pyproject.toml $(SOURCES))
 TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/suite.txt $(REQUIREMENTS) pyproject.toml src/transload/_version.py)
 BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
+DOCS_STAMP := $(VENV)/.stamp-docs-$(call checksum,cat requirements/docs.txt)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench format zipapp clean
+.PHONY: help demo test test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs format zipapp clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -73,6 +74,13 @@ bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools; bench/gp
 	$(BIN)/python bench/load.py --case large,small
 	$(BIN)/python bench/save.py
 	$(BIN)/python bench/retag.py
+	$(BIN)/python bench/convert.py
+	$(BIN)/python bench/verify.py
+	$(BIN)/python bench/rescue.py
+	$(BIN)/python bench/explain.py
+
+docs: $(DOCS_STAMP) ## Build the manual as a site, in site/, and check every link in it
+	$(BIN)/properdocs build --strict
 
 format: $(TEST_STAMP) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .
@@ -82,7 +90,7 @@ zipapp: ## Write dist/transload.pyz: one file, runs anywhere without an installa
 	$(PYTHON) scripts/build_zipapp.py dist/transload.pyz
 
 clean: ## Remove everything made here
-	rm -rf $(VENV) $(CUDA_VENV) $(MATRIX:%=.venv-matrix-%) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) $(MATRIX:%=.venv-matrix-%) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The demo shows the package as a user installs it, the tests use the sources in place: one replaces the other.
@@ -99,6 +107,11 @@ $(TEST_STAMP): | $(VENV_STAMP)
 $(BENCH_STAMP): | $(VENV_STAMP)
 	$(PIP) install -r requirements/bench.txt
 	@rm -f $(VENV)/.stamp-bench-*
+	@touch $@
+
+$(DOCS_STAMP): | $(VENV_STAMP)
+	$(PIP) install -r requirements/docs.txt
+	@rm -f $(VENV)/.stamp-docs-*
 	@touch $@
 
 # Some systems ship Python without ensurepip; then the pip outside fills the environment.

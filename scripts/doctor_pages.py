@@ -106,7 +106,7 @@ def escaped(text: str) -> str:
     r"""Plain text as Markdown shows it unchanged; what stands in backticks is code already.
 
     >>> escaped("*a* <b> __c, `<d>`")
-    '\\*a\\* \\<b> \\_\\_c, `<d>`'
+    '\\*a\\* &lt;b> \\_\\_c, `<d>`'
     """
     pieces = re.split(r"(`[^`]*`)", text)
     return "".join(
@@ -115,7 +115,7 @@ def escaped(text: str) -> str:
 
 
 def _slashed(match: re.Match[str]) -> str:
-    return "".join(f"\\{char}" for char in match[0])
+    return "".join("&lt;" if char == "<" else f"\\{char}" for char in match[0])  # `\<` is not known to all readers
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------

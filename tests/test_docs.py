@@ -12,7 +12,9 @@ from types import ModuleType
 
 import jsonschema
 import pytest
+from tests.test_packaging import ALLOWED_ROOMS, FLOORS
 
+import transload
 from transload.judge.problems import RULES
 from transload.read import FORMATS, inspect
 
@@ -54,6 +56,35 @@ def test_every_rule_is_a_problem_somebody_meets() -> None:
 def test_the_page_of_findings_is_up_to_date() -> None:
     script = load_script("findings_page")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/findings_page.py"
+
+
+def test_the_page_of_the_api_is_up_to_date() -> None:
+    script = load_script("api_page")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/api_page.py"
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    text = load_script("api_page").page()
+    names = [name for name in transload.__all__ if not name.startswith("__")]
+    assert [name for name in names if f"### {name}\n" not in text and f"| `{name}` |" not in text] == []
+
+
+def test_the_page_of_the_rooms_has_all_of_them_on_their_floors() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown: dict[str, int] = {}
+    foreign: dict[str, str] = {}
+    for floor, rooms, imports in re.findall(r"^\| (\d) \| (`[^|]*`) \| [^|]* \|(?: (\w*) )?", text, re.MULTILINE):
+        shown |= {room: int(floor) for room in re.findall(r"`(\w+)`", rooms)}
+        foreign |= {room: imports for room in re.findall(r"`(\w+)`", rooms) if imports}
+    assert shown == {room: floor for room, floor in FLOORS.items() if not room.startswith("_")}
+    assert foreign == ALLOWED_ROOMS
+
+
+def test_every_page_has_its_place_in_the_contents() -> None:
+    script = load_script("docs_nav")
+    docs = ROOT / "docs"
+    listed = re.findall(r"[\w/]+\.md", str(script.contents(docs)))
+    assert sorted(listed) == sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
 
 
 def test_every_judged_finding_is_on_the_page() -> None:

@@ -61,8 +61,8 @@ def test_text_is_escaped_for_markdown() -> None:
         ROWS[0], title="<a> *b* __c", about="See /x/<card>.\n\n$ echo *", fix="`<as is>`", avoid="", sources=()
     )
     text = script.page(row)
-    assert "\\<a> \\*b\\* \\_\\_c" in text
-    assert "See /x/\\<card>." in text
+    assert "&lt;a> \\*b\\* \\_\\_c" in text
+    assert "See /x/&lt;card>." in text
     assert "\n    $ echo *\n" in text
     assert "`<as is>`" in text
 

@@ -201,3 +201,16 @@ def test_a_child_process_has_a_background_of_its_own(tmp_path: Path, gate: threa
     gate.set()
     background.wait()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["child.pt", "parent.pt"]
+
+
+def test_a_path_is_meant_from_where_the_program_is_when_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    future = save_async({"w": torch.arange(3)}, "a.pt")
+    monkeypatch.chdir(tmp_path / "other")
+    future.result()
+    assert torch.equal(torch.load(tmp_path / "one" / "a.pt")["w"], torch.arange(3))
+    assert list((tmp_path / "other").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,6 +93,7 @@ def save_async(  # noqa: PLR0913 - as above
     from transload.saving.snapshot import snapshot_of
 
     path = path_of(f)
+    place = None if path is None else os.path.abspath(path)  # noqa: PTH100 - a text; the directory may change meanwhile
     background.settle(None)
     background.make_room()
     wish = Wish(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
@@ -99,7 +101,7 @@ def save_async(  # noqa: PLR0913 - as above
     _warn(prepared, path)
     snapshot = snapshot_of(prepared.storages)
     prepared = prepared._replace(storages=[], snapshot=snapshot)
-    return background.submit(path, lambda: write(prepared, f, path, wish))
+    return background.submit(place, lambda: write(prepared, f, place, wish))
 
 
 def _warn(prepared: Prepared, path: str | None) -> None:

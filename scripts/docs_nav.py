@@ -1,0 +1,59 @@
+"""The table of contents of the site that `make docs` builds: commands and causes are found, the rest is listed here.
+
+A page of a command is one whose title is ``transload COMMAND``; the causes are those of docs/doctor/README.md, by
+layer. A page that is neither found nor listed stops the build.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+Entry = str | dict[str, Any]
+PYTHON = ("api.md", "loading.md", "save.md")
+TRUST = ("safety.md", "claims.md")
+MESSAGES = ("errors.md", "findings.md")
+INSIDE = ("formats.md", "performance.md", "dependencies.md", "architecture.md")
+
+
+def on_config(config: Any) -> Any:
+    """Called by the builder with its settings before anything else."""
+    config["nav"] = contents(DOCS)
+    return config
+
+
+def contents(docs: Path) -> list[Entry]:
+    """The pages in the order in which to read them; a page without a name is called by its title."""
+    return [
+        {"Start here": "index.md"},
+        {"Recipes": "recipes.md"},
+        {"Commands": commands(docs)},
+        {"In Python": list(PYTHON)},
+        {"What to trust": list(TRUST)},
+        {"Messages": list(MESSAGES)},
+        {"Why torch sees no GPU": causes(docs)},
+        {"Inside": list(INSIDE)},
+    ]
+
+
+def commands(docs: Path) -> list[Entry]:
+    """The pages of commands by name."""
+    return [path.name for path in sorted(docs.glob("*.md")) if title(path).startswith("transload ")]
+
+
+def causes(docs: Path) -> list[Entry]:
+    """The list of causes, then each layer with the pages of its own."""
+    layers: list[Entry] = [{"All causes": "doctor/README.md"}]
+    text = (docs / "doctor" / "README.md").read_text(encoding="utf-8")
+    for section in text.split("\n## ")[1:]:
+        name, _, rows = section.partition("\n")
+        layers.append({name: [f"doctor/{page}" for page in re.findall(r"^\| \[\w+\]\((.+?)\)", rows, re.MULTILINE)]})
+    return layers
+
+
+def title(page: Path) -> str:
+    """The first heading of a page."""
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
