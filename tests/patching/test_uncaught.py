@@ -46,6 +46,12 @@ def test_frames_of_ours_are_taken_out() -> None:
     assert set(files(error)) == {__file__}
 
 
+@pytest.fixture(autouse=True)
+def plain_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch puts a hook of its own there when a process group begins, and leaves it."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
 class Group(Exception):  # noqa: N818 - as Python 3.11 has it
     def __init__(self, *exceptions: BaseException) -> None:
         self.exceptions = exceptions

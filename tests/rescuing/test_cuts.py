@@ -132,3 +132,11 @@ def test_an_index_that_is_damaged_beyond_a_bit(tmp_path: Path) -> None:
     made = rescue(TRAIN[:place] + b"CONW" + TRAIN[place + 4 :], tmp_path / "out.pt")
     assert made.exit_code == 1
     assert made.warnings
+
+
+def test_what_lies_in_a_record_is_not_taken_for_the_file() -> None:
+    """An exported program keeps its sample inputs as an archive of their own."""
+    data = (ROOT / "h200" / "export_cuda0.pt2").read_bytes()
+    record = next(record for record in inspect(data).records if record.name == "data/sample_inputs/model.pt")
+    for cut in range(record.size - 300, record.size, 25):
+        assert found_at(data, (record.offset or 0) + cut) == []

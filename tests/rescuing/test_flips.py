@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.forge import FUZZ
 from tests.rescuing.makers import ARCHIVES, flipped, ident
 
+import transload
 from transload.read import inspect
 from transload.read.source import BytesSource
+from transload.rescuing import mending
 from transload.rescuing.archive import recover_archive
 from transload.rescuing.bits import Bit, flipped_bits
 from transload.rescuing.deflate import style_of
@@ -49,11 +53,35 @@ def test_nothing_is_mended_that_is_whole(path: Path) -> None:
     assert (made.exact, made.mends, made.lost, made.notes) == (True, (), (), ())
 
 
-def test_every_bit_of_every_header() -> None:
-    """All of them in a small file: two tensors, and all that torch writes around them."""
+def saved(**options: Any) -> bytes:
+    out = io.BytesIO()
+    transload.save({"a": torch.arange(3), "b": torch.zeros(0)}, out, **options)
+    return out.getvalue()
+
+
+def by_torch() -> bytes:
     out = io.BytesIO()
     torch.save({"a": torch.arange(3), "b": torch.zeros(0)}, out)
-    whole = out.getvalue()
+    return out.getvalue()
+
+
+def unsummed() -> bytes:
+    """As ``torch.serialization.set_crc32_options(False)`` has it: zeros in the place of all checksums."""
+    out = bytearray(by_torch())
+    for sign, place in ((b"PK\x07\x08", 4), (b"PK\x01\x02", 16)):
+        at = out.find(sign)
+        while at >= 0:
+            out[at + place : at + place + 4] = bytes(4)
+            at = out.find(sign, at + 1)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("make", [by_torch, saved, unsummed], ids=["torch", "transload", "no checksums"])
+def test_every_bit_of_every_header(make: Callable[[], bytes]) -> None:
+    """All of them in a small file: two tensors, and all that is written around them."""
+    whole = make()
+    assert recovered(whole).source.read(0, len(whole) + 1) == whole
+    assert recovered(whole).mends == ()
     inside = {place for record in inspect(whole).records for place in _places(record.offset, record.size)}
     outside = [place for place in range(len(whole)) if place not in inside]
     step = max(1, 5 // FUZZ)
@@ -119,6 +147,16 @@ def test_beyond_half_a_gigabyte_there_are_several() -> None:
 
     found = flipped_bits(crc32(b"\0") ^ crc32(b"\1"), 1 << 30)
     assert [(bit.byte, bit.bit) for bit in found] == [((1 << 30) - 1, 0), ((1 << 30) - 1 - (1 << 29), 1)]
+
+
+def test_a_record_for_which_several_bits_would_do(large: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had more than 2^32 bits."""
+    storage = inspect(large).storages[3]
+    monkeypatch.setattr(mending, "flipped_bits", lambda *_: [Bit(3, 0), Bit(900, 7)])
+    made = recovered(flipped(large, (storage.offset or 0) + 3, 0))
+    assert [lost.name for lost in made.lost] == [storage.record]
+    places = [f"{(storage.offset or 0) + byte:,}" for byte in (3, 900)]
+    assert all(place in made.gone[0].why for place in places)
 
 
 def test_how_a_writer_packs() -> None:

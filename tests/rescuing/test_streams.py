@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.rescuing.makers import ROOT, STREAMS, flipped, hashes, ident, index_end, there
 
-from transload.errors import TransloadError
+from transload.errors import TransloadError, UsageError
 from transload.read import inspect
 from transload.rescuing import rescue
 
@@ -126,3 +126,11 @@ def test_the_length_of_the_table(bit: int, tmp_path: Path) -> None:
     made = rescue(flipped(SAFE, bit // 8, bit % 8), tmp_path / "out.safetensors")
     assert made.exit_code == 0
     assert (tmp_path / "out.safetensors").read_bytes() == SAFE
+
+
+def test_a_file_keeps_its_format(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="torch-legacy"):
+        rescue(LEGACY, tmp_path / "out.safetensors")
+    with pytest.raises(UsageError, match="safetensors"):
+        rescue(SAFE, tmp_path / "out.pt")
+    assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,11 @@ from functools import cache, lru_cache
 from importlib import import_module
 from zlib import crc32
 
-__all__ = ["Crc32", "combined", "fastest_crc32"]
+__all__ = ["ONE", "POLYNOMIAL", "Crc32", "combined", "fastest_crc32", "power", "times"]
 
-_POLYNOMIAL = 0xEDB88320
+POLYNOMIAL = 0xEDB88320
+ONE = 1 << 31
+"""Polynomials over GF(2) have the constant term in the highest bit."""
 
 Crc32 = Callable[[memoryview, int], int]
 """Of some bytes, and of what came before them."""
@@ -61,29 +63,34 @@ def combined(first: int, second: int, length: int) -> int:
     >>> combined(crc32(b"trans"), crc32(b"load"), 4) == crc32(b"transload")
     True
     """
-    return _times(_shift(length), first) ^ second
+    return times(_shift(length), first) ^ second
 
 
-def _times(left: int, right: int) -> int:
-    """Two polynomials over GF(2), multiplied modulo that of the CRC; the highest bit is the constant term."""
+def times(left: int, right: int) -> int:
+    """Two polynomials, multiplied modulo that of the CRC."""
     product = 0
-    bit = 1 << 31
+    bit = ONE
     while left:
         if left & bit:
             product ^= right
             left ^= bit
         bit >>= 1
-        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+        right = right >> 1 ^ (POLYNOMIAL if right & 1 else 0)
     return product
+
+
+def power(exponent: int) -> int:
+    """x to that power."""
+    out, square = ONE, ONE >> 1
+    while exponent:
+        if exponent & 1:
+            out = times(square, out)
+        square = times(square, square)
+        exponent >>= 1
+    return out
 
 
 @lru_cache(256)
 def _shift(length: int) -> int:
-    """x to the power of eight times a length: what so many bytes that follow do to a checksum."""
-    power, square = 1 << 31, 1 << 23  # 1, and x to the eighth
-    while length:
-        if length & 1:
-            power = _times(square, power)
-        square = _times(square, square)
-        length >>= 1
-    return power
+    """What so many bytes that follow do to a checksum."""
+    return power(8 * length)

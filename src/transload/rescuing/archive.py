@@ -8,9 +8,10 @@ from zlib import crc32
 
 from transload.read.source import Source
 from transload.rescuing.inflated import Inflated
-from transload.rescuing.judging import Judged, judged_records
+from transload.rescuing.judging import Judged, are_summed, judged_records
 from transload.rescuing.layout import Item, laid_out
 from transload.rescuing.mended import Gone, Lost, Mend, Mended
+from transload.rescuing.mending import Certainty, Verdict
 from transload.rescuing.parts import Assembly, Filler, Part, literal, patched
 from transload.rescuing.placing import Found
 from transload.rescuing.survey import Survey, survey
@@ -34,6 +35,8 @@ def recover_archive(source: Source) -> Mended | None:
         return None
     by_torch = _by_torch(found.records)
     items, lost = _items(source, found, judged, by_torch=by_torch)
+    if by_torch and not are_summed(found.records):
+        items = [item._replace(crc32=0) for item in items]
     notes: list[str] = []
     after: list[Part] = []
     if by_torch:
@@ -160,7 +163,7 @@ def assembled(
     whole = Assembly((part for part, _, _ in laid), source.name)
     gone = tuple(_gone(laid, judged))
     in_place = _in_place(items, laid) and not lost
-    mends = [*_flips(source, judged), *(_differing(source, laid) if in_place else ())]
+    mends = [*_flips(source, judged), *(_differing(source, laid, _certainty(judged)) if in_place else ())]
     unchecked = frozenset(
         each.text for each in judged.values() if each.verdict.state == "unchecked" and each.found.stored
     )
@@ -195,10 +198,16 @@ def _gone(laid: Sequence[tuple[Part, bool, Item | None]], judged: dict[bytes, Ju
         each = judged.get(item.origin) if item is not None else None
         if each is not None and not each.usable:
             if each.verdict.state == "damaged":
-                yield Gone(at, at + part.length, "its bytes do not have the checksum they were saved with")
+                yield Gone(at, at + part.length, _damage(each.verdict))
             elif isinstance(part.source, Filler):
                 yield Gone(at, at + part.length, "the file ends before its last byte")
         at += part.length
+
+
+def _damage(verdict: Verdict) -> str:
+    places = " or ".join(f"{place:,}" for place in verdict.maybe)
+    said = "its bytes do not have the checksum they were saved with"
+    return f"{said}; a flipped bit of byte {places} would explain it" if len(verdict.maybe) > 1 else said
 
 
 def _in_place(items: Sequence[Item], laid: Sequence[tuple[Part, bool, Item | None]]) -> bool:
@@ -219,7 +228,12 @@ def _flips(source: Source, judged: dict[bytes, Judged]) -> Iterator[Mend]:
             yield Mend(bit.byte, old, old ^ 1 << bit.bit, each.text, each.verdict.certainty)
 
 
-def _differing(source: Source, laid: Sequence[tuple[Part, bool, Item | None]]) -> Iterator[Mend]:
+def _certainty(judged: dict[bytes, Judged]) -> Certainty:
+    """How sure the headers and the directory are: no surer than the names in them."""
+    return "proven" if all(each.settled for each in judged.values()) else "probable"
+
+
+def _differing(source: Source, laid: Sequence[tuple[Part, bool, Item | None]], certainty: Certainty) -> Iterator[Mend]:
     """The bytes of headers, filling and directory that are not what they must be."""
     at = 0
     for part, ours, _ in laid:
@@ -229,7 +243,7 @@ def _differing(source: Source, laid: Sequence[tuple[Part, bool, Item | None]]) -
             if here != right:
                 for index, (old, new) in enumerate(zip(here, right, strict=False)):
                     if old != new:
-                        yield Mend(at + index, old, new, "", "proven")
+                        yield Mend(at + index, old, new, "", certainty)
         at += part.length
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from math import isqrt
 from typing import NamedTuple
 
+from transload.read.checksum import ONE, POLYNOMIAL, times
+from transload.read.checksum import power as power_of
+
 __all__ = ["MOST_BITS", "Bit", "flipped_bits"]
 
 MOST_BITS = (1 << 32) - 1
 """In a record of more bits than these any damage at all looks like a flipped bit."""
-
-_POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31  # the highest bit is the constant term
 
 
 class Bit(NamedTuple):
@@ -38,7 +38,7 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[Bit]:
     if not syndrome or not length:
         return []
     found: list[Bit] = []
-    power = _logarithm(_times(_power(MOST_BITS - 32), syndrome), min(8 * length, MOST_BITS))
+    power = _logarithm(times(power_of(MOST_BITS - 32), syndrome), min(8 * length, MOST_BITS))
     while power is not None and power < 8 * length and len(found) < most:
         found.append(Bit(length - 1 - power // 8, 7 - power % 8))
         power += MOST_BITS
@@ -49,11 +49,11 @@ def _logarithm(value: int, most: int) -> int | None:
     """The power of x, below ``most``, that a value is: small steps from 1, large steps from the value."""
     stride = isqrt(most) + 1
     small: dict[int, int] = {}
-    step = _ONE
+    step = ONE
     for index in range(stride):
         small[step] = index
-        step = step >> 1 ^ (_POLYNOMIAL if step & 1 else 0)
-    low, second, third, high = _tables(_power(MOST_BITS - stride))
+        step = step >> 1 ^ (POLYNOMIAL if step & 1 else 0)
+    low, second, third, high = _tables(power_of(MOST_BITS - stride))
     for large in range(stride + 1):
         index = small.get(value, -1)
         if index >= 0:
@@ -69,31 +69,7 @@ def _tables(factor: int) -> list[list[int]]:
     for shift in (0, 8, 16, 24):
         table = [0]
         for bit in range(8):
-            product = _times(1 << shift + bit, factor)
+            product = times(1 << shift + bit, factor)
             table += [known ^ product for known in table]
         tables.append(table)
     return tables
-
-
-def _times(left: int, right: int) -> int:
-    """Two polynomials over GF(2), multiplied modulo that of the CRC."""
-    product = 0
-    bit = _ONE
-    while left:
-        if left & bit:
-            product ^= right
-            left ^= bit
-        bit >>= 1
-        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
-    return product
-
-
-def _power(exponent: int) -> int:
-    """x to that power."""
-    power, square = _ONE, _ONE >> 1
-    while exponent:
-        if exponent & 1:
-            power = _times(square, power)
-        square = _times(square, square)
-        exponent >>= 1
-    return power

@@ -12,7 +12,7 @@ from transload.rescuing.names import Knowledge, chosen_names
 from transload.rescuing.placing import Found
 from transload.rescuing.survey import Survey
 
-__all__ = ["Judged", "judged_records"]
+__all__ = ["Judged", "are_summed", "judged_records"]
 
 _MOST_SEARCHED = 1 << 30
 _LARGEST_TEXT = 8 << 20
@@ -26,6 +26,8 @@ class Judged(NamedTuple):
     name: bytes
     method: int
     verdict: Verdict
+    settled: bool = True
+    """Whether the name is the right one of two for a reason that the file gives."""
 
     @property
     def text(self) -> str:
@@ -44,13 +46,15 @@ def judged_records(source: Source, found: Survey) -> list[Judged]:
     """A verdict on every record that is not dead, in the order they lie in."""
     records = [record for record in found.records if not record.dead]
     knowledge = Knowledge(lambda: found.measure.slots, _Texts(source, records).occurs)
-    names = chosen_names([record.names for record in records], knowledge)
-    records, names = _last_of_each(records, names)
+    chosen = chosen_names([record.names for record in records], knowledge)
+    unsettled = {each.name for each in chosen if not each.settled}
+    records, names = _last_of_each(records, [each.name for each in chosen])
     methods = [_method(record) for record in records]
-    summed = any(any(_checksums(record)) for record in records)
+    summed = are_summed(records)
     claims = [_claim(record, method, summed=summed) for record, method in zip(records, methods, strict=True)]
     made = [_other_size(source, *each) for each in zip(records, claims, verdicts(source, claims), strict=True)]
-    return [Judged(*each) for each in zip(records, names, methods, made, strict=True)]
+    settled = [name not in unsettled for name in names]
+    return [Judged(*each) for each in zip(records, names, methods, made, settled, strict=True)]
 
 
 def _last_of_each(records: list[Found], names: list[bytes]) -> tuple[list[Found], list[bytes]]:
@@ -81,6 +85,12 @@ class _Texts:
                 if word in self._source.read(record.payload, record.present):
                     return True
         return False
+
+
+def are_summed(records: Sequence[Found]) -> bool:
+    """Whether an archive has checksums: torch can be told to write none, and zeros are in their place."""
+    told = [value for record in records if record.stored for value in _checksums(record)]
+    return 2 * sum(map(bool, told)) > len(told)
 
 
 def _method(record: Found) -> int:

@@ -49,7 +49,8 @@ class Mended(NamedTuple):
 
     ``items`` are the records of an archive, of which another one can be laid out; ``unchecked`` are records without a
     checksum. ``touched`` are the places, in the mended file, of bytes of records that were mended;
-    ``nbytes`` is how many bytes there were to begin with.
+    ``nbytes`` is how many bytes there were to begin with; ``warnings`` say what is not
+    sure about them.
     """
 
     source: Source
@@ -63,3 +64,4 @@ class Mended(NamedTuple):
     all_unchecked: bool = False
     touched: tuple[int, ...] = ()
     nbytes: int = 0
+    warnings: tuple[str, ...] = ()

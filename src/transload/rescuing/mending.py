@@ -17,6 +17,7 @@ Certainty = Literal["proven", "probable", "ambiguous"]
 State = Literal["whole", "mended", "damaged", "cut", "unchecked"]
 
 _CHUNK = 4 << 20
+_SHOWN = 4
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
 """Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for a megabyte, 1 in 5 for these."""
@@ -24,8 +25,8 @@ _PROBABLE = 100 << 20
 _EMPTY_BLOCK = b"\0\0\xff\xff"
 _MOST_BLOCKS = 64
 _MOST_UNPACKED = 64 << 20
-_MOST_TRIED = 6 << 30
-"""Bytes unpacked in the search for flipped bits of compressed records: for one of 30 KB, all of its bits tried."""
+_MOST_TRIED = 4 << 30
+"""Bytes unpacked in the search for flipped bits of compressed records: for one of 16 KB, all of its bits tried."""
 
 _MOST_MENDED = 2000
 """Records in which a flipped bit is looked for: where there are more, something else has happened."""
@@ -47,13 +48,17 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a record. ``crc32`` is of its bytes, unpacked and mended; ``bits`` are places in the source."""
+    """What became of a record. ``crc32`` is of its bytes, unpacked and mended; ``bits`` are places in the source.
+
+    ``maybe`` are bytes any of which, with one bit flipped, would explain its checksum, where there are several.
+    """
 
     state: State
     crc32: int | None = None
     bits: tuple[Bit, ...] = ()
     certainty: Certainty = "proven"
     size: int = -1
+    maybe: tuple[int, ...] = ()
 
 
 def certainty_of(length: int) -> Certainty:
@@ -148,9 +153,10 @@ def _mend(claim: Claim, votes: list[int], value: int, effort: _Effort) -> Verdic
     """Find the one bit that explains the checksum; by any of the copies of it, if they differ."""
     if not effort.spend():
         return Verdict("damaged", value, size=claim.stored)
-    found = [(vote, bit) for vote in votes for bit in flipped_bits(value ^ vote, claim.stored, 2)]
+    found = [(vote, bit) for vote in votes for bit in flipped_bits(value ^ vote, claim.stored, _SHOWN)]
     if len(found) != 1 or 8 * claim.stored >= MOST_BITS:
-        return Verdict("damaged", value, size=claim.stored)
+        maybe = tuple(claim.payload + bit.byte for _, bit in found)
+        return Verdict("damaged", value, size=claim.stored, maybe=maybe)
     vote, bit = found[0]
     place = Bit(claim.payload + bit.byte, bit.bit)
     return Verdict("mended", vote, (place,), certainty_of(claim.stored), claim.stored)
@@ -199,7 +205,8 @@ def _mend_packed(source: Source, claim: Claim, votes: list[int], effort: _Effort
     if len(found) > 1:  # they unpack to the same: there is one that a writer would have made
         found.sort(key=lambda each: _likeness(data, each[0]))
     bit, value = found[0]
-    return Verdict("mended", value, (Bit(claim.payload + bit.byte, bit.bit),), "proven", claim.size)
+    certainty: Certainty = "proven" if len(found) == 1 else "probable"
+    return Verdict("mended", value, (Bit(claim.payload + bit.byte, bit.bit),), certainty, claim.size)
 
 
 def _likeness(data: bytes, bit: Bit) -> tuple[int, int, tuple[int, ...]]:

@@ -42,10 +42,12 @@ class Found(NamedTuple):
 
     @property
     def names(self) -> list[bytes]:
-        """Its name, or both of them."""
+        """Its name, or both of them if they differ in more than the length that is given for one."""
         found = [self.line.name] if self.line else []
-        if self.local and self.local.name and self.local.name not in found:
-            found.append(self.local.name)
+        if self.local and self.local.name:
+            here = self.local.name + self.local.extra
+            if not found or here[: len(found[0])] != found[0]:
+                found.append(self.local.name)
         return found
 
 

@@ -15,6 +15,7 @@ from transload.rescuing.headers import LOCAL, is_plausible, is_sign, local_at
 from transload.rescuing.legacy import looks_like_a_stream, recover_legacy
 from transload.rescuing.mended import Mend, Mended
 from transload.rescuing.safetensors import recover_safetensors
+from transload.rescuing.survey import survey
 from transload.rescuing.undoing import as_text_undone
 
 __all__ = ["recovered"]
@@ -87,14 +88,14 @@ _STREAMS: tuple[tuple[Callable[[Source], bool], Callable[[Source], Mended | None
 
 
 def _is_within(source: Source, offset: int, outer: Mended) -> bool:
-    """Whether a place lies in a whole record of an archive: what begins there is a part of it."""
+    """Whether a place is in a whole record of an archive, or where a record begins: what is there is a part of it."""
     lost = {lost.name for lost in outer.lost}
     for item in outer.items:
         if item.name.partition(b"/")[2].decode("utf-8", "backslashreplace") in lost:
             continue
         if any(part.source is source and part.offset <= offset < part.offset + part.length for part in item.content):
             return True
-    return False
+    return any(record.payload == offset for record in survey(source).records)
 
 
 def _archive_starts(source: Source) -> list[int]:

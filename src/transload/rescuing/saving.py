@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from transload.errors import CannotReadError
+from transload.errors import CannotReadError, UsageError
 from transload.read import FORMATS, no_collecting, read_source
 from transload.read.source import Source, SourceLike, open_source
 from transload.rescuing.archive import MINOR
@@ -45,6 +45,7 @@ def saved(  # noqa: PLR0913 - what a user may ask for
     source, mended = _mended(src, member, stack, notes)
     with no_collecting():
         mended, checkpoint = _read(mended, fill=fill is not None)
+        _refuse_name(target, checkpoint)
         judge = Fates(checkpoint, mended)
         fates = tuple(judge.of(tensor) for tensor in checkpoint.tensors)
         out, how = _output(mended, checkpoint, judge, fates, fill)
@@ -104,6 +105,8 @@ def _mended(src: SourceLike, member: str, stack: ExitStack, notes: list[str]) ->
     mended = recovered(inner, stack)
     if mended is None:
         mended = _as_it_is(inner)
+    if mended.all_unchecked and not getattr(inner, "whole", True):
+        mended = mended._replace(warnings=("the packed data is damaged, and what it unpacks to has no checksums",))
     return source, mended._replace(nbytes=inner.size)
 
 
@@ -134,6 +137,14 @@ def _what(checkpoint: Checkpoint) -> str:
 
 def _fix(checkpoint: Checkpoint) -> str:
     return next((fix for problem in checkpoint.problems for fix in problem.fix), "")
+
+
+def _refuse_name(target: str, checkpoint: Checkpoint) -> None:
+    """A file keeps its format, and loaders go by the name of this one."""
+    named = target.lower().endswith(".safetensors")
+    if target and named != (checkpoint.format == "safetensors"):
+        what = f"it would be a file of the format {checkpoint.format}, which a rescue does not change"
+        raise UsageError(what, where=target, fix="Name it so, and then: transload convert RESCUED OTHER.")
 
 
 def _refuse_foreign(checkpoint: Checkpoint) -> None:
@@ -189,7 +200,7 @@ def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> lis
     """What is not sure, or not right, in the new file."""
     from transload.judge import judge
 
-    found: list[str] = []
+    found = [*mended.warnings]
     if any(lost.name == "data.pkl" for lost in mended.lost):
         found.append("the index does not have the checksum it was saved with: names and shapes may be wrong")
     broken = [problem for problem in checkpoint.problems if problem.code == "tensor-broken"]
@@ -209,7 +220,7 @@ def _written(out: Source, target: str, progress: Callable[[int, int], object] | 
     from transload.writing.atomic import Beside
     from transload.writing.sinks import SystemFile
 
-    tell = telling(progress, out.size)
+    tell = telling(progress, out.size, "writing")
     with Beside(target) as file:
         sink = SystemFile(file.descriptor, push=True)
         for start in range(0, out.size, _PIECE):

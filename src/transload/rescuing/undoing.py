@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from transload.read.source import Source
-from transload.rescuing.layers import Spool
 from transload.rescuing.parts import Assembly, Part, literal
+from transload.rescuing.unpacking import Spool
 from transload.retagging.journal import Journal, journal_of, state_of
 from transload.retagging.names import has_journal, names_of
 
