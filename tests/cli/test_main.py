@@ -34,6 +34,7 @@ def test_bare_command_and_help_show_every_command_and_an_example_of_each(
     assert shown.out.startswith("usage: transload")
     assert all(f"  {name}  " in shown.out for name in COMMANDS)
     assert shown.out.count("\n  transload ") == len(COMMANDS)
+    assert max(map(len, shown.out.splitlines())) <= 80
     assert not shown.err
 
 

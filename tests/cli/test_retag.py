@@ -96,6 +96,8 @@ def test_back_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "no device is named"),
         (["--to", "cpu:0"], "only 'cpu'"),
+        (["--to", "gpu"], "Did you mean cuda:0?"),
+        (["--to", "foo:1"], "'foo:1' is no device"),
         (["--map", "cuda:0"], "--map takes two devices"),
         (["--map", "=cpu"], "--map takes two devices"),
         (["--map", "cuda:0=cpu", "--map", "cuda:0=mps"], "two devices"),
@@ -142,3 +144,8 @@ def test_it_imports_neither_torch_nor_what_it_does_not_need(program: Transload, 
 
 def modules_in(told: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
+
+
+def test_a_tag_that_nothing_bears_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retag", str(path), "--map", "cuda:9=cpu"]) == 0
+    assert "nothing is tagged cuda:9; the file has " in capsys.readouterr().out

@@ -63,7 +63,9 @@ def unpatch() -> None:
 def _checked(device: object) -> str:
     name = str(device)
     kind, _, index = name.partition(":")
-    if not kind.isidentifier() or (index and not index.isdecimal()) or name.endswith(":"):
+    from transload.place.kinds import KINDS
+
+    if kind not in {*KINDS, "auto"} or (index and not index.isdecimal()) or name.endswith(":"):
         from transload.errors import UsageError
 
         raise UsageError(f"{name!r} is no device", fix="It is auto, cpu, cuda:0, mps and so on.")

@@ -89,7 +89,7 @@ def cannot_write(error: OSError, path: str, *, changed: str = "nothing was chang
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     fix = "Free some space." if full else ""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        fix = "Write to where you may: -o COPY."
+        fix = "Write where you may, with -o COPY."
     return CannotWriteError(f"{reason}; {changed}", where=path, fix=fix, errno=error.errno)
 
 

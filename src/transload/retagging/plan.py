@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.frozen import facts
@@ -74,7 +75,7 @@ def plan_of(source: FileSource, wish: Wish, *, copy: bool) -> Planned:
         method, changes = "none", Changes((), source.size, source.size)
     else:
         method, changes = _proven(_File(source, checkpoint, main, wish.new, copy))
-    return Planned(checkpoint.format, method, tags, changes, _warnings(checkpoint), seen)
+    return Planned(checkpoint.format, method, tags, changes, (*_absent(wish, tags), *_warnings(checkpoint)), seen)
 
 
 def _tags(checkpoint: Checkpoint, main: Pickle, wish: Wish) -> tuple[TagChange, ...]:
@@ -176,6 +177,14 @@ def _renamed_storages(file: _File, changes: Changes) -> list[Storage]:
         )
         for storage in file.checkpoint.storages
     ]
+
+
+def _absent(wish: Wish, tags: tuple[TagChange, ...]) -> Iterator[str]:
+    """Tags that were named and that nothing bears."""
+    held = [tag.old for tag in tags]
+    missing = [old for old, _ in wish.named if old not in held]
+    if missing:
+        yield f"nothing is tagged {', '.join(missing)}; the file has {', '.join(held) or 'no tags'}"
 
 
 def _warnings(checkpoint: Checkpoint) -> tuple[str, ...]:

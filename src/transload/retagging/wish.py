@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from transload.errors import UsageError
 from transload.frozen import facts
+from transload.place.kinds import KINDS, near_kind
 
 __all__ = ["OTHERS", "Wish", "wish_of"]
 
@@ -65,8 +66,10 @@ def _device(name: object) -> str:
         raise UsageError(f"{name!r} makes no sense as a tag: {_NEVER[kind]}")
     if kind in _SINGLE and colon:
         raise UsageError(f"torch reads no tag {name!r}: there is only {kind!r}", fix=f"Write {kind}.")
-    if not _DEVICE.fullmatch(name):
-        raise UsageError(f"{name[:80]!r} is no device", fix="Write it as torch does: cpu, cuda:0, mps, xpu:1.")
+    if not _DEVICE.fullmatch(name) or kind not in KINDS:
+        near = near_kind(kind[:40])
+        meant = f" Did you mean {near}{':0' if near == 'cuda' else ''}?" if near else ""
+        raise UsageError(f"{name[:80]!r} is no device", fix=f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}")
     return name
 
 
