@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
@@ -12,6 +13,8 @@ from transload.cli.main import main
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.cli.conftest import Transload
 
 
@@ -117,3 +120,31 @@ def test_public_names_resolve_and_are_listed() -> None:
         assert getattr(transload, name) is getattr(transload, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         transload.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "nope.pt"],
+        ["convert", "nope.pt", "out.safetensors"],
+        ["doctor", "--from", "nope.json"],
+        ["explain", "nope.log"],
+        ["inspect", "nope.pt"],
+        ["rescue", "nope.pt", "out.pt"],
+        ["retag", "nope.pt", "--to", "cpu"],
+        ["verify", "nope.pt"],
+        ["verify", "nope.pt", "--against", "nope.json"],
+    ],
+    ids=" ".join,
+)
+def test_what_stops_a_command_is_json_too(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--json"]) == 2
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert told["schema"] == 1
+    assert told["error"]["what"]
+    assert shown.err.startswith("transload: ")
+    assert list(tmp_path.iterdir()) == []

@@ -166,3 +166,46 @@ def test_it_imports_neither_torch_nor_what_it_does_not_need(program: Transload, 
 
 def modules_in(told: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
+
+
+def test_a_manifest_that_may_not_be_written_is_told_before_anything_is_read(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr("transload.verifying.verify", never)
+    there = tmp_path / "m.json"
+    there.write_text("mine", encoding="ascii")
+    assert main(["verify", str(path), "--write", str(there)]) == 2
+    assert main(["verify", str(path), "--write", str(tmp_path / "no" / "m.json")]) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    assert "--force" in told.err
+    assert "mkdir -p" in told.err
+    assert there.read_text(encoding="ascii") == "mine"
+
+
+def test_that_a_manifest_was_written_is_said_and_its_hashes_are_not(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "m.json"
+    assert main(["verify", str(path), "--write", str(manifest)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"written {manifest}: the hashes of " in shown
+    assert "sha256 of tensors" not in shown
+
+
+def test_what_differs_is_shown_at_any_width(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "m.json"
+    assert main(["verify", str(path), "--write", str(manifest)]) == 0
+    name = inspect(path).tensors[0].name
+    flip(path, name)
+    monkeypatch.setenv("COLUMNS", "60")
+    capsys.readouterr()
+    assert main(["verify", str(path), "--against", str(manifest)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"changed {name} sha256 " in shown
+    assert "…, was " in shown

@@ -122,6 +122,12 @@ BAD: dict[str, Any] = {
         b'{"schema": 1, "files": [{"path": "x", "sha256": "", "tensors": [{"name": "", "dtype": "", "shape": "x", '
         b'"sha256": ""}]}]}'
     ),
+    "an infinite shape": (
+        b'{"schema": 1, "files": [{"path": "x", "sha256": "", "tensors": [{"name": "", "dtype": "", "shape": [1e999], '
+        b'"sha256": ""}]}]}'
+    ),
+    "no name of a file": b'{"schema": 1, "files": [{"path": "a\\u0000b", "sha256": "", "tensors": []}]}',
+    "half a letter": b'{"schema": 1, "files": [{"path": "a\\ud800b", "sha256": "", "tensors": []}]}',
     "deep": b"[" * 100_000,
 }
 
@@ -132,6 +138,13 @@ def test_what_is_no_manifest(name: str, path: Path) -> None:
     bad.write_bytes(BAD[name])
     with pytest.raises(ManifestError, match="no manifest"):
         verify(path, against=bad)
+
+
+def test_what_is_not_hashed_is_not_written(path: Path) -> None:
+    """Else it would be equal to whatever is there later."""
+    torch.save({"x": torch.zeros(1).expand(1 << 30, 1 << 10)}, path)
+    with pytest.raises(ManifestError, match="not written"):
+        write_manifest(str(path.with_name("m.json")), [verify(path, hashes=True)])
 
 
 def test_no_manifest_at_all(path: Path) -> None:

@@ -107,8 +107,28 @@ def _run(command: str, rest: list[str]) -> Outcome:
     arguments = parser.parse_args(rest)
     if command != "retag":  # which does so itself, and tells more
         _put_right(getattr(arguments, "paths", None) or [getattr(arguments, "path", None)])
-    code: Outcome = module.run(arguments)
+    if in_json := getattr(arguments, "json", False):
+        from transload.cli import output
+
+        output.begun = False
+    try:
+        code: Outcome = module.run(arguments)
+    except Exception as error:
+        if in_json:
+            _tell_in_json(error, getattr(arguments, "path", None) or getattr(arguments, "src", None) or "")
+        raise
     return code
+
+
+def _tell_in_json(error: Exception, path: str) -> None:
+    """An object for a program to read, unless the result is there already; people get theirs on stderr."""
+    from transload.cli import output
+    from transload.errors import TransloadError
+
+    if isinstance(error, TransloadError) and not output.begun:
+        from transload.render.json import error_to_dict, to_json
+
+        output.write(to_json([error_to_dict(path, error)], several=False))
 
 
 _RECOVERED = {

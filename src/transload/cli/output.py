@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["as_bug", "complain", "show", "write"]
 
 
+begun = False
+"""Whether a document was written to stdout: a second one would make neither readable."""
+
+
 def show(blocks: Iterable[Block], colour: str) -> None:
     """Write a report to stdout."""
     from transload.render.terminal import emit
@@ -27,7 +31,9 @@ def show(blocks: Iterable[Block], colour: str) -> None:
 
 def write(pieces: Iterable[str]) -> None:
     """Write text to stdout as it is."""
+    global begun  # noqa: PLW0603 - there is one stdout, too
     if sys.stdout is not None:
+        begun = True
         sys.stdout.writelines(pieces)
 
 

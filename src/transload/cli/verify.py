@@ -47,8 +47,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, return the worst exit code."""
-    from transload.verifying.manifest import read_manifest
+    from transload.verifying.manifest import read_manifest, refuse_target
 
+    if arguments.write:
+        refuse_target(arguments.write, overwrite=arguments.force)
     manifest = read_manifest(arguments.against) if arguments.against else None
     paths = _paths(arguments, manifest)
     results = [_verified(path, arguments, manifest) for path in paths]
@@ -59,7 +61,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         write(_json(paths, results))
     else:
-        show(_blocks(done, len(results)), arguments.color)
+        show(_blocks(done, len(results), hashes=arguments.hash), arguments.color)
     if errors:
         return 2
     return _written(arguments, done)
@@ -101,14 +103,14 @@ def _json(paths: Sequence[str], results: Sequence[Verification | TransloadError]
     return to_json(documents, several=len(paths) > 1)
 
 
-def _blocks(done: Sequence[Verification], total: int) -> Iterator[Block]:
+def _blocks(done: Sequence[Verification], total: int, *, hashes: bool) -> Iterator[Block]:
     from transload.render.verify import report, several
 
     if total == 1:
         for verification in done:
-            yield from report(verification)
+            yield from report(verification, hashes=hashes)
         return
-    yield from several(done, total)
+    yield from several(done, total, hashes=hashes)
 
 
 def _written(arguments: Namespace, done: Sequence[Verification]) -> int:
@@ -118,6 +120,15 @@ def _written(arguments: Namespace, done: Sequence[Verification]) -> int:
         from transload.verifying.manifest import write_manifest
 
         write_manifest(arguments.write, done, overwrite=arguments.force)
+        if not arguments.json:
+            show(_told(arguments.write, done), arguments.color)
     elif arguments.write:
-        complain(TransloadError("is not written, since not every file is whole", where=arguments.write))
+        fix = "Mend it first: transload rescue FILE NEW."
+        complain(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
     return code
+
+
+def _told(path: str, done: Sequence[Verification]) -> Iterator[Block]:
+    from transload.render.verify import written
+
+    yield written(path, sum(len(each.tensors) for each in done))

@@ -41,6 +41,10 @@ def _check(path: str) -> None:
 
         fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
         raise CannotReadError("there is no such script", where=path, fix=fix)
+    if not os.access(path, os.R_OK):
+        from transload.errors import CannotReadError
+
+        raise CannotReadError("it may not be read", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
 
 
 def _execute(words: list[str], *, module: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.read import FORMATS
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
 
     from transload.verifying.result import Verification
 
-__all__ = ["as_text", "report", "several"]
+__all__ = ["as_text", "report", "several", "written"]
 
 _LABEL = 12
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 _TITLES = ("file", "format", "tensors", "size", "checksums", "bytes")
 _UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps hashes to compare with next time"
 
@@ -31,15 +34,15 @@ def as_text(verification: Verification) -> str:
     return "\n".join(plain(line) for line in layout(report(verification), Style()))
 
 
-def report(verification: Verification) -> Iterator[Block]:
+def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Everything ``transload verify`` says of one file."""
     yield Prose(((printable(verification.path, None), "strong"),))
     for label, words, role in _summary(verification):
         yield Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
-    yield from details(verification)
+    yield from details(verification, hashes=hashes)
 
 
-def details(verification: Verification) -> Iterator[Block]:
+def details(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Lists: what is damaged, what differs, what was found, values, hashes."""
     if verification.damaged:
         yield from heading("damaged", plural(len(verification.damaged), "tensor"))
@@ -47,8 +50,9 @@ def details(verification: Verification) -> Iterator[Block]:
             yield Prose(((printable(damage.detail, 400), "dim"),), lead=((f"  {_named(damage.name)}  ", "bad"),))
     if verification.differences:
         yield from heading("differs", f"from {printable(verification.manifest)}")
-        rows = [_difference(each.what, each.name, each.detail) for each in verification.differences]
-        yield Table(rows, shrinks=(1,), drops=(2,))
+        for each in verification.differences:
+            lead = ((f"  {each.what}  ", "bad"), (f"{_named(each.name)}  ", ""))
+            yield Prose(((_HASH.sub(r"\1…", printable(each.detail, 200)), "dim"),), lead=lead)
     told = {damage.detail for damage in verification.damaged}
     for finding in verification.findings:
         rest = tuple(line for line in finding.evidence if line not in told)
@@ -56,9 +60,11 @@ def details(verification: Verification) -> Iterator[Block]:
         yield from next(findings([replace(finding, evidence=rest)]))
     if verification.integrity in ("damaged", "repairable"):
         yield BLANK
-        yield note("transload rescue FILE NEW keeps all that is whole, and undoes what can be undone with proof")
+        yield note("all that is whole, and what can be undone with proof, as a new file:")
+        yield Prose(((f"$ transload rescue {_quoted(verification.path)} NEW", ""),), lead=(("    ", ""),), whole=True)
     yield from _values(verification)
-    yield from _hashes(verification)
+    if hashes:
+        yield from _hashes(verification)
 
 
 def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
@@ -83,7 +89,8 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
 
 def _checksums(verification: Verification) -> tuple[str, str]:
     if not verification.checksums:
-        return _UNSUMMED, "trust"
+        told = verification.manifest or verification.sha256
+        return ("none in this format" if told else _UNSUMMED), "" if told else "trust"
     bad = sum(damage.kind == "checksum" for damage in verification.damaged)
     records = f"{plural(verification.checksums, 'record')} compared"
     if verification.unsummed:
@@ -99,12 +106,18 @@ def _speed(verification: Verification) -> str:
     return f"{size(verification.nbytes_read)} in {verification.seconds:.2f} s, {speed:.1f} GB/s"
 
 
+def written(path: str, tensors: int) -> Block:
+    """That a manifest was written."""
+    words = f"the hashes of {plural(tensors, 'tensor')}, for --against"
+    return Prose(((f"{printable(path, None)}: {words}", ""),), lead=((f"  {'written':<{_LABEL}}", "dim"),))
+
+
+def _quoted(path: str) -> str:
+    return printable(quote(path if not path.startswith("-") else f"./{path}"), None)
+
+
 def _named(name: str) -> str:
     return printable(name, None) or "the tensor itself"
-
-
-def _difference(what: str, name: str, detail: str) -> tuple[Line, ...]:
-    return ((what, "bad"),), ((_named(name), ""),), ((printable(detail, 200), "dim"),)
 
 
 def _values(verification: Verification) -> Iterator[Block]:
@@ -135,13 +148,13 @@ def _hashes(verification: Verification) -> Iterator[Block]:
         yield note(f"{plural(len(left), 'further entry').replace('entrys', 'entries')} without elements of their own")
 
 
-def several(results: Sequence[Verification], total: int) -> Iterator[Block]:
+def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
     """A table of several files, then what is to be said of those that have a problem, or were asked about."""
     if results:
         title: tuple[Line, ...] = tuple(((word, "dim"),) for word in _TITLES)
         yield Table([title, *map(_row, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
     for each in results:
-        lists = list(details(each))
+        lists = list(details(each, hashes=hashes))
         if lists:
             yield from heading(printable(each.path, None), each.sha256)
             yield from lists

@@ -62,4 +62,4 @@ def _refuse(src: SourceLike, target: str, *, overwrite: bool) -> None:
     if os.path.isdir(target):  # noqa: PTH112 - texts throughout, as given
         raise UsageError("it is a directory", where=target, fix="Add the name of a file.")
     if os.path.lexists(target) and not overwrite:
-        raise UsageError("it exists already", where=target, fix="Name another file, or pass --force (overwrite=True).")
+        raise UsageError("it exists already", where=target, fix="Name another file, or pass --force.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.verifying.errors import ManifestError
@@ -13,7 +14,7 @@ from transload.verifying.result import Difference, TensorSum, Verification
 if TYPE_CHECKING:
     from collections import Counter
 
-__all__ = ["Manifest", "compare", "hash_of_all", "read_manifest", "write_manifest"]
+__all__ = ["Manifest", "compare", "hash_of_all", "read_manifest", "refuse_target", "write_manifest"]
 
 _MAX = 1 << 30
 _FIX = "Write it with transload verify FILE --write m.json."
@@ -70,6 +71,17 @@ def _name(path: str) -> str:
     return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
 
 
+def refuse_target(path: str, *, overwrite: bool) -> None:
+    """Refuse a place where no manifest may be written: asked before gigabytes are read for it."""
+    if not overwrite and os.path.lexists(path):
+        raise ManifestError("is there already", where=path, fix="Name another file, or pass --force to replace it.")
+    folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
+    if not os.path.isdir(folder):  # noqa: PTH112 - as above
+        raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
+    if not os.access(folder, os.W_OK):
+        raise ManifestError("nothing may be written into this directory", where=folder, fix="Name another place.")
+
+
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
     """Write the hashes of some checkpoints beside, then rename; ``ManifestError`` if one has none, or is damaged."""
     from transload._version import __version__
@@ -78,8 +90,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
     for each in verifications:
         if not each.ok or not each.sha256:
             raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
-    if not overwrite and os.path.lexists(path):
-        raise ManifestError("is there already", where=path, fix="Name another file, or pass --force to replace it.")
+    refuse_target(path, overwrite=overwrite)
     lines = [_file(each) for each in verifications]
     head = json.dumps({"schema": 1, "transload": __version__})
     text = f'{head[:-1]}, "files": [\n' + ",\n".join(lines) + "\n]}\n"
@@ -108,7 +119,7 @@ def read_manifest(path: str) -> Manifest:
         source.close()
     try:
         return Manifest(path, _files(json.loads(text)))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ManifestError(f"this is no manifest ({type(error).__name__}: {error})", where=path, fix=_FIX) from error
 
 
@@ -123,13 +134,21 @@ def _held(each: dict[str, Any]) -> Held:
         TensorSum(_text(t["name"]), _text(t["dtype"]), tuple(map(int, t["shape"])), 0, _text(t["sha256"]))
         for t in each["tensors"]
     )
-    return Held(_text(each["path"]), _text(each["sha256"]), tensors)
+    return Held(_path(each["path"]), _text(each["sha256"]), tensors)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is no text")
     return value
+
+
+def _path(value: object) -> str:
+    """A name that a file can have."""
+    path = _text(value)
+    if b"\0" in os.fsencode(path):
+        raise ValueError(f"{path!r:.40} is no name of a file")
+    return path
 
 
 def compare(held: Held, tensors: Iterable[TensorSum]) -> tuple[Difference, ...]:
