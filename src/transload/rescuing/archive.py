@@ -46,6 +46,8 @@ def recover_archive(source: Source) -> Mended | None:
     items = with_version(items, notes)
     lost += [Lost(_text(line.name), "it is not in the file") for line in found.missing]
     made = assembled(source, items, {each.name: each for each in judged}, lost, after)
+    if not found.directory.lines and not made.exact:
+        notes.insert(0, "the file ends before the directory of the archive: the records were found one by one")
     return made._replace(notes=(*notes, *made.notes))
 
 
