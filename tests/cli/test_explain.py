@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jsonschema
 import pytest
+from tests import forge
 
 from transload.cli.main import main
 
@@ -55,7 +58,10 @@ def test_stdin_is_explained(
 def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed(monkeypatch, UNKNOWN.encode())
     assert main(["explain"]) == 1
-    assert capsys.readouterr().out == "? not known  line 1\n    ZeroDivisionError: division by zero\n"
+    assert capsys.readouterr().out == (
+        "? not known  line 1\n    ZeroDivisionError: division by zero\n"
+        "  → If it is about a file: transload check FILE. If it is about the GPU: transload doctor.\n"
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b" \n\t\n"])
@@ -78,10 +84,54 @@ def test_a_person_is_told_to_paste(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path / "absent.log")]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
-    assert main(["explain", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be read: No such file" in shown
+    assert "pipe one in: python train.py 2>&1 | transload explain" in shown
     assert main(["explain", KNOWN.strip()]) == 2
     assert "echo '...' | transload explain" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows only says that it may not be opened")
+def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be read: Is a directory" in shown
+    assert f"transload inspect {tmp_path}" in shown
+
+
+@pytest.mark.parametrize(
+    ("data", "what", "fix"),
+    [
+        (forge.checkpoint(), "no text, but a checkpoint (torch.save zip archive)", "transload inspect {}"),
+        (gzip.compress(KNOWN.encode()), "no text: gzip around", "gzip -dc {} | transload explain"),
+        (random.Random(1).randbytes(5_000), "no text: a binary file", "2>&1 | transload explain"),  # noqa: S311
+        (b"a" + bytes(5_000) + b"b", "this is no text", "2>&1 | transload explain"),
+    ],
+    ids=["checkpoint", "gzip", "noise", "zeros"],
+)
+def test_what_is_no_text_is_told_what_it_is(
+    data: bytes, what: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given"
+    path.write_bytes(data)
+    assert main(["explain", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert what in shown.err
+    assert fix.format(path) in shown.err
+
+
+def test_no_text_on_stdin_has_no_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    feed(monkeypatch, forge.checkpoint())
+    assert main(["explain"]) == 2
+    assert "transload inspect FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [f"{KNOWN}\0\0\0".encode(), bytes(9_000) + KNOWN.encode(), KNOWN.encode("utf-16-le")])
+def test_a_text_with_some_junk_is_a_text(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(data)
+    assert main(["explain", str(path), "--no-checks"]) == 0
 
 
 def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,3 +187,14 @@ def test_what_stands_in_a_blank_is_only_text(hostile: str) -> None:
     found = transload.explain(f"RuntimeError: Invalid device string: '{hostile}'", checks=False)
     assert all("__class__" not in each.cause or "{name.__class__}" in each.cause for each in found.answers)
     assert "\x1b" not in str(found)
+
+
+def test_a_full_gpu_is_neither_the_file_nor_the_driver() -> None:
+    text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
+    found = told(text)
+    assert "2.00 GiB did not fit" in found
+    assert "neither the file nor the driver" in found
+    assert 'map_location="cpu"' in found
+    assert "transload.load_into" in found
+    assert "nvidia-smi" in found
+    assert answer("torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)").code

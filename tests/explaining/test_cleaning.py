@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 import transload
 from transload.explaining import explain_bytes
 from transload.explaining.cleaning import LIMIT, lines_of, read_end
+from transload.explaining.other import is_binary, is_packed
 
 CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
 
@@ -71,6 +75,59 @@ def test_the_end_of_a_long_pipe_is_read_and_the_rest_is_not_kept() -> None:
     expected = b"".join(pieces)[-250:]
     assert read_end(Pipe(pieces), 250) == (expected, True)  # type: ignore[arg-type]
     assert read_end(Pipe([b"short"]), 250) == (b"short", False)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such terminals")
+@pytest.mark.parametrize("typed", [f"{CUT_OFF}\n\x04", f"first\n{CUT_OFF}\x04"], ids=["behind a line", "in a line"])
+def test_a_pasted_text_ends_with_one_key(typed: str) -> None:
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, typed.encode())
+        command = [sys.executable, "-m", "transload", "explain", "--no-checks"]
+        done = subprocess.run(command, stdin=theirs, capture_output=True, check=False, timeout=60)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert done.returncode == 0
+    assert b"archive-cut-off" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("data", "binary"),
+    [
+        (b"plain\n", False),
+        ("größer".encode("latin-1"), False),
+        ("错误 内存不足".encode("gbk"), False),
+        ("größer".encode("utf-16"), False),
+        ("plain text".encode("utf-16-le"), False),
+        (b"\x1b[31mred\x1b[0m 10%\r20%\x08\x07\n", False),
+        (bytes(1_000) + b"a log that was cut off\n", False),
+        (bytes(1_000), False),
+        (bytes(range(256)), True),
+        (random.Random(1).randbytes(1_000), True),  # noqa: S311
+        (b"PK" + bytes(1_000) + b"PK", True),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_bytes_of_no_text_are_told_from_a_text_of_any_encoding(data: bytes, *, binary: bool) -> None:
+    assert is_binary(data) is binary
+
+
+@pytest.mark.parametrize(
+    ("head", "packed"),
+    [
+        (b"PK\x03\x04", True),
+        (b"\x1f\x8b\x08", True),
+        (b"\x80\x02}q", True),
+        (b"\x40\0\0\0\0\0\0\0{}", True),
+        (b"PK is text", False),
+        (b"Traceback (most", False),
+        (b"12345678{", False),
+        (b"", False),
+    ],
+)
+def test_a_file_that_is_packed_is_known_by_its_beginning(head: bytes, *, packed: bool) -> None:
+    assert is_packed(head) is packed
 
 
 def test_an_error_at_the_end_of_a_long_text_is_found_and_has_no_line() -> None:

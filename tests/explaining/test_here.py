@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from tests import forge
-from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
+from tests.diagnose.machines import bare, changed, healthy, install, no_torch_run, refused
 
 import transload
 from transload.diagnose import judge_machine
 from transload.explaining.naming import files_in
+from transload.explaining.result import Answer, MachineHere
+from transload.explaining.steps import beyond
 from transload.machine import Machine
 
 NO_CUDA = (
@@ -64,6 +67,85 @@ def test_a_machine_with_another_fault_is_not_blamed() -> None:
     assert answer.machine is not None
     assert not answer.machine.fits
     assert "this machine has another fault" in str(explained(cut, refused(healthy(), 802)))
+
+
+def without_torch(machine: Machine) -> Machine:
+    return changed(machine, torch__installs=(), python__executable="/pipx/bin/python", extensions=())
+
+
+@pytest.mark.parametrize("machine", [bare(), healthy()], ids=["no GPU", "a GPU"])
+def test_a_python_without_torch_is_not_the_cause_of_what_torch_says(machine: Machine) -> None:
+    alone = without_torch(machine)
+    assert judge_machine(no_torch_run(alone)).cause is not None
+    explanation = explained(NO_CUDA, alone)
+    (answer,) = explanation.answers
+    assert answer.machine is not None
+    assert (answer.machine.fits, answer.machine.code) == (False, "")
+    assert "comes from another Python" in answer.machine.title
+    assert ("no GPU" in answer.machine.title) == (not machine.hardware.present)
+    shown = str(explanation)
+    assert 'map_location="cpu"' in shown
+    assert "transload retag" in shown
+    assert "pip install torch" not in shown
+
+
+def test_a_python_without_torch_is_the_cause_of_what_python_says() -> None:
+    (answer,) = explained("ModuleNotFoundError: No module named 'torch'", without_torch(healthy())).answers
+    assert answer.machine is not None
+    assert (answer.machine.code, answer.machine.fits) == ("P01", True)
+
+
+def test_a_fault_of_the_machine_is_seen_without_torch() -> None:
+    text = "RuntimeError: CUDA error: system not yet initialized"
+    (answer,) = explained(text, without_torch(refused(healthy(), 802))).answers
+    assert answer.machine is not None
+    assert answer.machine.fits
+    assert answer.machine.code in answer.causes
+
+
+def cpu_only(location: str) -> Machine:
+    build = replace(install("2.13.0+cpu", ""), location=location)
+    return changed(healthy(), torch__installs=(build,))
+
+
+def test_a_torch_that_the_frames_are_not_in_is_not_the_cause(tmp_path: Path) -> None:
+    """Two environments: transload's has a torch for the CPU; the program's, which the traceback names, is another."""
+    folders = [tmp_path / name / "lib" / "python3.11" / "site-packages" / "torch" for name in ("ours", "a b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    ours, theirs = (
+        f'Traceback (most recent call last):\n  File "{folder}/serialization.py", line 1, in load\n{NO_CUDA}\n'
+        for folder in folders
+    )
+    (seen,) = explained(ours, cpu_only(str(folders[0]))).answers
+    assert seen.machine is not None
+    assert (seen.machine.code, seen.machine.fits) == ("T01", True)
+    assert 'map_location="cpu"' in str(explained(ours, cpu_only(str(folders[0]))))
+    (unseen,) = explained(theirs, cpu_only(str(folders[0]))).answers
+    assert unseen.machine is not None
+    assert (unseen.machine.code, unseen.machine.fits) == ("", False)
+    assert f"transload doctor --python '{tmp_path / 'a b'}'" in unseen.machine.title
+
+
+def test_steps_are_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").write_bytes(forge.checkpoint()[:-100])
+    text = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory: 'model.pt'"
+    explanation = explained(text, bare())
+    (answer,) = explanation.answers
+    assert answer.file is not None
+    assert any("again" in line for line in answer.file.fix)
+    assert any("again" in line for line in answer.fix)
+    shown = str(explanation)
+    assert shown.lower().count("download or copy") == 1
+    assert shown.count("transload rescue") == 1
+
+
+def test_a_step_with_a_command_of_its_own_is_kept() -> None:
+    machine = MachineHere("broken", fits=True, code="E01", title="", fix=("Look at the variable, and unset it:", "$ a"))
+    fix = ("Look at the variable and unset it:", "$ b", "Look at the variable, then unset it:", "$ a")
+    assert beyond(Answer("no-gpus", "cause", "", fix, machine=machine)) == fix[:2]
+    assert beyond(Answer("no-gpus", "cause", "", fix, machine=replace(machine, fits=False))) == fix
 
 
 def test_a_file_that_the_traceback_names_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,3 +38,9 @@ def test_the_nearest_known_texts_are_named_and_said_not_to_be_it() -> None:
 def test_what_is_like_nothing_has_nothing_near() -> None:
     (unknown,) = transload.explain("ZeroDivisionError: division by zero", checks=False).unknown
     assert unknown.nearest == ()
+
+
+def test_what_is_not_known_ends_with_what_to_do_next() -> None:
+    shown = str(transload.explain("ZeroDivisionError: division by zero", checks=False)).splitlines()
+    assert "transload check FILE" in shown[-1]
+    assert "transload doctor" in shown[-1]

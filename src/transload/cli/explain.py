@@ -39,11 +39,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Explain one text, return the exit code."""
     from transload.explaining import explain_bytes
+    from transload.explaining.other import is_binary, not_a_text
 
     data, shortened = _read(arguments.log)
     if not data.strip():
         raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
     explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
+    if not explanation.answers and is_binary(data):
+        raise not_a_text("" if arguments.log == "-" else arguments.log)
     if arguments.json:
         from transload.render.json import to_json
 
@@ -60,15 +63,34 @@ def _read(path: str) -> tuple[bytes, bool]:
 
     try:
         if path != "-":
-            with open(path, "rb") as file:  # noqa: PTH123
-                return read_end(file)
+            return _read_file(path)
         if sys.stdin is None:
             return b"", False
         if sys.stdin.isatty():
             print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
         return read_end(sys.stdin.buffer)
     except OSError as error:
-        fix = "A text itself is piped into it: echo '...' | transload explain." if " " in path else ""
         raise CannotReadError(
-            f"cannot be read: {error.strerror or error}", where=path, fix=fix, errno=error.errno
+            f"cannot be read: {error.strerror or error}", where=path, fix=_instead(path, error), errno=error.errno
         ) from error
+
+
+def _read_file(path: str) -> tuple[bytes, bool]:
+    from transload.explaining.cleaning import read_end
+    from transload.explaining.other import HEAD, is_packed, not_a_text
+
+    with open(path, "rb") as file:  # noqa: PTH123
+        if file.seekable() and is_packed(file.read(HEAD)):
+            raise not_a_text(path)
+        return read_end(file)
+
+
+def _instead(path: str, error: OSError) -> str:
+    """What to do where a file could not be read."""
+    if " " in path:
+        return "A text itself is piped into it: echo '...' | transload explain."
+    if isinstance(error, IsADirectoryError):
+        return f"Name the log in it. What a checkpoint in a folder is: transload inspect {path}"
+    if isinstance(error, FileNotFoundError):
+        return "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
+    return ""

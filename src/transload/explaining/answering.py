@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.explaining.known import Known, Values
 from transload.explaining.result import Answer
+from transload.explaining.steps import pages
 
 if TYPE_CHECKING:
     from transload.explaining.finding import Found
@@ -51,7 +52,7 @@ def _order(answer: Answer) -> tuple[bool, bool, int]:
 
 def _answer(found: Found) -> Answer:
     known, values = _worked(found.hit.known, found.hit.values, found.text)
-    fix = tuple(line.format_map(values) for line in known.fix) or _fixes(known.causes)
+    fix = tuple(line.format_map(values) for line in known.fix) or pages(known.causes)
     return Answer(
         known.code,
         known.role,
@@ -82,28 +83,13 @@ def _worked(known: Known, taken: Values, text: str) -> tuple[Known, _Blanks]:
     return known._replace(**better), values
 
 
-def _fixes(causes: Sequence[str]) -> tuple[str, ...]:
-    """What the doctor's pages say of each cause that may be behind it."""
-    from transload.diagnose.rules.catalogue import BY_CODE
-
-    rows = [BY_CODE[code] for code in causes]
-    if len(rows) == 1:
-        return (_flat(rows[0].fix),)
-    told = (f"If {_flat(row.title)} [{row.code}]: {_flat(row.fix)}" for row in rows)
-    return ("Most often it is one of these; transload doctor tells which:", *told)
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _looked(answer: Answer, found: Found, files: Sequence[str], here: Here | None) -> Answer:
     """The answer with what can be seen here."""
     needs = found.hit.known.needs
     if here is None or answer.kind == "remark":
         return answer
     if "machine" in needs:
-        answer = replace(answer, machine=here.machine(answer.causes))
+        answer = replace(answer, machine=here.machine(answer.causes, found.surroundings))
     if "file" in needs:
         from transload.explaining.naming import files_in
 

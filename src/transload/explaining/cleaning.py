@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 __all__ = ["LIMIT", "Line", "lines_of", "read_end"]
@@ -54,12 +55,25 @@ def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
         file.seek(max(0, size - limit))
         return file.read(limit), size > limit
     kept, size = bytearray(), 0
-    while piece := file.read(1 << 16):
+    for piece in _pieces(file):
         kept += piece
         size += len(piece)
         if len(kept) > 2 * limit:
             del kept[:-limit]
     return bytes(kept[-limit:]), size > limit
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """What is there, as it comes. After the end of a terminal's input nothing is asked for: it would have to end twice.
+
+    A terminal gives whole lines; part of one means that Ctrl-D was pressed behind it.
+    """
+    read: Callable[[int], bytes] = getattr(file, "read1", file.read)
+    by_line = os.name == "posix" and file.isatty()
+    while piece := read(1 << 16):
+        yield piece
+        if by_line and not piece.endswith(b"\n"):
+            return
 
 
 def lines_of(text: str) -> Iterator[Line]:

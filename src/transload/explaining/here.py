@@ -8,12 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from transload.errors import TransloadError
+from transload.explaining import elsewhere
 from transload.explaining.result import FileHere, MachineHere
 from transload.explaining.splitting import flat
 
 if TYPE_CHECKING:
     from transload.checking import Check
     from transload.diagnose.verdict import Diagnosis
+    from transload.findings import Finding
 
 __all__ = ["Here"]
 
@@ -32,15 +34,24 @@ class Here:
 
         return doctor(torch=False)
 
-    def machine(self, causes: Sequence[str]) -> MachineHere:
-        """Whether one of some causes is at work here; of no causes, whether anything is."""
+    def machine(self, causes: Sequence[str], text: str = "") -> MachineHere:
+        """Whether one of some causes is at work here; of no causes, whether anything is.
+
+        ``text`` is all that stands around the error: where its frames are in another torch than the one examined, what
+        is wrong with this one is not the cause.
+        """
         found = self.diagnosis
+        other = elsewhere.other_torch(text, found.machine)
+        faults = [finding for finding in found.findings if finding.severity == "error"]
+        able = elsewhere.possible(faults, causes, other)
+        if able:
+            wanted = [finding for finding in able if finding.code in causes]
+            return _shown(found, (wanted or able)[0], fits=bool(wanted) or not causes)
+        if other or faults:
+            return MachineHere(found.status, fits=False, title=elsewhere.words(found.machine, other))
         if found.ok or found.cause is None:
             return MachineHere(found.status, fits=False, title=_WELL[found.status])
-        wanted = [finding for finding in found.findings if finding.code in causes and finding.severity == "error"]
-        cause = wanted[0] if wanted else found.cause
-        fits = bool(wanted) or (not causes and found.status == "broken")
-        return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+        return _shown(found, found.cause, fits=False)
 
     def file(self, path: str, said: str) -> FileHere | None:
         """What would come of loading a file; nothing where it cannot be read."""
@@ -67,6 +78,10 @@ _WELL = {
     "broken": "",
     "degraded": "",
 }
+
+
+def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineHere:
+    return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
 def _verdict(made: Check) -> str:

@@ -18,6 +18,7 @@ __all__ = ["as_text", "report"]
 _SAID = 300
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
 _NEAR = 160
+_NEXT = ("If it is about a file: transload check FILE. If it is about the GPU: transload doctor.",)
 
 
 def as_text(explanation: Explanation) -> str:
@@ -40,12 +41,15 @@ def report(explanation: Explanation) -> Iterator[Block]:
             yield BLANK
         first = False
         yield from _unknown(each)
+    yield from _steps(_NEXT if explanation.unknown else ())
     if explanation.shortened:
         yield BLANK
         yield note("the text is long: only its end was looked at")
 
 
 def _answer(answer: Answer) -> Iterator[Block]:
+    from transload.explaining.steps import beyond
+
     sign, role = _SIGNS[answer.kind]
     yield Prose(((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=((sign, role),))
     times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
@@ -53,13 +57,11 @@ def _answer(answer: Answer) -> Iterator[Block]:
     yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"    {line}{times}", "dim"),))
     if answer.wrong:
         yield Prose(((printable(answer.wrong, None), ""),), lead=(("  ! ", "trust"),))
-    seen = answer.machine is not None and answer.machine.fits
     if answer.machine:
         yield from _machine(answer.machine)
     if answer.file:
         yield from _file(answer.file)
-    if not (seen and answer.machine and answer.machine.fix):
-        yield from _steps(answer.fix)
+    yield from _steps(beyond(answer))
 
 
 def _machine(machine: MachineHere) -> Iterator[Block]:

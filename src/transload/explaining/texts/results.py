@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from transload.explaining.known import Known
+from typing import Any
+
+from transload.explaining.known import Known, Values
 
 __all__ = ["TABLE"]
+
+_TO_CPU = '| obj = torch.load(path, map_location="cpu")'
 
 
 def _result(number: int, words: str, *, plain: bool = True, old: int = 0) -> tuple[str, ...]:
@@ -18,6 +22,12 @@ def _result(number: int, words: str, *, plain: bool = True, old: int = 0) -> tup
         *told,
         *((words,) if plain else ()),
     )
+
+
+def _wanted(values: Values, _: str) -> dict[str, Any]:
+    """How much more was asked for."""
+    size, unit = values.get("size", ""), values.get("unit", "").rstrip(".")
+    return {"values": {"wanted": f"{size} {unit}" if size and unit else "what was asked for"}}
 
 
 TABLE: tuple[Known, ...] = (
@@ -224,5 +234,26 @@ TABLE: tuple[Known, ...] = (
         ("Look who holds it, and end it or use another card:", "$ nvidia-smi"),
         needs=("machine",),
         causes=("X06", "X04"),
+    ),
+    Known(
+        "gpu-memory-full",
+        (
+            "CUDA out of memory. Tried to allocate {size:w} {unit:w}",
+            "HIP out of memory. Tried to allocate {size:w} {unit:w}",
+            "Allocation on device {index:d} would exceed allowed memory. (out of memory)",
+        ),
+        "The memory of the GPU is full: {wanted} did not fit into it any more. It is neither the file nor the driver: "
+        "the model, its gradients, the batch and whatever else runs on that GPU are too much together.",
+        (
+            "See which processes hold it, and end what is not needed (with AMD: rocm-smi):",
+            "$ nvidia-smi",
+            "If it is raised in torch.load, the file is put on the GPU beside the model. Load it onto the CPU:",
+            _TO_CPU,
+            "Or straight into the model's own parameters, without a second copy:",
+            "| transload.load_into(model, path)",
+            "If it is raised in training: a smaller batch, a smaller dtype, or less of the model on that GPU.",
+        ),
+        torch="1.0 and later",
+        work=_wanted,
     ),
 )
