@@ -73,6 +73,14 @@ def test_a_part_that_is_missing_is_an_error() -> None:
             list(content.pieces(tensor._replace(parts=parts)))
 
 
+def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
+    content = whole((9, 4), ((3, 6), ()), 4)
+    (tensor,) = content.checkpoint.tensors
+    twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
+    with pytest.raises(ContentError, match="24 of 36 elements"):
+        list(content.pieces(tensor._replace(parts=twice)))
+
+
 @pytest.mark.parametrize("most", [1, 2, 7, 24, 1000])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1, 24)], ids=str)
 def test_boxes_go_in_row_major_order(shape: tuple[int, ...], most: int) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 from collections import OrderedDict
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from transload.converting import convert, parts
 from transload.converting.errors import ConvertError, OverflowRefusedError
 from transload.errors import UsageError
 from transload.read import inspect
+from transload.read.nodes import Call, Global
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
@@ -184,6 +187,42 @@ def test_names_that_would_meet(tmp_path: Path) -> None:
     assert made.tensors == 4
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param((1.0, "1.0", None, "None"), id="of other types"),
+        pytest.param(("x" * 1200 + "a", "x" * 1200 + "b"), id="huge"),
+    ],
+)
+def test_keys_that_look_alike_keep_their_own_numbers(tmp_path: Path, keys: tuple[Any, ...]) -> None:
+    source = save({key: torch.full((2,), float(at)) for at, key in enumerate(keys)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.pt")
+    assert [float(each[0]) for each in load(tmp_path / "b.pt").values()] == list(range(len(keys)))
+    assert len(made.renamed) == len(keys) // 2
+
+
+def test_parts_whose_names_are_taken(tmp_path: Path) -> None:
+    source = save({"x": torch.eye(3).to_sparse(), "x/indices": torch.full((2, 3), 9)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.safetensors")
+    back = safetensors_torch.load_file(tmp_path / "b.safetensors")
+    assert made.renamed == (("x/indices", "x/indices#2"),)
+    assert torch.equal(back["x/indices"], torch.arange(3).repeat(2, 1))
+    assert torch.equal(back["x/indices#2"], torch.full((2, 3), 9))
+    convert(source, f"{tmp_path}/raw/")
+    index = json.loads((tmp_path / "raw" / "index.json").read_text(encoding="utf-8"))
+    assert list(index["tensors"]) == ["x/indices", "x/values", "x/indices#2"]
+
+
+def test_a_second_name_that_the_metadata_needs(tmp_path: Path) -> None:
+    """Loaders look there for ``format``."""
+    weight = torch.arange(3.0)
+    made = convert(save({"a": weight, "format": weight}, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert made.aliases == ()
+    with safetensors.safe_open(tmp_path / "b.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"a", "format"}
+
+
 def test_one_tensor_alone(tmp_path: Path) -> None:
     made = convert(save(torch.arange(3), tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert made.renamed == (("", "tensor"),)
@@ -304,6 +343,27 @@ def test_values_of_all_kinds_are_kept(tmp_path: Path) -> None:
     assert (back["bytes"], back["set"], back["tuple"], back[7]) == (b"\x00\xff", {3}, (1, "a", None), "seven")
 
 
+def test_two_keys_of_one_text(tmp_path: Path) -> None:
+    made = convert(save({"w": torch.ones(1), 2: 7, "2": 8}, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"] == {"2": 8}
+    assert [(each.name, each.why) for each in made.listed] == [
+        ("2", "int: 7, under a key that another one is written as")
+    ]
+
+
+def test_numbers_of_numpy_in_the_other_byte_order() -> None:
+    from transload.converting.rest import rest_of
+    from transload.converting.structure import Dropped
+
+    dtype = Call(Global("numpy", "dtype", 0), ("f8", False, True), "reduce", 0)
+    dtype.states = [(3, ">", None, None, None, -1, -1, 0)]
+    scalar = Call(Global("numpy._core.multiarray", "scalar", 0), (dtype, pack(">d", 0.25)), "reduce", 0)
+    bad = Call(Global("_codecs", "encode", 0), ("\u20ac", "latin1"), "reduce", 0)
+    rest = rest_of((Dropped(("a",), scalar), Dropped(("b",), bad)), frozenset())
+    assert rest.data == {"a": 0.25}
+    assert [each.name for each in rest.listed] == ["b"]
+
+
 def test_cycles_end(tmp_path: Path) -> None:
     value: dict[str, Any] = {"w": torch.ones(2), "list": []}
     value["self"] = value
@@ -375,6 +435,8 @@ def test_only_torch_holds_sparse_and_quantized(tmp_path: Path) -> None:
     assert torch.equal(back["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(back["quantized"].dequantize(), value["quantized"].dequantize())
     assert (made.complete, made.tensors) == (True, 3)
+    rounded = convert(source, tmp_path / "c.pt", dtype="float16")
+    assert (rounded.cast, rounded.notes) == (1, ("sparse keeps its dtype: it is sparse_coo",))
     other = convert(source, tmp_path / "b.safetensors")
     assert not other.complete
     assert [each.name for each in other.left] == ["quantized"]

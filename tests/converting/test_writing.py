@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -253,6 +254,26 @@ def test_shards_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "m.safetensors.index.json" in files(tmp_path)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "fails"])
+def test_no_index_leads_to_old_and_new_shards(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    before, index, seen = files(tmp_path), tmp_path / "m.safetensors.index.json", []
+    old, replace = index.read_bytes(), os.replace
+
+    def watched(source: str, target: str) -> None:
+        seen.append(index.exists())
+        if fails:
+            raise OSError(5, "no")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    with pytest.raises(CannotWriteError) if fails else nullcontext():
+        convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+    assert not any(seen)
+    assert files(tmp_path) == before
+    assert index.read_bytes() == old
+
+
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     def stop(*_: int) -> None:
         raise KeyboardInterrupt
@@ -275,17 +296,29 @@ def test_progress_adds_up(tmp_path: Path) -> None:
 # -- what is there already
 
 
-@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b.safetensors.leftovers.json"])
+@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz"])
 def test_nothing_is_written_over_unless_asked(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"old")
-    target = tmp_path / name.removesuffix(".leftovers.json")
     with pytest.raises(UsageError, match="already") as caught:
-        convert(STATE, target)
+        convert(STATE, tmp_path / name)
     assert "--force" in caught.value.fix
     assert (tmp_path / name).read_bytes() == b"old"
-    convert(STATE, target, overwrite=True)
-    assert target.stat().st_size > 100
-    assert not (tmp_path / "b.safetensors.leftovers.json").exists()
+    convert(STATE, tmp_path / name, overwrite=True)
+    assert (tmp_path / name).stat().st_size > 100
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b/"])
+def test_only_what_was_left_over_is_replaced(tmp_path: Path, name: str) -> None:
+    beside = tmp_path / f"{name.rstrip('/')}.leftovers.json"
+    beside.write_text('{\n "from": "a.pt",\n "data": 1\n}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="already"):
+        convert(STATE, f"{tmp_path}/{name}")
+    convert(STATE, f"{tmp_path}/{name}", overwrite=True)
+    assert not beside.exists()
+    beside.write_text('{"mine": 1}', encoding="utf-8")
+    with pytest.raises(UsageError, match="not left over"):
+        convert(STATE, f"{tmp_path}/{name}", overwrite=True)
+    assert beside.read_text(encoding="utf-8") == '{"mine": 1}'
 
 
 def test_directories_are_only_replaced_where_they_are_ours(tmp_path: Path) -> None:
@@ -313,6 +346,58 @@ def test_a_source_is_never_its_own_target(tmp_path: Path) -> None:
     assert source.read_bytes() == STATE.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "link.safetensors"])
+def test_no_file_of_a_source_is_written_over(tmp_path: Path, name: str) -> None:
+    convert(STATE, tmp_path / "model.safetensors")
+    (tmp_path / "link.safetensors").hardlink_to(tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(UsageError, match="the source itself"):
+            convert(source, tmp_path / name, overwrite=True, dtype="float16")
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert files(tmp_path) == {"model.safetensors", "link.safetensors"}
+
+
+def test_an_open_source_is_not_written_over_either(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(STATE.read_bytes())
+    with (tmp_path / "a.pt").open("rb") as opened, pytest.raises(UsageError, match="the source itself"):
+        convert(opened, tmp_path / "a.pt", overwrite=True)
+    assert (tmp_path / "a.pt").read_bytes() == STATE.read_bytes()
+
+
+def test_what_lies_beside_a_source_can_be_replaced(tmp_path: Path) -> None:
+    convert(STATE, tmp_path / "model.safetensors")
+    convert(STATE, tmp_path / "other.pt")
+    made = convert(tmp_path, tmp_path / "other.pt", overwrite=True, dtype="float16")
+    assert made.cast
+
+
+def test_a_shard_of_the_source_is_not_written_over(tmp_path: Path) -> None:
+    convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) > 2
+    with pytest.raises(UsageError, match="the source itself"):
+        convert(tmp_path, tmp_path / "m.safetensors", overwrite=True, max_shard_size=100, dtype="float16")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_directory_that_cannot_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(STATE, f"{tmp_path}/out/")
+    before = files(tmp_path / "out")
+    rename = os.rename
+
+    def refuse(old: str, new: str) -> None:
+        if old.endswith(".part"):
+            raise PermissionError(13, "no")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CannotWriteError):
+        convert(STATE, f"{tmp_path}/out/", overwrite=True)
+    assert files(tmp_path) == {"out"}
+    assert files(tmp_path / "out") == before
+
+
 def test_a_target_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.safetensors")
     with pytest.raises(UsageError, match="no plain file"):
@@ -332,10 +417,23 @@ def test_a_bundle_of_nothing() -> None:
         assert bundle.paths == []
 
 
-@pytest.mark.parametrize("name", [1, b"x", ""])
+@pytest.mark.parametrize(
+    "name", [1, b"x", "", "a\0b.pt", "a\ud800b.pt"], ids=["number", "bytes", "none", "NUL", "half"]
+)
 def test_targets_that_make_no_sense(name: Any) -> None:
     with pytest.raises(UsageError):
         convert(STATE, name)
+
+
+def test_what_numpy_could_not_read(tmp_path: Path) -> None:
+    many = {"a": {"dtype": "U8", "shape": [1] * 70, "data_offsets": [0, 1]}}
+    long = {"n" * 70_000: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    for table, words in ((many, "70 dimensions"), (long, "too long")):
+        text = json.dumps(table).encode()
+        source = len(text).to_bytes(8, "little") + text + b"x"
+        with pytest.raises(ConvertError, match=words):
+            convert(source, tmp_path / "b.npz")
+    assert files(tmp_path) == set()
 
 
 def test_members_have_names_of_their_own() -> None:

@@ -301,6 +301,16 @@ def test_tied_tensors_in_safetensors(tmp_path: Path) -> None:
     assert in_safetensors.sha256 == verify(saved(model.state_dict()), hashes=True).sha256
 
 
+def test_second_names_count_once(tmp_path: Path) -> None:
+    """Each shard may have the metadata of all, and ``format`` is no tensor though one may be called ``pt``."""
+    values = {"pt": torch.arange(4.0), "b": torch.ones(2)}
+    for number, name in enumerate(values, 1):
+        shard = tmp_path / f"model-0000{number}-of-00002.safetensors"
+        save_file({name: values[name]}, shard, {"format": "pt", "head": "pt"})
+    found = verify(tmp_path, hashes=True)
+    assert found.sha256 == verify(saved({**values, "head": values["pt"]}), hashes=True).sha256
+
+
 def test_a_name_is_hashed_once_and_stands_for_each() -> None:
     shared = torch.randn(100)
     found = verify(saved({"a": shared, "b": shared, "c": shared[10:20]}), hashes=True)
@@ -313,6 +323,7 @@ def test_what_claims_more_than_the_file_holds_is_not_hashed() -> None:
     assert [bool(tensor.sha256) for tensor in found.tensors] == [False, True]
     assert "claims" in found.tensors[0].note
     assert found.ok
+    assert found.sha256 == ""
 
 
 def test_values_by_tensor() -> None:

@@ -71,4 +71,13 @@ def _path(path: Any) -> str:
         raise UsageError(f"expected the path of a file, not {type(path).__name__}")
     if not name:
         raise UsageError("the target has no name")
+    if not _is_possible(name):
+        raise UsageError("no file can have the name of the target", where=name)
     return name
+
+
+def _is_possible(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half a letter
+        return False

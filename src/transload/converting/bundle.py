@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from transload.errors import TransloadError, UsageError
-from transload.writing.atomic import Beside
+from transload.writing.atomic import Beside, flush_directory, place_of
 from transload.writing.errors import cannot_write
 
 __all__ = ["Bundle", "Folder", "refuse_existing"]
@@ -52,11 +53,19 @@ class Folder:
 
     def commit(self) -> None:
         """Rename it; what was there before is removed when that is done."""
-        self._refuse()
         old = f"{self.hidden}.old"
-        if os.path.isdir(self.path):  # noqa: PTH112
-            os.rename(self.path, old)  # noqa: PTH104
-        os.rename(self.hidden, self.path)  # noqa: PTH104
+        try:
+            self._refuse()
+            flush_directory(self.hidden)
+            if os.path.isdir(self.path):  # noqa: PTH112
+                os.rename(self.path, old)  # noqa: PTH104
+            os.rename(self.hidden, self.path)  # noqa: PTH104
+        except BaseException:
+            if os.path.isdir(old) and not os.path.lexists(self.path):  # noqa: PTH112
+                os.rename(old, self.path)  # noqa: PTH104
+            self.discard()
+            raise
+        flush_directory(os.path.dirname(os.path.abspath(self.path)))  # noqa: PTH100, PTH120
         _remove(old)
 
     def discard(self) -> None:
@@ -77,11 +86,16 @@ def _remove(folder: str) -> None:
 
 
 class Bundle:
-    """Files under way. Left without an error, all of them are there; with one, none is."""
+    """Files under way. Left without an error, all of them are there; with one, none is.
 
-    def __init__(self, *, overwrite: bool) -> None:
+    ``is_source`` tells the files that are read: none of them is replaced.
+    """
+
+    def __init__(self, *, overwrite: bool, is_source: Callable[[str], bool] | None = None) -> None:
         self._overwrite = overwrite
+        self._is_source = is_source or (lambda _: False)
         self._files: list[Beside | Folder] = []
+        self._leader = ""
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -95,16 +109,30 @@ class Bundle:
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
-    def add(self, path: str) -> Beside:
-        """A file that will be there in the end. The last one added gets its name last."""
+    def add(self, path: str, *, leads: bool = False) -> Beside:
+        """A file that will be there in the end. The last one added gets its name last.
+
+        One that ``leads`` tells which others belong together: it is not there while they are being replaced, so that
+        nobody takes old and new ones for one set, even if that is never finished.
+        """
         refuse_existing([path], overwrite=self._overwrite)
+        if leads:
+            self._leader = place_of(path)
+        self._refuse_source(path, path)
         self._files.append(file := Beside(path))
         return file
 
     def add_folder(self, path: str) -> Folder:
         """A directory that will be there in the end."""
+        for name in os.listdir(path) if os.path.isdir(path) else ():  # noqa: PTH112, PTH208
+            self._refuse_source(os.path.join(path, name), path)  # noqa: PTH118
         self._files.append(folder := Folder(path, overwrite=self._overwrite))
         return folder
+
+    def _refuse_source(self, path: str, where: str) -> None:
+        """A source is never written over, whatever is asked for."""
+        if os.path.lexists(path) and self._is_source(path):
+            raise UsageError("the target would be the source itself", where=where, fix="Choose another name.")
 
     @property
     def paths(self) -> list[str]:
@@ -114,14 +142,18 @@ class Bundle:
     def _commit(self) -> None:
         before = {file.path: os.path.lexists(file.path) for file in self._files}
         done: list[Beside | Folder] = []
+        aside = ""
         try:
             for file in self._files:
                 if isinstance(file, Beside):
                     os.fsync(file.descriptor)
+            aside = self._set_aside(before)
             for file in self._files:
                 file.commit()
                 done.append(file)
         except BaseException as error:
+            if aside and not done:
+                os.rename(aside, self._leader)  # noqa: PTH104
             for file in self._files[len(done) + 1 :]:
                 file.discard()
             for file in done:
@@ -131,3 +163,17 @@ class Bundle:
             if isinstance(error, OSError):
                 raise cannot_write(error, self._files[len(done)].path) from error
             raise
+        finally:
+            with suppress(OSError):
+                os.unlink(aside)  # noqa: PTH108
+
+    def _set_aside(self, before: dict[str, bool]) -> str:
+        """Where the old leader is now; empty if it can stay until it is replaced, for it leads to nothing new."""
+        replaced = sum(before.values())
+        if not os.path.isfile(self._leader) or replaced < 2:  # noqa: PTH113
+            return ""
+        folder, name = os.path.split(self._leader)
+        aside = os.path.join(folder, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118
+        os.rename(self._leader, aside)  # noqa: PTH104
+        flush_directory(folder)
+        return aside

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.content import Allowance, Content, Run
 from transload.converting.casting import cast, is_cast
 from transload.converting.errors import OverflowRefusedError
-from transload.converting.selection import Left, Named
+from transload.converting.selection import Distinct, Left, Named
 from transload.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _UNHELD = {
     "subclass": "it is of a class of its own",
     "device": "its numbers lie in the pickle, as an array of numpy",
 }
+_FORMAT = "format"  # in a safetensors file's metadata no second name of a tensor, but what its loaders look for
 
 
 class Entry(NamedTuple):
@@ -45,12 +46,16 @@ class Entry(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """What becomes of the tensors: held, held under another name as well, or not; ``in_parts`` are held as several."""
+    """What becomes of the tensors: held, held under another name as well, or not; ``in_parts`` are held as several.
+
+    ``renamed`` are parts whose name another tensor has.
+    """
 
     entries: tuple[Entry, ...]
     aliases: tuple[tuple[str, str], ...]
     left: tuple[Left, ...]
     in_parts: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def sorted_out(  # noqa: PLR0913 - what there is, and what the target can do
@@ -72,19 +77,22 @@ def sorted_out(  # noqa: PLR0913 - what there is, and what the target can do
     left: list[Left] = []
     kept: dict[Any, str] = {}
     in_parts: list[str] = []
-    for each in _simple(named, left, in_parts):
+    simple = list(_simple(named, left, in_parts))
+    distinct = Distinct(each.name for each in simple)
+    for first in simple:
+        each = first._replace(name=distinct(first.name))
         dtype = wish.dtype if is_cast(each.tensor.dtype, wish.dtype) else each.tensor.dtype
         if not holds(dtype):
             left.append(Left(each.name, f"the format has no {dtype}", lost=True))
             continue
-        tie = tie_of(each.tensor) if tied else None
+        tie = tie_of(each.tensor) if tied and each.name != _FORMAT else None
         if tie is not None and kept.setdefault(tie, each.name) != each.name:
             aliases.append((each.name, kept[tie]))
             continue
         if allowance is not None:
             allowance.spend(each.tensor)
         entries.append(Entry(each.name, each.tensor, dtype))
-    return Sorted(tuple(entries), tuple(aliases), tuple(left), tuple(in_parts))
+    return Sorted(tuple(entries), tuple(aliases), tuple(left), tuple(in_parts), tuple(distinct.renamed))
 
 
 def _simple(named: Iterable[Named], left: list[Left], in_parts: list[str]) -> Iterator[Named]:

@@ -92,6 +92,8 @@ def _structured(
     root, path = _root(checkpoint, selection, wish)
     if root is None or checkpoint.format in PROGRAMS or checkpoint.format == "sharded":
         return None
+    if not _are_told_apart(checkpoint):
+        return None
     calls = carried(checkpoint, selection.tensors)
     simple = [each for each in selection.tensors if each.tensor.path not in calls]
     found = sorted_out(simple, content, wish, to_torch.holds, views=True)
@@ -100,6 +102,11 @@ def _structured(
     paths, modules = frozenset(tensor.path for tensor in checkpoint.tensors), module_paths(checkpoint.tensors)
     made = structured(root, named, known=paths, modules=modules, start=path, calls=calls)
     return (found, made) if len(made.slots) == len(named) and not found.in_parts else None
+
+
+def _are_told_apart(checkpoint: Checkpoint) -> bool:
+    """Whether each tensor has a path of its own: ``1.0`` and ``"1.0"``, or huge keys that begin alike, share one."""
+    return len({tensor.path for tensor in checkpoint.tensors}) == len(checkpoint.tensors)
 
 
 def _everything(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tuple[Dropped, ...]:

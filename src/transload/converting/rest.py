@@ -135,7 +135,7 @@ class _Walk:
 
     def _pairs(self, held: Dict, path: tuple[Key, ...], depth: int) -> Any:
         """A dictionary; what it holds of tensors is kept elsewhere, so with nothing else in it, it is nothing."""
-        made = {}
+        made: dict[str, Any] = {}
         pairs = held.pairs()
         for key, value in pairs:
             if type(key) not in (str, int, float, bool, type(None)):
@@ -143,9 +143,16 @@ class _Walk:
                 continue
             plain = self.plain(value, (*path, short_key(key)), depth)
             if plain is not _NOTHING:
-                made[str(key)] = plain
-                self.text -= len(str(key))
+                self._enter(made, key, plain, path)
         return made if made or not pairs else _NOTHING
+
+    def _enter(self, made: dict[str, Any], key: Any, plain: object, path: tuple[Key, ...]) -> None:
+        """Put a value under the text of its key. ``1`` and ``"1"`` have the same: then the first is listed."""
+        name = _key_text(key)
+        if name in made:
+            self._list((*path, name), made[name], "under a key that another one is written as")
+        made[name] = plain
+        self.text -= len(name)
 
     def _members(self, members: Any, path: tuple[Key, ...], depth: int) -> Any:
         made = [self.plain(value, (*path, index), depth) for index, value in enumerate(members)]
@@ -182,6 +189,11 @@ class _Walk:
                     inside[str(key)] = plain
             kept["modules"] = inside
         return kept
+
+
+def _key_text(key: Any) -> str:
+    """A key as JSON has it; of an integer too long for Python to write out, a word on it."""
+    return str(short_key(key)) if type(key) is int and key.bit_length() > _MAX_BITS else str(key)
 
 
 def _given(node: Call) -> Iterator[Any]:
@@ -237,7 +249,7 @@ def _simple_call(node: Call) -> Any:
     if name == "torch.device":
         return device_text(node)
     if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
-        return _simple(args[0].encode("latin-1", "replace"))
+        return _NOTHING if (raw := _latin(args[0])) is None else _simple(raw)
     if name.rpartition(".")[2] in _TEXTS and all(type(part) is str for part in args):
         return "/".join(args).replace("//", "/", 1)
     if name in ("builtins.complex", "__builtin__.complex") and all(type(part) is float for part in args):
@@ -259,12 +271,22 @@ def _number(args: tuple[Any, ...]) -> Any:
     raw = _bytes(held)
     if form is None or raw is None or len(raw) != calcsize(f"<{form}"):
         return _NOTHING
-    return _simple(unpack(f"<{form}", raw)[0])
+    state = dtype.states[-1] if dtype.states else None
+    big = type(state) is tuple and state[1:2] == (">",)
+    return _simple(unpack(f">{form}" if big else f"<{form}", raw)[0])
 
 
 def _bytes(node: Any) -> bytes | None:
     if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
         node = node.args[0]
     if type(node) is str:
-        return node.encode("latin-1", "replace")
+        return _latin(node)
     return node if type(node) is bytes else None
+
+
+def _latin(text: str) -> bytes | None:
+    """Bytes that are written as a text; ``None`` if it holds what is no byte."""
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.converting import to_npz, to_raw, to_safetensors, to_torch
 from transload.converting.bundle import Bundle, refuse_existing
+from transload.converting.casting import is_cast
 from transload.converting.comparing import Back, compare, damaged_records, whole_checksum
 from transload.converting.entries import Data
 from transload.converting.errors import ConvertError
@@ -23,6 +24,7 @@ from transload.loading.progress import telling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
+    from transload.content import Content
     from transload.converting.wish import Wish
     from transload.read.source import SourceLike
 
@@ -47,14 +49,15 @@ def run(  # noqa: PLR0913 - as asked for
     begun = time.monotonic()
     dst = _placed(dst, format_)
     _refuse_same(src, dst)
+    _refuse_leftovers(_leftovers_name(dst), overwrite=overwrite)
     if format_ != "raw":
-        refuse_existing([dst, _leftovers_name(dst)], overwrite=overwrite)
+        refuse_existing([dst], overwrite=overwrite)
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
         with no_collecting():
             plan = planned(content, format_, wish)
         tell = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
-        with Bundle(overwrite=overwrite) as bundle:
+        with Bundle(overwrite=overwrite, is_source=_Sources(src, content)) as bundle:
             job = Job(dst, wish, bundle, tell, verify=verify)
             data = Data(content, allow_inf=wish.allow_inf)
             places = _written(job, format_, plan, data)
@@ -70,7 +73,8 @@ def run(  # noqa: PLR0913 - as asked for
 def _remove_stale(leftovers: str) -> None:
     """What an earlier conversion to the same target had left over is not that of this one."""
     with suppress(OSError):
-        os.unlink(leftovers)  # noqa: PTH108 - pathlib is slow
+        if _is_leftovers(leftovers):
+            os.unlink(leftovers)  # noqa: PTH108 - pathlib is slow
 
 
 def _placed(dst: str, format_: str) -> str:
@@ -85,10 +89,70 @@ def _refuse_same(src: SourceLike, dst: str) -> None:
     """A source is never written over."""
     try:
         same = isinstance(src, str | os.PathLike) and os.path.samefile(src, dst)  # noqa: PTH121 - as above
-    except OSError:  # one of them is not there
+    except (OSError, ValueError):  # one of them is not there, or cannot be
         return
     if same:
         raise UsageError("the target would be the source itself", where=dst, fix="Choose another name.")
+
+
+class _Sources:
+    """Which files a checkpoint is read from, whatever they are called: found out when it is asked for."""
+
+    def __init__(self, src: SourceLike, content: Content) -> None:
+        self._src = src
+        self._path = os.fsdecode(src) if isinstance(src, str | os.PathLike) else ""
+        self._content = content
+        self._known: set[tuple[int, int]] | None = None
+
+    def __call__(self, path: str) -> bool:
+        if self._known is None:
+            self._known = _opened(self._src).union(*map(_identity, self._files()))
+        return not self._known.isdisjoint(_identity(path))
+
+    def _files(self) -> list[str]:
+        if not self._path:
+            return []
+        folder = self._path if os.path.isdir(self._path) else os.path.dirname(self._path)  # noqa: PTH112, PTH120
+        checkpoint = self._content.checkpoint
+        names = {*(name for name, _ in self._content.parts), *(each.file for each in checkpoint.storages)}
+        names |= {part.name for part in checkpoint.parts if part.kind == "index"}
+        return [self._path, *(os.path.join(folder, name) for name in names if name)]  # noqa: PTH118
+
+
+def _opened(src: Any) -> set[tuple[int, int]]:
+    """The same of a file that was given open."""
+    try:
+        found = os.fstat(src.fileno())
+    except (AttributeError, OSError, ValueError):
+        return set()
+    return {(found.st_dev, found.st_ino)}
+
+
+def _identity(path: str) -> set[tuple[int, int]]:
+    """What tells a file from all others, if it is there."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (OSError, ValueError):
+        return set()
+    return {(found.st_dev, found.st_ino)}
+
+
+def _refuse_leftovers(path: str, *, overwrite: bool) -> None:
+    """What lies where the rest shall go is only replaced if a conversion has written it."""
+    refuse_existing([path], overwrite=overwrite)
+    if os.path.lexists(path) and not _is_leftovers(path):
+        raise UsageError("what is there was not left over by a conversion", where=path, fix="Choose another name.")
+
+
+def _is_leftovers(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
+
+
+_BEGINNING = b'{\n "from": '
 
 
 def _written(job: Job, format_: str, plan: Plan, data: Data) -> list[Back]:
@@ -153,8 +217,8 @@ def _told(checkpoint: Checkpoint, format_: str, plan: Plan, job: Job, data: Data
         listed=rest.listed,
         leftovers=name if leftovers else "",
         others=plan.selection.others,
-        renamed=plan.selection.renamed,
-        notes=tuple(_notes(checkpoint, format_, plan, versions=rest.versions)),
+        renamed=(*plan.selection.renamed, *found.renamed),
+        notes=tuple(_notes(checkpoint, format_, plan, job.wish, versions=rest.versions)),
     )
 
 
@@ -171,11 +235,13 @@ def _leftovers_name(dst: str) -> str:
     return f"{dst.rstrip('/' + os.sep)}.leftovers.json"
 
 
-def _notes(checkpoint: Checkpoint, format_: str, plan: Plan, *, versions: bool) -> list[str]:
+def _notes(checkpoint: Checkpoint, format_: str, plan: Plan, wish: Wish, *, versions: bool) -> list[str]:
     notes = []
     if checkpoint.format in PROGRAMS:
         notes.append("the program itself is not converted, only its weights")
     notes += [f"{name} is kept as the tensors it is made of" for name in plan.found.in_parts[:_SHOWN]]
+    as_they_are = [slot.named for slot in plan.carried if is_cast(slot.named.tensor.dtype, wish.dtype)]
+    notes += [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in as_they_are[:_SHOWN]]
     if versions:
         notes.append("the versions of its modules, which state_dict() records (_metadata), are not kept")
     opaque = sorted({entry.dtype for entry in plan.found.entries if to_npz.is_opaque(entry.dtype)})

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
     from transload.converting.wish import Wish
 
-__all__ = ["Left", "Named", "Selection", "module_paths", "select"]
+__all__ = ["Distinct", "Left", "Named", "Selection", "module_paths", "select"]
 
 _WEIGHTS = ("_parameters", "_buffers")
 _NO_STATE = "an attribute of a module, which state_dict() does not have"
@@ -41,6 +41,34 @@ class Selection(NamedTuple):
     left: tuple[Left, ...]
     others: int = 0
     renamed: tuple[tuple[str, str], ...] = ()
+
+
+class Distinct:
+    """Gives every name once: those that come again get a number, which none of all ``names`` has.
+
+    >>> distinct = Distinct(["a", "a", "a#2"])
+    >>> distinct("a"), distinct("a"), distinct.renamed
+    ('a', 'a#3', [('a', 'a#3')])
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.renamed: list[tuple[str, str]] = []
+        self._taken = set(names)
+        self._used: set[str] = set()
+        self._next: dict[str, int] = {}  # a file can have fifty thousand tensors of one name
+
+    def __call__(self, name: str) -> str:
+        """The name, or another one."""
+        if name not in self._used:
+            self._used.add(name)
+            return name
+        number = self._next.get(name, 2)
+        while (new := f"{name}#{number}") in self._used or new in self._taken:
+            number += 1
+        self._next[name] = number + 1
+        self._used.add(new)
+        self.renamed.append((name, new))
+        return new
 
 
 def select(checkpoint: Checkpoint, wish: Wish) -> Selection:
@@ -143,20 +171,14 @@ def _apart(named: list[Named], wish: Wish) -> tuple[list[Named], list[tuple[str,
     """Every name once, and not empty; with those that had to be changed."""
     out: list[Named] = []
     renamed: list[tuple[str, str]] = []
-    taken = {each.name for each in named}
-    used: set[str] = set()
+    distinct = Distinct(each.name for each in named)
     for each in named:
-        name = _writable(each.name)
-        if name in used:
-            if wish.strip:
-                raise ConvertError(f"two tensors would be called {name!r} without the prefix", fix="Strip another one.")
-            number = 2
-            while f"{name}#{number}" in used or f"{name}#{number}" in taken:
-                number += 1
-            name = f"{name}#{number}"
+        wanted = _writable(each.name)
+        name = distinct(wanted)
+        if name != wanted and wish.strip:
+            raise ConvertError(f"two tensors would be called {wanted!r} without the prefix", fix="Strip another one.")
         if name != each.name:
             renamed.append((each.name, name))
-        used.add(name)
         out.append(each._replace(name=name))
     return out, renamed
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_RANK", "holds", "member_name", "write_npz"]
 
-MAX_RANK = 32
-"""Dimensions that every numpy takes."""
+MAX_RANK = 64
+"""Dimensions that numpy takes, from 2.0 on; before that 32."""
+
+_MAX_NAME = 0xFFFF
 
 _DESCRIPTIONS = {
     "float64": "<f8",
@@ -74,8 +76,9 @@ def write_npz(job: Job, found: Sorted, data: Data) -> list[Back]:
     directory: list[bytes] = []
     heads: list[bytes] = []
     for entry in found.entries:
+        _refuse(entry, job.dst)
         head, at = _head(entry), writer.written
-        name, size = f"{member_name(entry.name)}.npy".encode(), len(head) + entry.nbytes
+        name, size = _file_name(entry), len(head) + entry.nbytes
         writer.write(local_header(name, size, at, ALIGNMENT))
         writer.write(head)
         checksum = crc32(head)
@@ -91,6 +94,18 @@ def write_npz(job: Job, found: Sorted, data: Data) -> list[Back]:
     writer.write(end_of_archive(len(directory), start, len(table)))
     writer.flush()
     return _found(file, found.entries, heads)
+
+
+def _file_name(entry: Entry) -> bytes:
+    return f"{member_name(entry.name)}.npy".encode()
+
+
+def _refuse(entry: Entry, where: str) -> None:
+    """What no program could read again."""
+    if len(_file_name(entry)) > _MAX_NAME:
+        raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=where)
+    if len(entry.shape) > MAX_RANK:
+        raise ConvertError(f"{entry.name} has {len(entry.shape):,} dimensions: numpy takes {MAX_RANK}", where=where)
 
 
 def _head(entry: Entry) -> bytes:
@@ -117,7 +132,7 @@ def _found(file: Beside, entries: tuple[Entry, ...], heads: list[bytes]) -> list
     for member, entry, head in zip(members, entries, heads, strict=True):
         lengths = unpack("<HH", source.read(member.header_offset + 26, 4))
         at = member.header_offset + 30 + sum(lengths)
-        told = member.filename == f"{member_name(entry.name)}.npy" and member.file_size == len(head) + entry.nbytes
+        told = member.filename == _file_name(entry).decode() and member.file_size == len(head) + entry.nbytes
         if not told or source.read(at, len(head)) != head:
             raise ConvertError(f"{entry.name} is not read back as it was written", where=file.path)
         places.append(Back(entry, source, at + len(head)))

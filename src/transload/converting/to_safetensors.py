@@ -140,5 +140,5 @@ def _write_index(job: Job, names: list[str], shards: list[_Shard]) -> None:
     base = [os.path.basename(name) for name in names]  # noqa: PTH119 - texts throughout, as given
     held = {entry.name: name for name, shard in zip(base, shards, strict=True) for entry in shard.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))}
-    file = job.bundle.add(index_name(job.dst))
+    file = job.bundle.add(index_name(job.dst), leads=True)
     Writer(file.descriptor, None).whole(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")

@@ -94,7 +94,8 @@ def _verified(content: Content, wish: Wish, progress: bool | Callable[[int, int]
     judged = _judged(content.checkpoint, sums, bad)
     damaged = damages(content, every, bad, found.failed)
     tensors = with_aliases(content, plan.entries) if wish.hashes else plan.entries
-    whole = wish.hashes and not found.failed and judged.integrity != "not-a-checkpoint"
+    hashed = all(entry.sha256 or entry.nbytes == 0 for entry in plan.entries)  # none claims more than is read
+    whole = wish.hashes and hashed and not found.failed and judged.integrity != "not-a-checkpoint"
     return Verification(
         path=judged.path,
         format=judged.format,

@@ -20,9 +20,10 @@ def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
     ``safetensors.torch.save_model`` writes it and ``load_model`` reads it.
     """
     known = {entry.name: entry for entry in entries}
-    more: list[TensorSum] = []
+    more: dict[str, TensorSum] = {}  # each shard may have the metadata of all
     for file, checkpoint in content.parts:
         if checkpoint.format == "safetensors":
             pairs = header_metadata(content.open_file(file)).items()
-            more += [known[name]._replace(name=alias) for alias, name in pairs if name in known and alias not in known]
-    return [*entries, *more]
+            found = {alias: name for alias, name in pairs if name in known and alias not in known and alias != "format"}
+            more.update({alias: known[name]._replace(name=alias) for alias, name in found.items()})
+    return [*entries, *more.values()]

@@ -27,7 +27,7 @@ try:
 except ImportError:  # Windows, where a file that is open cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Beside", "Straight", "clear_debris", "is_atomic", "place_of"]
+__all__ = ["Beside", "Straight", "clear_debris", "flush_directory", "is_atomic", "place_of"]
 
 _MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
 _LARGE = 32 << 20  # bytes from which giving a file back is worth a thread
@@ -122,7 +122,7 @@ class Beside(Straight):
             raise
         if os.name != "nt":
             os.close(self.descriptor)
-            _flush_directory(os.path.dirname(self._target))  # noqa: PTH120 - as above
+            flush_directory(os.path.dirname(self._target))  # noqa: PTH120 - as above
 
     def discard(self) -> None:
         """Leave nothing behind."""
@@ -256,7 +256,7 @@ def _adopt(descriptor: int, before: os.stat_result | None) -> None:
         os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
 
 
-def _flush_directory(folder: str) -> None:
+def flush_directory(folder: str) -> None:
     """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
     with suppress(OSError):
         descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))

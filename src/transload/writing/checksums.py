@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checksums"]
 
+
 class _Task:
     """The checksums of some chunks, which a thread computes."""
 

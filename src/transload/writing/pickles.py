@@ -23,6 +23,7 @@ MAX_AGAIN = 1_000_000
 """Steps spent on tuples and calls that hold themselves. Each is begun again inside itself, and a file of a megabyte
 could ask for 10^10 of them; a true one needs a few."""
 
+_MAX_EXTENSION = 0x7FFFFFFF
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
@@ -130,6 +131,8 @@ class _Writer:
 
     def _extension(self, node: Extension) -> None:
         code = node.code
+        if not 0 < code <= _MAX_EXTENSION:
+            raise CannotPickleGraphError(f"there is no extension {code}")
         forms = ((0xFF, "<cB", b"\x82"), (0xFFFF, "<cH", b"\x83"), (0x7FFFFFFF, "<ci", b"\x84"))
         self.out.append(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
         self._put(node)
