@@ -369,3 +369,9 @@ def test_there_is_nothing_to_read(tmp_path: Path) -> None:
 def test_it_is_public() -> None:
     assert transload.verify is verify
     assert transload.Verification is Verification
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800b"], ids=["NUL", "half a letter"])
+def test_a_path_that_no_file_can_have(path: str) -> None:
+    with pytest.raises(CannotReadError):
+        verify(path)

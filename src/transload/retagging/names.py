@@ -34,4 +34,7 @@ def names_of(path: str) -> Names:
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a change of this file was left half done, or is being made right now. Cheap: a look at one name."""
-    return os.path.lexists(names_of(os.fspath(path)).journal)
+    try:
+        return os.path.lexists(names_of(os.fspath(path)).journal)
+    except ValueError:  # no file can have such a name, which whoever reads it will say
+        return False
