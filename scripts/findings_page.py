@@ -19,7 +19,8 @@ Every finding of `transload inspect` and `transload check` has a code, stable be
 `findings[].code`, and `doc` leads here. This page is written by `scripts/findings_page.py` from the same tables the
 program uses.
 
-What the two verdicts mean is in [safety.md](safety.md). A finding without an effect is a remark.
+What the two verdicts mean is in [safety.md](safety.md). A finding without an effect is a remark. In a report, FILE is
+the name of the file itself, and what several findings advise is said once.
 """
 
 # Findings that come from judging names and values, not from a problem a reader met.
@@ -57,7 +58,8 @@ WHY: dict[str, str] = {
     "needs-trust": (
         "The evidence lists all names with what they are for, and the fix is the lines that allow them, all at "
         "once (torch names only the first). Allowing a class means that its code runs: do it for files whose "
-        "author you trust. The tensors themselves can be listed without any of it, as you see."
+        "author you trust. The tensors themselves can be listed without any of it, as you see, and `transload convert` "
+        "takes them out without any of it."
     ),
     "device-objects": (
         "A `torch.device` in the arguments or the configuration stays what it was: only storages are moved."
@@ -139,7 +141,7 @@ def section(code: str, rule: Rule) -> str:
         lines += [textwrap.fill(WHY[code], 118, break_on_hyphens=False), ""]
     if effects:
         lines += [f"Effect: {'; '.join(effects)}.", ""]
-    lines += [f"- {step}" for step in rule.fix]
+    lines += [f"- `{step[2:]}`" if step.startswith("$ ") else f"- {step}" for step in rule.fix]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

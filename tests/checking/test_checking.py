@@ -145,6 +145,50 @@ def test_the_command_that_mends_the_tags_is_printed_and_works(name: str, tmp_pat
     assert "tags-elsewhere" not in codes(check(path, machine=LAPTOP))
 
 
+def test_what_does_not_load_is_not_to_be_retagged() -> None:
+    result = check(DATA / "h200" / "whole_custom_module_cuda0.pt", machine=LAPTOP)
+    assert "needs-trust" in codes(result)
+    assert "tags-elsewhere" not in codes(result)
+    assert "transload retag" not in str(result)
+
+
+def test_what_is_wrong_with_a_file_is_told_before_what_the_machine_lacks(tmp_path: Path) -> None:
+    (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
+    result = check(tmp_path / "page.pt", machine=changed(SERVER, torch=Torch(installs=())))
+    assert codes(result) == ["not-a-checkpoint", "no-torch"]
+
+
+DOCTOR = "transload doctor tells how to get the GPU to work"
+
+
+def test_the_doctor_is_named_to_those_who_lack_a_gpu(tmp_path: Path) -> None:
+    machine = no_torch_run(refused(healthy(), 999))
+    (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
+    here = DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"
+    assert DOCTOR in str(check(TRAIN, machine=machine))
+    assert DOCTOR in str(check(here, "cuda:0", machine=machine))
+    assert DOCTOR not in str(check(here, machine=machine))
+    assert DOCTOR not in str(check(tmp_path / "page.pt", machine=machine))
+
+
+def test_commands_stand_by_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
+    path.write_bytes(path.read_bytes()[:12_000])
+    told = str(check(path, machine=LAPTOP)).split("\n")
+    assert told.count(f"    $ transload rescue {path} NEW.pt") == 1
+
+
+def test_the_lines_that_allow_names_stand_before_the_command_that_needs_none() -> None:
+    path = DATA / "h200" / "whole_custom_module_cuda0.pt"
+    told = str(check(path, machine=LAPTOP))
+    lines = told.split("\n")
+    assert "before torch.load, if you trust the file:" in told
+    assert lines.index("import torch") < lines.index(
+        f"    $ transload convert {path} {path.with_suffix('.safetensors')}"
+    )
+
+
 def test_tags_of_devices_that_are_here_are_not_worth_a_word() -> None:
     assert "tags-elsewhere" not in codes(check(DATA / "h200" / "state_dict_cuda0.pt", machine=SERVER))
 

@@ -304,3 +304,27 @@ def test_of_other_releases_nothing_is_said(version: str) -> None:
 def test_uncertain_devices_make_no_certain_words() -> None:
     said = foretold(DATA / "h200" / "state_dict_cuda0.pt", Installed("2.13.0+cu130", sure=False))
     assert (said.outcome, said.exact) == ("raises", False)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_without_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(forge.checkpoint()[:-30])
+    truth = told([path])[str(path)]
+    said = foretold(path)
+    assert [said.outcome, said.error, said.text] == truth[:3]
+
+
+@pytest.mark.skipif(RELEASE < (2, 13), reason="this torch does not know safetensors")
+@pytest.mark.parametrize("left", [60, 700], ids=["cut in its header", "cut"])
+def test_a_cut_safetensors_file(left: int, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file({"a": torch.ones(300)}, path)
+    path.write_bytes(path.read_bytes()[:left])
+    truth = told([path])[str(path)]
+    said = foretold(path)
+    assert (said.outcome, said.error) == (truth[0], truth[1]) == ("raises", "SafetensorError")
+    assert said.text == truth[2]

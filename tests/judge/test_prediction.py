@@ -79,3 +79,22 @@ def test_nested_tensors_are_refused_by_the_newest_torch() -> None:
     file = io.BytesIO()
     torch.save(torch.ones(2), file)
     assert transload.inspect(file.getvalue()).prediction == "torch.load loads it anywhere"
+
+
+SPOILT = {
+    "cut": lambda whole: whole[: len(whole) // 2],
+    "cut in its header": lambda whole: whole[:60],
+    "longer": lambda whole: whole + b"junk",
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_damaged_safetensors_file_fails(how: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file({"a": torch.ones(300)}, path)
+    assert "load_file" in transload.inspect(path).prediction
+    path.write_bytes(SPOILT[how](path.read_bytes()))
+    with pytest.raises(Exception, match="deserializing header"):
+        safetensors.load_file(path)
+    assert transload.inspect(path).prediction.startswith("torch.load fails, and so does safetensors")

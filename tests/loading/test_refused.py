@@ -144,6 +144,38 @@ def test_no_change_of_a_byte_is_an_error_that_is_not_ours() -> None:
                     assert error.what  # noqa: PT017 - most of them load
 
 
+def test_the_command_that_saves_what_is_left_is_in_the_error(tmp_path: Path) -> None:
+    path = tmp_path / "my model.pt"
+    torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
+    path.write_bytes(path.read_bytes()[:12_000])
+    with pytest.raises(BrokenFileError) as raised:
+        load(path)
+    advice = raised.value.fix.split("\n")
+    assert advice[0].startswith("Download or copy the file again")
+    assert advice[-1] == f"$ transload rescue '{path}' NEW.pt"
+    assert len(advice) == 3
+
+
+def test_the_command_is_told_with_whatever_is_told_first(tmp_path: Path) -> None:
+    """Here the finding that is raised is not the one that holds the command."""
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.ones(2000), "b": torch.ones(2000)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[:12_000] + bytes(len(data) - 12_000))
+    with pytest.raises(BrokenFileError) as raised:
+        load(path)
+    assert raised.value.fix.count(f"$ transload rescue {path} NEW.pt") == 1
+
+
+def test_a_packed_checkpoint_is_unpacked_by_a_command(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "model.pt.gz").write_bytes(gzip.compress(STATE_DICT.read_bytes()))
+    with pytest.raises(NotACheckpointError, match="gzip around a PyTorch checkpoint") as raised:
+        load(tmp_path / "model.pt.gz")
+    assert raised.value.fix.endswith(f"$ transload rescue {tmp_path / 'model.pt.gz'} NEW.pt")
+
+
 # -- attacks
 
 
@@ -256,6 +288,23 @@ def test_all_names_are_told_at_once_with_the_lines_that_allow_them() -> None:
     if hasattr(torch.serialization, "add_safe_globals"):
         assert "torch.serialization.add_safe_globals([Namespace, Config, deque])" in error.fix
     assert "weights_only=False" in error.fix
+
+
+@pytest.mark.parametrize("name", ["whole_custom_module_cuda0.pt", "torchscript_cuda0.pt"])
+def test_the_way_that_needs_no_trust_is_told(name: str) -> None:
+    path = DATA / "h200" / name
+    with pytest.raises(UnsafeError) as raised:
+        load(path)
+    assert raised.value.fix.endswith(f"\n$ transload convert {path} {path.with_suffix('.safetensors')}")
+
+
+def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    torch.save({"model": {"weight": torch.ones(3)}, "options": Namespace(lr=1)}, tmp_path / "train.ckpt")
+    with pytest.raises(UnsafeError) as raised:
+        load(tmp_path / "train.ckpt")
+    assert raised.value.fix.endswith(f"convert {tmp_path / 'train.ckpt'} {tmp_path / 'train.safetensors'}")
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="this torch has no such list")

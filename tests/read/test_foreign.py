@@ -114,10 +114,15 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
     "not found": (b"404: Not Found", "text-answer", "404", "address"),
     "LFS": (LFS, "git-lfs", "for a file of 267,844,284 bytes", "git lfs pull --include=model.pt"),
     "DVC": (b"outs:\n- md5: 0123\n  path: model.pt\n", "dvc", "DVC pointer", "dvc pull"),
-    "gzip": (gzip.compress(torch_zip()), "gzip", "gzip around a PyTorch checkpoint (zip)", "gunzip -c model.pt >"),
-    "gzip, legacy": (gzip.compress(legacy()), "gzip", "around a PyTorch checkpoint (legacy)", "gunzip"),
-    "bzip2": (bz2.compress(torch_zip()), "bzip2", "around a PyTorch checkpoint (zip)", "bunzip2 -c"),
-    "xz": (lzma.compress(torch_zip()), "xz", "around a PyTorch checkpoint (zip)", "xz -dc"),
+    "gzip": (
+        gzip.compress(torch_zip()),
+        "gzip",
+        "gzip around a PyTorch checkpoint (zip)",
+        "$ transload rescue model.pt NEW.pt",
+    ),
+    "gzip, legacy": (gzip.compress(legacy()), "gzip", "around a PyTorch checkpoint (legacy)", "transload rescue"),
+    "bzip2": (bz2.compress(torch_zip()), "bzip2", "around a PyTorch checkpoint (zip)", "transload rescue"),
+    "xz": (lzma.compress(torch_zip()), "xz", "around a PyTorch checkpoint (zip)", "transload rescue"),
     "zlib": (
         zlib.compress(pickle.dumps(list(range(99)), 4)),
         "zlib",
@@ -191,14 +196,14 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
         b"JUNK" * 10 + torch_zip(),
         "prefixed",
         "starts at byte 40",
-        "tail -c +41 model.pt > model.pt.cut",
+        "$ transload rescue model.pt NEW.pt",
     ),
-    "prefixed legacy": (b"\xde\xad" * 500 + legacy(), "prefixed", "starts at byte 1,000", "tail -c +1001"),
+    "prefixed legacy": (b"\xde\xad" * 500 + legacy(), "prefixed", "starts at byte 1,000", "transload rescue"),
     "HTTP": (
         b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n" + torch_zip(),
         "http",
         "(200 OK) with its header in front of a PyTorch",
-        "tail -c +31",
+        "$ transload rescue model.pt NEW.pt",
     ),
     "HTTP error": (b"HTTP/2 403 Forbidden\r\n\r\nAccess Denied", "http", "403 Forbidden", "permission"),
     "ELF": (b"\x7fELF" + bytes(99), "elf", "Linux program", "path"),
@@ -227,7 +232,7 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
         zip_of({"ok.pt": torch_zip(), "readme.txt": b"x"}),
         "zip",
         "a checkpoint inside: ok.pt",
-        "unzip model.pt ok.pt",
+        "$ transload rescue model.pt NEW.pt",
     ),
     "zip cut": (b"PK\x03\x04", "zip", "nothing more", "again"),
 }
@@ -276,9 +281,9 @@ def test_text_mode_copies_can_be_asked_for_alone() -> None:
         assert mangled(BytesSource(whole)) is None
 
 
-def test_the_front_is_cut_where_the_checkpoint_starts() -> None:
+def test_the_checkpoint_starts_where_it_is_said_to() -> None:
     data = b"JUNK" * 7 + torch_zip()
-    start = int(what(data).fix[0].split("tail -c +")[1].split()[0]) - 1
+    start = int(what(data).title.rpartition("byte ")[2])
     assert data[start:] == torch_zip()
 
 
@@ -306,13 +311,28 @@ def test_zip_archives_by_their_names(names: list[str], format_: str) -> None:
 def test_the_checkpoint_inside_a_zip_is_named() -> None:
     foreign = identify_zip(["readme.txt", "my weights/ok.pt"], "my model.zip")
     assert foreign.title == "a zip archive with a checkpoint inside: my weights/ok.pt"
-    assert foreign.fix == ("unzip 'my model.zip' 'my weights/ok.pt'",)
+    assert foreign.fix[-1] == "$ transload rescue 'my model.zip' NEW.pt"
+
+
+@pytest.mark.parametrize(
+    ("names", "end"),
+    [
+        (["a.pt", "b.pt"], "rescue model.zip NEW.pt --member a.pt"),
+        (["my weights/a.safetensors", "b.pt"], "NEW.safetensors --member 'my weights/a.safetensors'"),
+        (["a.safetensors"], "rescue model.zip NEW.safetensors"),
+        (["a.gguf"], "unzip model.zip a.gguf"),
+    ],
+    ids=["one of two", "quoted", "safetensors", "what a rescue does not take"],
+)
+def test_the_command_that_takes_a_checkpoint_out_of_a_zip(names: list[str], end: str) -> None:
+    assert identify_zip(names, "model.zip").fix[-1].endswith(end)
 
 
 def test_a_member_name_cannot_become_an_option_of_a_pasted_command() -> None:
     for name in ("--checkpoint-action=exec=sh evil.pt", "-o/tmp/x.pt", "../../x.pt", "a.pt;rm -rf ~;.pt", "`id`.pt"):
         assert what(tar_of({name: b"x"})).fix == ("tar xf model.pt",)
-        assert identify_zip([name]).fix == ("unzip FILE",)
+        assert identify_zip([name]).fix[-1] == "$ transload rescue FILE NEW.pt"
+        assert identify_zip([name, "ok.pt"]).fix == ("unzip FILE",)
 
 
 def test_a_strangers_text_cannot_move_the_cursor() -> None:

@@ -56,6 +56,7 @@ def test_a_stream_cut_anywhere_claims_exactly_what_it_holds() -> None:
     for length in range(4, len(whole)):
         told = inspect(whole[:length])
         assert (told.format, told.integrity) == ("torch-legacy", "damaged"), length
+        assert "legacy-trailing-bytes" not in codes(told), length
         for storage in told.storages:
             mine = truth[storage.key]
             assert mine.offset is not None

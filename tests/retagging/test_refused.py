@@ -102,13 +102,26 @@ def test_what_was_zipped_again_with_compression(path: Path) -> None:
             archive.writestr(name, data * 1)
     error = refused(path)
     assert "compression" in error.what
+    assert error.fix.endswith(f"$ transload rescue {path} NEW.pt")
+
+
+def test_what_lies_around_it(path: Path) -> None:
+    path.write_bytes(b"HTTP/1.1 200 OK\r\n\r\n" + path.read_bytes())
+    assert refused(path).fix.endswith(f"$ transload rescue {path} NEW.pt")
+
+
+def test_an_unpacked_archive(path: Path) -> None:
+    folder = path.parent / "unpacked"
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    assert refused(folder).fix.endswith(f"$ transload rescue {folder} NEW.pt")
 
 
 def test_damage(path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
     assert "not whole" in refused(path).what
-    assert f"transload inspect {path}" in refused(path).fix
+    assert refused(path).fix.endswith(f"$ transload rescue {path} NEW.pt")
     path.write_bytes(whole.replace(b"layers", b"Layers", 1))  # the checksum of the index no longer fits
     assert "not whole" in refused(path).what
 

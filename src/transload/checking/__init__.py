@@ -116,6 +116,7 @@ def checked(
     checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
     """The same of what was read and examined already. ``cwd`` is where programs are run from."""
+    from transload.checking import advice
     from transload.checking.compatibility import compatibility
     from transload.checking.installed import installed
     from transload.checking.packages import packages
@@ -131,6 +132,8 @@ def checked(
     made = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
     found = tuple(_findings(made))
     refusal = _refusal(checkpoint, found)
+    if not refusal:
+        found = (*found, *advice.of_tags(checkpoint, plan))
     order = sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
     return replace(made, refusal=refusal, findings=tuple(order))
 
@@ -169,14 +172,17 @@ def _alarms(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _findings(made: Check) -> Iterator[Finding]:
+    """In the order in which they are told, among those of a severity: what is wrong with the file comes first."""
     from transload.checking import advice
 
+    found = tuple(advice.of_file(made.checkpoint, made.devices))
+    broken = made.checkpoint.integrity not in ("whole", "unchecked")
+    yield from found if broken else ()
     yield from advice.of_program(made.checkpoint)
     yield from advice.of_torch(made.diagnosis)
     yield from advice.of_dtypes(made.checkpoint, made.diagnosis.machine)
     yield from advice.of_plan(made.plan)
-    yield from advice.of_tags(made.checkpoint, made.plan)
-    yield from advice.of_file(made.checkpoint, made.devices)
+    yield from () if broken else found
     if made.checkpoint.safety != "dangerous":  # nobody shall install anything for that
         yield from advice.of_packages(made.packages, made.diagnosis.machine, made.devices)
     yield from advice.of_quantized(made.checkpoint, made.devices)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from transload.findings import Finding, Severity
+from transload.judge.commands import WITHOUT_CODE
 from transload.loading.allowed import Allowed, registrar
 from transload.loading.errors import LoadError
 from transload.loading.refusal import PROGRAMS, loaded_pickles, refuse_program
+from transload.read.foreign.kinds import quoted
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility
@@ -46,7 +47,7 @@ def of_program(checkpoint: Checkpoint) -> Iterator[Finding]:
     try:
         refuse_program(checkpoint, trusted=False)
     except LoadError as error:
-        yield Finding("is-a-program", "error", error.what, (), (error.fix,))
+        yield Finding("is-a-program", "error", error.what, (), tuple(error.fix.split("\n")))
 
 
 def of_torch(diagnosis: Diagnosis) -> Iterator[Finding]:
@@ -115,7 +116,7 @@ def of_tags(checkpoint: Checkpoint, plan: Plan) -> Iterator[Finding]:
         title = f"plain torch.load wants {', '.join(tags)}, which is not here"
         fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
         yield Finding(
-            "tags-elsewhere", "note", title, (), (fix, f"$ transload retag {quote(checkpoint.path)} --to cpu")
+            "tags-elsewhere", "note", title, (), (fix, f"$ transload retag {quoted(checkpoint.path)} --to cpu")
         )
 
 
@@ -133,7 +134,11 @@ def of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
 
 
 def _trusting(finding: Finding) -> tuple[str, ...]:
-    return (*finding.fix, "Or, if you trust its author, pass weights_only=False.") if finding.fix else finding.fix
+    """With the way of those who trust all of it; before the one that needs no trust."""
+    if not finding.fix:
+        return ()
+    at = finding.fix.index(WITHOUT_CODE) if WITHOUT_CODE in finding.fix else len(finding.fix)
+    return (*finding.fix[:at], "Or, if you trust its author, pass weights_only=False.", *finding.fix[at:])
 
 
 class _Listed(Allowed):

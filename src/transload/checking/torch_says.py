@@ -131,8 +131,13 @@ class _Reading:
                 "Please install safetensors with: pip install safetensors"
             )
             return self.raises("RuntimeError", text)
-        sound = self.checkpoint.format == "safetensors" and self.checkpoint.integrity in ("whole", "unchecked")
-        return Said("loads", exact=True, torch=self.torch.version) if sound else self.unknown()
+        if self.checkpoint.format != "safetensors":
+            return self.unknown()
+        if self.checkpoint.integrity in ("whole", "unchecked"):
+            return Said("loads", exact=True, torch=self.torch.version)
+        codes = {problem.code for problem in self.checkpoint.problems}
+        text = next((words.SAFETENSORS_TEXTS[code] for code in words.SAFETENSORS_TEXTS if code in codes), "")
+        return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
 
     def without_pickle(self) -> Said:
         """An archive that torch opens and finds no object in. One without a folder it does not even open."""
@@ -170,8 +175,10 @@ class _Reading:
     def stream(self) -> Said:
         """The first event in the main pickle decides; without one the file loads, if it is whole."""
         main = next((pickle for pickle in self.checkpoint.pickles if pickle.main), None)
-        if main is None:
-            return self.unknown()
+        endless = any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems)
+        if endless or main is None:
+            text = words.no_directory(self.release)
+            return self.raises("RuntimeError", text, exact=False) if endless else self.unknown()
         events = sorted(self.events(main), key=lambda event: event.position)
         plain = self.checkpoint.format == "pickle"
         sound = not main.broken if plain else self.checkpoint.integrity in ("whole", "unchecked")

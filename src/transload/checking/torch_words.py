@@ -7,12 +7,14 @@ import re
 __all__ = [
     "BLOCKED",
     "REGISTERED_TEXTS",
+    "SAFETENSORS_TEXTS",
     "SCRIPT_WARNING",
     "blocked",
     "device_error",
     "foreign_id",
     "implicit_pickle",
     "load_key",
+    "no_directory",
     "no_record",
     "protocol_warning",
     "refusal",
@@ -27,6 +29,14 @@ SCRIPT_WARNING = (
     "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' "
     "(call 'torch.jit.load' directly to silence this warning)"
 )
+# What safetensors 0.8 says of a file, by the problem found in it.
+_HEADER = "Error while deserializing header:"
+SAFETENSORS_TEXTS = {
+    "safetensors-header-too-large": f"{_HEADER} header too large",
+    "safetensors-header-cut": f"{_HEADER} invalid header length",
+    "safetensors-truncated": f"{_HEADER} incomplete metadata, file not fully covered",
+    "safetensors-trailing": f"{_HEADER} incomplete metadata, file not fully covered",
+}
 _UNSAFE = (
     "In PyTorch 2.6, we changed the default value of the `weights_only` argument in `torch.load` from `False` to "
     "`True`. Re-running `torch.load` with `weights_only` set to `False` will likely succeed, but it can result in "
@@ -156,9 +166,18 @@ def implicit_pickle(version: Version) -> tuple[str, ...]:
 # -- archives and devices
 
 
+def no_directory(version: Version) -> str:
+    """An archive without its end."""
+    return f"PytorchStreamReader failed reading zip archive: failed finding central directory{_miniz(version)}"
+
+
+def _miniz(version: Version) -> str:
+    return _MINIZ if version >= (2, 11) else ""
+
+
 def no_record(name: str, version: Version) -> str:
     """A record that is not in the archive."""
-    return f"PytorchStreamReader failed locating file {name}: file not found{_MINIZ if version >= (2, 11) else ''}"
+    return f"PytorchStreamReader failed locating file {name}: file not found{_miniz(version)}"
 
 
 def device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[str, str]:

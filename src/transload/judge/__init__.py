@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding, Integrity, Safety, worst_integrity, worst_safety
+from transload.judge.commands import with_commands
 from transload.judge.origin import origin
 from transload.judge.prediction import predict
 from transload.judge.problems import judge_problems
@@ -42,6 +43,7 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
             *_device_objects(checkpoint),
         ),
     )
+    judged = replace(judged, findings=with_commands(judged)) if judged.findings else judged
     if not told:
         return judged
     loaded = judge_pickles(read) if len(read := _loaded(checkpoint)) < len(checkpoint.pickles) else names

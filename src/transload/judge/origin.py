@@ -76,12 +76,23 @@ def _zip(checkpoint: Checkpoint) -> Iterable[_Clue]:
         return
     if ".format_version" in names:
         yield _Clue("2.7", "", "the record `.format_version`")
+    elif _is_partial(checkpoint):
+        if "byteorder" in names:
+            yield _Clue("2.1", "", "the record `byteorder`")
     elif "byteorder" in names or ".data/serialization_id" in names:
         yield _Clue("2.1", "2.6", "the record `byteorder`, and no `.format_version`")
     elif facts.get("folder") == "archive":
         yield _Clue("1.9" if keys else "1.6", "2.0", "storages are numbered, and there is no record `byteorder`")
     else:
         yield _Clue("1.13", "2.0", "the top folder has the file's name, and there is no record `byteorder`")
+
+
+# Where records may be lost, one that is not seen proves nothing.
+_PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
+
+
+def _is_partial(checkpoint: Checkpoint) -> bool:
+    return any(problem.code in _PARTIAL for problem in checkpoint.problems)
 
 
 def _script(checkpoint: Checkpoint) -> Iterable[_Clue]:
@@ -92,7 +103,7 @@ def _script(checkpoint: Checkpoint) -> Iterable[_Clue]:
         yield _Clue("2.1", "", "the record `byteorder`")
     elif checkpoint.records and checkpoint.records[0].name == "version":
         yield _Clue("1.3", "1.5", "a TorchScript archive with `version` first")
-    else:
+    elif not _is_partial(checkpoint):
         yield _Clue("1.6", "2.0", "a TorchScript archive without `byteorder`")
 
 

@@ -15,7 +15,6 @@ _OTHER_LOADER: dict[str, str] = {
     "aotinductor": "fails: this is compiled code, load it with torch._inductor.aoti_load_package(path)",
     "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
     "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
-    "torch-directory": "fails on a directory: zip it again, stored, with its folder",
     "sharded": "loads the shards one at a time only: read the index for which file holds what",
     "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it with "
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
@@ -33,9 +32,19 @@ def predict(checkpoint: Checkpoint, safety: Safety) -> str:
     ``safety`` is that of the part torch reads, which may be better than that of the whole file.
     """
     first = next((text for applies, text in _AT_ONCE if applies(checkpoint)), None)
-    if checkpoint.format in _OTHER_LOADER:
+    if checkpoint.format == "safetensors" and _unreadable(checkpoint):
+        first = "fails, and so does safetensors.torch.load_file(path): the file is damaged"
+    elif checkpoint.format == "torch-directory":
+        first = f"fails on a directory: {_packed(checkpoint)} makes a file of it"
+    elif checkpoint.format in _OTHER_LOADER:
         first = _OTHER_LOADER[checkpoint.format]
     return f"torch.load {first or '; '.join(_steps(checkpoint, safety))}"
+
+
+def _packed(checkpoint: Checkpoint) -> str:
+    from transload.read.foreign.kinds import rescue_command
+
+    return rescue_command(checkpoint.path).removeprefix("$ ")
 
 
 # Containers that torch reads as long as the part it looks at is in order.
@@ -63,6 +72,7 @@ _UNNOTICED = frozenset(
         "legacy-unlisted",
         "pickle-irregular",
         "pickle-trailing-bytes",
+        "safetensors-duplicate-key",
         "storage-skipped",
         "zip-compressed",
         "zip-crc-differs",

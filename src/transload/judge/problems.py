@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from transload.findings import Finding, Integrity, Problem, Safety, Severity
+from transload.judge.commands import CONVERT, RESCUE
 
 __all__ = ["RULES", "Rule", "judge_problems", "rule_of"]
 
@@ -22,9 +23,12 @@ class Rule(NamedTuple):
 
 
 _REFUSE = ("Do not load it. No known program writes such a file by accident; get it again from its author.",)
-_AGAIN = ("Download or copy the file again and compare its size and checksum with the original's.",)
+_LEFT = ("If there is no other copy, this saves what is whole of it.", RESCUE)
+_AGAIN = ("Download or copy the file again and compare its size and checksum with the original's.", *_LEFT)
 _RESAVE = ("It loads as it is; saving it again with torch.save puts it right.",)
-_RESAVE_SAFETENSORS = ("Load it where it loads and save it again with safetensors.torch.save_file.",)
+_RIGHT = ("This puts it right, in a new file.", RESCUE)
+_LOADS = ("It loads as it is.", *_RIGHT)
+_ANEW = ("This writes its tensors into a new file, as safetensors wants them.", CONVERT)
 _SHARDS = ("Download the whole repository again: hf download REPOSITORY --local-dir DIR",)
 _RANKS = ("Copy the missing files from the machine that wrote them, or use an earlier step.",)
 
@@ -54,30 +58,30 @@ RULES: dict[str, Rule] = {
     "zip-no-local-header": Rule("a record's header is gone", "error", "unknown", "damaged", _AGAIN),
     "zip-no-descriptor": Rule("the end of a record is overwritten", "error", "data-only", "damaged", _AGAIN),
     "zip-record-cut": Rule("a record is cut off", "error", "data-only", "damaged", _AGAIN),
-    "zip-one-reader": Rule("one of two zip readers refuses it", "warning", "data-only", "repairable", _RESAVE),
+    "zip-one-reader": Rule("one of two zip readers refuses it", "warning", "data-only", "repairable", _LOADS),
     "zip-name-encoding": Rule("a record name is not text", "error", "data-only", "repairable", _RESAVE),
     "zip-crc-differs": Rule("a record has two checksums", "warning", "data-only", "damaged", _AGAIN),
-    "zip-trailing-bytes": Rule("bytes follow the archive's end", "warning", "data-only", "repairable", _RESAVE),
+    "zip-trailing-bytes": Rule("bytes follow the archive's end", "warning", "data-only", "repairable", _LOADS),
     "zeros-at-end": Rule(
         "the file ends in zeros",
         "error",
         "data-only",
         "repairable",
-        ("The disk ran full, or a copy was interrupted: free space and copy it again.",),
+        ("The disk ran full, or a copy was interrupted: free space and copy it again.", *_LEFT),
     ),
     "zip-no-folder": Rule(
         "the archive lacks its top folder",
         "error",
         "data-only",
         "repairable",
-        ("It was unpacked and zipped again without the folder: zip the folder itself, stored, not its contents.",),
+        ("It was unpacked and zipped again without the folder that torch wants.", *_RIGHT),
     ),
     "zip-two-folders": Rule(
         "the archive has records outside its folder",
         "error",
         "data-only",
         "repairable",
-        ("It was zipped again by another program (macOS adds __MACOSX): remove the extra entries with `zip -d`.",),
+        ("It was zipped again by another program (macOS adds __MACOSX).", *_RIGHT),
     ),
     "zip-no-version": Rule("the record `version` is missing", "error", "data-only", "repairable", _AGAIN),
     "zip-bad-version": Rule(
@@ -96,7 +100,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "data-only",
         "repairable",
-        ("torch.load(..., mmap=True) would return wrong numbers: load it without mmap, or save it again.",),
+        ("torch.load(..., mmap=True) would return wrong numbers: load it without mmap.", *_RIGHT),
     ),
     "record-unreadable": Rule("a record cannot be read", "error", "unknown", "damaged", _AGAIN),
     "record-unseen": Rule("it holds more than was looked at", "warning", "unknown", "whole"),
@@ -147,7 +151,11 @@ RULES: dict[str, Rule] = {
         "error",
         "data-only",
         "damaged",
-        ("torch loads it without a word, with wrong numbers. Copy the file again from its source.",),
+        (
+            "torch loads it without a word, with wrong numbers. Copy the file again from its source.",
+            "If there is no other copy, this undoes what the checksums prove, and saves what is whole.",
+            RESCUE,
+        ),
     ),
     # -- the older formats
     "legacy-odd-magic": Rule("its magic number is spelt oddly", "error", "dangerous", "damaged", _REFUSE),
@@ -159,7 +167,7 @@ RULES: dict[str, Rule] = {
         "error",
         "unknown",
         "damaged",
-        ("torch.load fills it with whatever lies in memory, without an error. Get the file again.",),
+        ("torch.load fills it with whatever lies in memory, without an error. Get the file again.", *_LEFT),
     ),
     "legacy-untyped": Rule(
         "it holds dtypes that torch cannot read in this format",
@@ -168,7 +176,7 @@ RULES: dict[str, Rule] = {
         "repairable",
         ("torch.save wrote it with _use_new_zipfile_serialization=False: save it again without.",),
     ),
-    "legacy-trailing-bytes": Rule("bytes follow the last storage", "warning", "data-only", "repairable", _RESAVE),
+    "legacy-trailing-bytes": Rule("bytes follow the last storage", "warning", "data-only", "repairable", _LOADS),
     "tar-cut": Rule("the archive is cut off", "error", "data-only", "damaged", _AGAIN),
     "tar-ambiguous": Rule("readers would find other members in it", "error", "dangerous", "damaged", _REFUSE),
     "tar-broken": Rule("a part of the archive is damaged", "error", "unknown", "damaged", _AGAIN),
@@ -196,9 +204,7 @@ RULES: dict[str, Rule] = {
         "whole",
         ("Read them with the library that wrote them.",),
     ),
-    "safetensors-metadata-invalid": Rule(
-        "its __metadata__ is not text", "error", "data-only", "repairable", _RESAVE_SAFETENSORS
-    ),
+    "safetensors-metadata-invalid": Rule("its __metadata__ is not text", "error", "data-only", "repairable", _ANEW),
     "safetensors-duplicate-key": Rule(
         "a name stands twice in its header: readers may differ", "error", "unknown", "damaged", _AGAIN
     ),
@@ -210,14 +216,14 @@ RULES: dict[str, Rule] = {
         "error",
         "data-only",
         "repairable",
-        _RESAVE_SAFETENSORS,
+        _ANEW,
     ),
     "safetensors-trailing": Rule(
         "there are bytes after the last tensor; safetensors refuses the file",
         "error",
         "data-only",
         "repairable",
-        _RESAVE_SAFETENSORS,
+        _RIGHT,
     ),
     "safetensors-truncated": Rule("the file is cut short", "error", "data-only", "damaged", _AGAIN),
     "safetensors-odd-header": Rule("its header is written as no known program does", "note"),
@@ -331,7 +337,10 @@ RULES: dict[str, Rule] = {
 
 
 # Problems that say nothing once another is told.
-_EXPLAINS = {"zip-no-directory": frozenset({"zip-no-version", "zip-walked"})}
+_EXPLAINS = {
+    "zip-no-directory": frozenset({"zip-no-version", "zip-walked"}),
+    "not-a-checkpoint": frozenset({"zip-no-folder", "zip-two-folders"}),
+}
 
 
 def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, Integrity, tuple[Finding, ...]]:

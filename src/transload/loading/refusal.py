@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transload.judge.commands import WITHOUT_CODE, command_lines, convert_command
 from transload.judge.names import canonical
 from transload.judge.problems import rule_of
 from transload.judge.safety import judge_pickles, safe_globals_lines
@@ -24,8 +25,7 @@ PROGRAMS = {
     "torch-package": "a torch.package archive, which holds code",
 }
 _PROGRAM_FIXES = {
-    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False. For its weights "
-    "alone: transload convert FILE OUT.safetensors",
+    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
     "torch-export": "Load it with torch.export.load(path), or pass weights_only=False.",
     "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
     "torch-package": "Open it with torch.package.PackageImporter(path).",
@@ -53,11 +53,13 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
     """Raise if the file is no checkpoint, or so damaged that tensors would be lost or wrong."""
     if checkpoint.integrity == "not-a-checkpoint":
         finding = _worst(checkpoint, frozenset({"not-a-checkpoint"}))
-        raise NotACheckpointError(_what(finding, "this is no checkpoint"), where=checkpoint.path, fix=_fix(finding))
+        raise NotACheckpointError(
+            _what(finding, "this is no checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
+        )
     broken = frozenset(code for code in _codes(checkpoint) if _is_damage(code) and code not in _TOLD)
     if broken:
         finding = _worst(checkpoint, broken)
-        raise BrokenFileError(_what(finding, "it is damaged"), where=checkpoint.path, fix=_fix(finding))
+        raise BrokenFileError(_what(finding, "it is damaged"), where=checkpoint.path, fix=_fix(checkpoint, finding))
 
 
 def _is_plain_number(pickle: Pickle) -> bool:
@@ -95,8 +97,14 @@ def _what(finding: Finding | None, otherwise: str) -> str:
     return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
 
 
-def _fix(finding: Finding | None) -> str:
-    return "\n".join(finding.fix) if finding else ""
+def _fix(checkpoint: Checkpoint, finding: Finding | None) -> str:
+    """What the finding advises, and the command for the file, which another one may have told already."""
+    own = finding.fix if finding else ()
+    if any(line.startswith("$ ") for line in own):
+        return "\n".join(own)
+    errors = tuple(f for f in checkpoint.findings if f.severity == "error")
+    first = own or next((f.fix for f in errors if f.fix), ())
+    return "\n".join(dict.fromkeys((*first, *command_lines(errors))))
 
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
@@ -109,7 +117,8 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
         what = f"this is {PROGRAMS[kind]}, not a file of tensors, and weights_only=True runs no program"
         if trusted:
             what = f"this is {PROGRAMS[kind]}, not a file of tensors"
-        raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind])
+        without = _without_code(checkpoint) if kind == "torchscript" else ""
+        raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
 
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
@@ -138,12 +147,18 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     if uses:
         what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
         lines = [f"{use.full_name}: {use.purpose}" for use in uses]
-        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_allowing(uses))
+        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_allowing(uses) + _without_code(checkpoint))
 
 
 def _listed(what: str, lines: list[str]) -> str:
     shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     return "\n  ".join([f"{what}:", *shown])
+
+
+def _without_code(checkpoint: Checkpoint) -> str:
+    """The way to the tensors that needs no trust, if there are any."""
+    command = convert_command(checkpoint)
+    return f"\n{WITHOUT_CODE}\n{command}" if command else ""
 
 
 def _allowing(uses: list[GlobalUse]) -> str:

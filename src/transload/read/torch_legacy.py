@@ -149,23 +149,26 @@ def claimed(pickle: Pickle) -> dict[str, Slot]:
 def _places(
     source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: list[Problem]
 ) -> tuple[dict[str, Place], int]:
-    """Where each storage lies, as torch finds it: the count before the bytes must agree with the object."""
+    """Where each storage lies, as torch finds it: the count before the bytes must agree with the object.
+
+    Also where the last one ends; that is the end of the file where the rest of it cannot be told.
+    """
     places: dict[str, Place] = {}
     for key in keys:
         slot = slots.get(key)
         if slot is None:
             detail = "in the list of keys, but nothing uses it"
             problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", detail))
-            break
+            return places, source.size
         count = source.read(position, 8)
         numel = slot.nbytes // ITEMSIZE[slot.dtype]
         if len(count) < 8:
             problems.append(Problem("storage-cut", f"storage {key}", "the file ends before its element count"))
-            break
+            return places, source.size
         if int.from_bytes(count, "little", signed=True) != numel:
             detail = f"{int.from_bytes(count, 'little', signed=True)} elements lie there, the object wants {numel}"
             problems.append(Problem("storage-size", f"storage {key}", detail))
-            break
+            return places, source.size
         start = position + 8
         present = max(0, min(slot.nbytes, source.size - start))
         places[key] = Place(start if start <= source.size else None, present, f"storage {key}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transload.render.escape import printable
@@ -9,7 +10,7 @@ from transload.render.landing import landing
 from transload.render.lines import BLANK, Block, Prose, heading, layout, note, plain
 from transload.render.sizes import plural, size
 from transload.render.text import findings
-from transload.render.words import SEVERITY, format_words
+from transload.render.words import format_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transload.checking import Check
     from transload.checking.torch_says import Said
     from transload.findings import Finding
+    from transload.place import Plan
 
 __all__ = ["as_text", "report"]
 
@@ -49,9 +51,14 @@ def report(check: Check) -> Iterator[Block]:
         yield BLANK
         yield from _finding(finding)
     yield from _said(check.torch)
-    if check.diagnosis.status == "broken" and check.devices.absent:
+    if check.diagnosis.status == "broken" and check.devices.absent and _wants_more(check.plan):
         yield BLANK
         yield note("transload doctor tells how to get the GPU to work")
+
+
+def _wants_more(plan: Plan) -> bool:
+    """Whether a tensor would land elsewhere than it wants to, or nowhere, for lack of a device."""
+    return bool(plan.refused) or any(move.reason in ("absent", "lost") for move in plan.moves)
 
 
 def _summary(check: Check) -> Iterator[tuple[str, str, str]]:
@@ -82,14 +89,11 @@ def _said(said: Said) -> Iterator[Block]:
 
 def _finding(finding: Finding) -> Iterator[Block]:
     """As ``inspect`` shows one; commands stand by themselves, to be copied."""
-    commands = [line for line in finding.fix if line.startswith("$ ")]
+    commands = [at for at, line in enumerate(finding.fix) if line.startswith("$ ")]
     if not commands:
         yield from next(findings([finding]))
         return
-    role, sign = SEVERITY[finding.severity]
-    yield Prose(((printable(finding.title, None), "strong"), (f"  {finding.code}", "dim")), lead=((f"{sign} ", role),))
-    for text in finding.evidence:
-        yield note(f"  {printable(text, 400)}")
     from transload.render.doctor import steps
 
-    yield from steps(finding.fix, "    ")
+    yield from next(findings([replace(finding, fix=finding.fix[: commands[0]])]))
+    yield from steps(finding.fix[commands[0] :], "    ")

@@ -75,7 +75,10 @@ def _finding(finding: Finding) -> Iterator[Block]:
     if len(finding.evidence) > _EVIDENCE:
         yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more", "dim"),), lead=(("    ", ""),))
     for step in steps(finding.fix):
-        if len(step) == 1:
+        if step[0].startswith("$ "):  # to be copied, so never folded
+            command = (printable(step[0][2:], None), "strong")
+            yield Prose((command,), lead=(("    ", ""), ("$ ", "dim")), whole=True)
+        elif len(step) == 1:
             yield Prose(((printable(step[0], None), ""),), lead=(("  → ", "good"),))
         else:
             yield from _code(step)

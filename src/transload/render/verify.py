@@ -58,7 +58,8 @@ def details(verification: Verification, *, hashes: bool = True) -> Iterator[Bloc
         rest = tuple(line for line in finding.evidence if line not in told)
         yield BLANK
         yield from next(findings([replace(finding, evidence=rest)]))
-    if verification.integrity in ("damaged", "repairable"):
+    advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
+    if verification.integrity in ("damaged", "repairable") and not advised:
         yield BLANK
         yield note("all that is whole, and what can be undone with proof, as a new file:")
         yield Prose(((f"$ transload rescue {_quoted(verification.path)} NEW", ""),), lead=(("    ", ""),), whole=True)

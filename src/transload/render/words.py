@@ -28,7 +28,7 @@ INTEGRITY: dict[str, tuple[str, str]] = {
     "unchecked": ("good", "every tensor has its bytes"),
     "repairable": ("trust", "something is wrong, but no tensor is lost"),
     "damaged": ("bad", "some of it is lost"),
-    "not-a-checkpoint": ("bad", "there is nothing in it that torch could load"),
+    "not-a-checkpoint": ("bad", "torch cannot load it as it is"),
 }
 
 SEVERITY: dict[str, tuple[str, str]] = {
@@ -52,14 +52,15 @@ def format_words(checkpoint: Checkpoint) -> str:
 
 
 def steps(fix: Iterable[str]) -> list[list[str]]:
-    """What to do, step by step: a sentence is a step of its own, lines of code that follow each other are one.
+    """What to do, step by step: a sentence or a command is one, lines of code that follow each other are one.
 
     >>> steps(["Ask who made it.", "import torch", "torch.load(path)"])
     [['Ask who made it.'], ['import torch', 'torch.load(path)']]
     """
     out: list[list[str]] = []
     for line in fix:
-        if out and not line.endswith(".") and not out[-1][-1].endswith("."):
+        command = line.startswith("$ ") or bool(out and out[-1][-1].startswith("$ "))
+        if out and not command and not line.endswith(".") and not out[-1][-1].endswith("."):
             out[-1].append(line)
         else:
             out.append([line])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from shlex import quote
 from typing import TYPE_CHECKING
 
+from transload.judge.commands import command_lines
+from transload.read.foreign.kinds import quoted, rescue_command
 from transload.retagging.errors import RetagError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _OTHERS: dict[str, tuple[str, str]] = {
     "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
     "torch-directory": (
         "it is an unpacked archive",
-        "Pack it again and retag the archive: zip -0 -r model.zip FOLDER",
+        "Make a file of it, and retag that.",
     ),
     "sharded": ("it is a checkpoint of several files", "{each}"),
     "dcp": ("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
@@ -48,18 +49,20 @@ def refuse_file(checkpoint: Checkpoint) -> None:
     """Refuse a file that has no tags to change, or that is not whole."""
     path, kind = checkpoint.path, checkpoint.format
     if checkpoint.integrity == "not-a-checkpoint":
-        raise RetagError(f"it is no checkpoint: {_worst(checkpoint)}", where=path)
+        raise RetagError(f"it is no checkpoint: {_worst(checkpoint)}", where=path, fix=_mended(checkpoint))
     if kind not in ("torch-zip", "torch-legacy"):
         why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
+        if kind == "torch-directory":
+            fix = f"{fix}\n{rescue_command(path)}"
         raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)))
     packed = any(record.method for record in checkpoint.records)
     if packed:
-        raise RetagError("it was zipped again with compression", where=path, fix=_AGAIN)
+        raise RetagError("it was zipped again with compression", where=path, fix=_mended(checkpoint) or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
         raise RetagError(
             f"it is not whole: {_worst(checkpoint)}",
             where=path,
-            fix=f"See all of it: transload inspect {quote(path)}",
+            fix=_mended(checkpoint) or f"See all of it: transload inspect {quoted(path)}",
         )
 
 
@@ -72,8 +75,13 @@ def _each(checkpoint: Checkpoint) -> str:
     if endings == {".safetensors"}:
         return "Its files are safetensors, which carry no device: they load anywhere."
     ending = min(endings - {".safetensors"}, default=".bin")
-    loop = f'for f in {quote(folder.rstrip("/"))}/*{ending}; do transload retag "$f" --to cpu; done'
+    loop = f'for f in {quoted(folder.rstrip("/"))}/*{ending}; do transload retag "$f" --to cpu; done'
     return f"Retag each of its files: {loop}"
+
+
+def _mended(checkpoint: Checkpoint) -> str:
+    """The command that makes a sound file of it, after the sentence that leads to it; empty if there is none."""
+    return "\n".join(command_lines(checkpoint.findings))
 
 
 def _worst(checkpoint: Checkpoint) -> str:

@@ -9,7 +9,7 @@ import re
 
 from transload.read.foreign.archives import identify_zip, packed, tar, zip_names, zipped
 from transload.read.foreign.binary import LOOKS, WEAK_LOOKS
-from transload.read.foreign.kinds import LEGACY_MAGIC, SCAN, Foreign, View, clean
+from transload.read.foreign.kinds import LEGACY_MAGIC, SCAN, Foreign, View, clean, rescue_command, taken_out
 from transload.read.foreign.text import as_text, text
 from transload.read.source import BytesSource, Slice, Source
 
@@ -88,11 +88,9 @@ def _http(view: View) -> Foreign | None:
     rest = Slice(view.source, body, view.size - body, view.source.name)
     inner = _identify(View(rest, depth=view.depth + 1, whole=view.whole))
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
-    fix = (_cut_front(view, body),) if inner.format in _READABLE else inner.fix
-    return Foreign("http", title, inner.details, fix)
-
-
-_READABLE = frozenset({"torch-zip", "torch-legacy", "torch-tar", "safetensors", "pickle"})
+    fix = (_cut_front(view, body),) if inner.format in ("torch-tar", "pickle") else inner.fix
+    fix = taken_out(view.path, inner.holds) if inner.holds else fix
+    return Foreign("http", title, inner.details, fix, inner.holds)
 
 
 def _cut_front(view: View, count: int) -> str:
@@ -106,7 +104,7 @@ def _mangled(view: View) -> Foreign | None:
     if zipped_or_pickled and head.count(b"\n") == head.count(b"\r\n") >= 3:  # chance is 1 in 2**24
         title = "a checkpoint copied in text mode: every line feed has become CR LF"
         seen = f"{head.count(bytes((13, 10))):,} CR LF and no bare LF"
-        return Foreign("crlf", title, (seen,), (_BINARY, _undo(view, _UNDO_CRLF)))
+        return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
     started = head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80"))
     decoded = head[:-4].decode("utf-8", "replace") if started and _is_utf8(head) else ""
     if decoded.count("\ufffd") >= 4:
@@ -119,7 +117,7 @@ def _mangled(view: View) -> Foreign | None:
 
 
 _BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.pt binary' in .gitattributes)."
-_UNDO_CRLF = r"d.replace(b'\r\n', b'\n')"
+_UNDONE = ("If there is no other copy, this undoes it.",)
 _UNDO_UTF8 = "d.decode().encode('latin-1')"
 
 
@@ -142,9 +140,9 @@ def _checkpoint(view: View) -> Foreign | None:
     from transload.read.safetensors import looks_like
 
     if view.head.startswith(LEGACY_MAGIC):
-        return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)")
+        return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
     if looks_like(view.source):
-        return Foreign("safetensors", "a safetensors file")
+        return Foreign("safetensors", "a safetensors file", holds=".safetensors")
     return None
 
 
@@ -169,7 +167,7 @@ def _embedded(view: View) -> Foreign | None:
     start = min(starts)
     details = (f"it begins: {clean(view.head[: min(start, 60)])}",) if as_text(view.head[: min(start, 1000)]) else ()
     title = f"{start:,} foreign bytes with a checkpoint behind them: it starts at byte {start:,}"
-    return Foreign("prefixed", title, details, (_cut_front(view, start),))
+    return Foreign("prefixed", title, details, taken_out(view.path, ".pt"), ".pt")
 
 
 def _torch_record(data: bytes) -> int:

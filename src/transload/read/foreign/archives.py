@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from transload.read.foreign.kinds import SCAN, Foreign, View, clean, listed, quoted
+from transload.read.foreign.kinds import SCAN, Foreign, View, clean, listed, quoted, taken_out
 
 __all__ = ["CHECKPOINT_NAME", "identify_zip", "packed", "tar", "zip_names", "zipped"]
 
@@ -23,6 +24,9 @@ MAX_NAME = 4096
 
 CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
 
+# As above, of what has been packed: model.pt.zst.
+CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
+
 
 class _ZipKind(NamedTuple):
     """``all_of``: patterns that each must match a name. ``fix`` may use ``{file}`` (shell) and ``{path}``."""
@@ -38,12 +42,7 @@ _ASIDE = "Check the path: this is another kind of file."
 # The first that matches is the answer, so the special ones come before the general.
 _ZIPS = (
     _ZipKind("torch-zip", "a PyTorch checkpoint (zip)", (r"^[^/]+/data\.pkl$",), ""),
-    _ZipKind(
-        "torch-zip-flat",
-        "a PyTorch checkpoint zipped again without its top folder",
-        (r"^data\.pkl$",),
-        "mkdir archive && unzip {file} -d archive && zip -0 -r repacked.pt archive",
-    ),
+    _ZipKind("torch-zip-flat", "a PyTorch checkpoint zipped again without its top folder", (r"^data\.pkl$",), ""),
     _ZipKind(
         "torchserve",
         "a TorchServe model archive (.mar)",
@@ -91,12 +90,33 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     for kind in _ZIPS:
         if all(any(re.search(pattern, name) for name in ours) for pattern in kind.all_of):
             fix = (kind.fix.format(file=quoted(path), path=path),) if kind.fix else ()
-            return Foreign(kind.format, kind.title, _records(ours), fix)
+            holds = ".pt" if kind.format.startswith("torch-zip") else ""
+            return Foreign(kind.format, kind.title, _records(ours), fix or _rescued(holds, path), holds)
     inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
     if inside:
-        return _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
+        found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
+        ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
+        member = inside[0] if len(inside) > 1 else ""
+        usual = not member or _is_usual(member)
+        return replace(found, fix=taken_out(path, ending, member), holds=ending) if ending and usual else found
     title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
     return Foreign("zip", title, _records(ours), (f"See what it holds: unzip -l {quoted(path)}",))
+
+
+# The endings of members that a rescue takes out, and what it makes of them.
+_RESCUED = {
+    **dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"),
+    "safetensors": ".safetensors",
+}
+
+
+def _rescued(holds: str, path: str) -> tuple[str, ...]:
+    return taken_out(path, holds) if holds else ()
+
+
+def _is_usual(member: str) -> bool:
+    """Whether a name can stand in a command: one called --checkpoint-action=exec=… must not, for somebody pastes it."""
+    return bool(re.fullmatch(r"\w[\w./ +=-]*", member))
 
 
 def _records(names: list[str]) -> tuple[str, ...]:
@@ -107,8 +127,7 @@ def _records(names: list[str]) -> tuple[str, ...]:
 def _holding(format_: str, title: str, inside: list[str], names: list[str], unpack: str) -> Foreign:
     """An archive with checkpoints in it: name them, and give the command that takes them out."""
     several = "a checkpoint" if len(inside) == 1 else f"{len(inside):,} checkpoints"
-    # A member called --checkpoint-action=exec=… must not become part of a command that somebody pastes.
-    fix = f"{unpack} {quoted(inside[0])}" if re.fullmatch(r"\w[\w./ +=-]*", inside[0]) else unpack
+    fix = f"{unpack} {quoted(inside[0])}" if _is_usual(inside[0]) else unpack
     return Foreign(format_, f"{title} with {several} inside: {listed(inside, 3)}", _records(names), (fix,))
 
 
@@ -197,6 +216,8 @@ class _Packer(NamedTuple):
     command: str
     """The shell command that unpacks to standard output."""
     unpack: Callable[[View], bytes] | None = None
+    rescued: bool = False
+    """Whether a rescue unpacks it, too."""
 
 
 class _Decompressor(Protocol):
@@ -232,10 +253,10 @@ def _unxz(view: View) -> bytes:
 _ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 
 _PACKERS = (
-    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", _gunzip),
-    _Packer("bzip2", b"BZh", "bunzip2 -c", _bunzip2),
-    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", _unxz),
-    _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc"),
+    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", _gunzip, rescued=True),
+    _Packer("bzip2", b"BZh", "bunzip2 -c", _bunzip2, rescued=True),
+    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", _unxz, rescued=True),
+    _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", rescued=True),
     _Packer("lz4", b"\x04\x22\x4d\x18", "lz4 -dc"),
     _Packer("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so"),
     _Packer("rar", b"Rar!\x1a\x07", "unrar p -inul"),
@@ -252,11 +273,15 @@ def packed(view: View, look: Callable[[bytes], Foreign]) -> Foreign | None:
     inner = _opened(view, packer)
     if inner is None:
         return None
-    fix = (f"Unpack it first: {packer.command} {view.file} > {view.beside('.unpacked')}",)
+    fix: tuple[str, ...] = (f"Unpack it first: {packer.command} {view.file} > {view.beside('.unpacked')}",)
     if not inner:
+        ending = ".safetensors" if ".safetensors" in view.path else ".pt"
+        unseen = packer.rescued and packer.unpack is None
+        fix = taken_out(view.path, ending) if unseen and CHECKPOINT_INSIDE.search(view.path) else fix
         return Foreign(packer.format, f"a file compressed with {packer.format}", (), fix)
     content = look(inner)
-    return Foreign(packer.format, f"{packer.format} around {content.title}", content.details, (*fix, *content.fix[:1]))
+    fix = taken_out(view.path, content.holds) if content.holds and packer.rescued else (*fix, *content.fix[:1])
+    return Foreign(packer.format, f"{packer.format} around {content.title}", content.details, fix, content.holds)
 
 
 def _opened(view: View, packer: _Packer) -> bytes | None:

@@ -8,7 +8,19 @@ from functools import cached_property
 
 from transload.read.source import Source
 
-__all__ = ["LEGACY_MAGIC", "SCAN", "Foreign", "View", "clean", "listed", "match", "quoted"]
+__all__ = [
+    "LEGACY_MAGIC",
+    "SCAN",
+    "Foreign",
+    "View",
+    "clean",
+    "is_named",
+    "listed",
+    "match",
+    "quoted",
+    "rescue_command",
+    "taken_out",
+]
 
 # Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
 HEAD = 64 * 1024
@@ -25,7 +37,8 @@ class Foreign:
     """What a file is that is no checkpoint.
 
     ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are what was seen; ``fix``
-    is what to do, each a sentence or a command.
+    is what to do, each a sentence or a command. ``holds`` is the ending of the checkpoint that is, or lies inside, it;
+    empty if there is none.
 
     >>> Foreign("html", "a web page (title: 404 Not Found), not a checkpoint").format
     'html'
@@ -35,6 +48,7 @@ class Foreign:
     title: str
     details: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
+    holds: str = ""
 
 
 class View:
@@ -60,7 +74,7 @@ class View:
     @property
     def path(self) -> str:
         """Where the bytes lie; ``FILE`` if they have no path that a shell would know."""
-        return "FILE" if self.source.name.startswith("<") else self.source.name
+        return self.source.name if is_named(self.source.name) else "FILE"
 
     @property
     def file(self) -> str:
@@ -73,14 +87,35 @@ class View:
 
 
 def quoted(path: str) -> str:
-    """A path as a shell takes it.
+    """A path as a shell takes it, and no command takes for an option.
 
-    >>> quoted("my model.pt")
-    "'my model.pt'"
+    >>> quoted("my model.pt"), quoted("-x.pt")
+    ("'my model.pt'", './-x.pt')
     """
     import shlex
 
-    return shlex.quote(path)
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def is_named(name: str) -> bool:
+    """Whether the name of a source is a path; bytes and streams have none."""
+    return not name.startswith("<")
+
+
+def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
+    """The command that saves a checkpoint out of what it lies in, or what is left of it.
+
+    >>> rescue_command("my model.pt.gz")
+    "$ transload rescue 'my model.pt.gz' NEW.pt"
+    """
+    file = quoted(path) if is_named(path) else "FILE"
+    return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"
+
+
+def taken_out(path: str, ending: str, member: str = "") -> tuple[str, ...]:
+    """What to do about a checkpoint inside something else."""
+    which = "This takes one of them out." if member else "This takes the checkpoint out, as far as it is there."
+    return (which, rescue_command(path, ending, member))
 
 
 def clean(text: str | bytes, limit: int = LONGEST_TEXT) -> str:
