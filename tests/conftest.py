@@ -16,3 +16,9 @@ settings.load_profile("fixed")
 def data() -> Path:
     """The folder of binary fixtures; its README tells how each was made."""
     return Path(__file__).parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def no_width_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have a terminal of any width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
