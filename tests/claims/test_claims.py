@@ -204,7 +204,7 @@ def test_the_toolkit_must_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     nvcc.chmod(0o755)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RuntimeError, match=r"detected CUDA version .* mismatches .*10\.2"):
+    with pytest.raises(RuntimeError, match=r"detected CUDA version .*mismatches"):
         cpp_extension._check_cuda_version("g++", torch.torch_version.TorchVersion("11.0"))
 
 

@@ -218,7 +218,10 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
         pytest.skip("this torch has another function for it")
     values = {name: value for name, value in state().items() if value.numel()}
     path = tmp_path / "step"
-    dcp.save(values, checkpoint_id=path, no_dist=True)
+    try:
+        dcp.save(values, checkpoint_id=path, no_dist=True)
+    except TypeError:  # before 2.9
+        dcp.save(values, checkpoint_id=path)
     found = verify(path, hashes=True)
     assert found.ok
     assert found.checksums == len(values)

@@ -67,7 +67,9 @@ def _rounded(numpy: Any, data: memoryview, dtype: str, wanted: str) -> tuple[byt
             made = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
         nans = numpy.isnan(values)
         if nans.any():
-            made[nans] = numpy.where(numpy.signbit(values[nans]), _sign(wanted), 0) | _nan(wanted)
+            bits = made.dtype.type  # numpy 1 would make floats of its largest integers and ours
+            negative, positive = bits(_sign(wanted) | _nan(wanted)), bits(_nan(wanted))
+            made[nans] = numpy.where(numpy.signbit(values[nans]), negative, positive)
         found = made & made.dtype.type(_sign(wanted) - 1) == _INFINITE[wanted]
         new = int(numpy.count_nonzero(found & numpy.isfinite(values))) if found.any() else 0
     return made.tobytes(), new
