@@ -220,7 +220,7 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "step"
     try:
         dcp.save(values, checkpoint_id=path, no_dist=True)
-    except TypeError:  # before 2.9
+    except TypeError:  # older releases
         dcp.save(values, checkpoint_id=path)
     found = verify(path, hashes=True)
     assert found.ok
