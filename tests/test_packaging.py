@@ -24,6 +24,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A new room gets its floor here before it gets its first import.
 FLOORS = {
     "_version": 0,
+    "cores": 0,
     "dtypes": 0,
     "errors": 0,
     "frozen": 0,

@@ -594,3 +594,23 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     convert(tmp_path / "dcp", tmp_path / "a.safetensors")
     found = safetensors_torch.load_file(tmp_path / "a.safetensors")
     assert sorted(map(tuple, (each.shape for each in found.values()))) == [(5,), (6, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("target", ["out.safetensors", "out.pt"])
+def test_values_of_a_distributed_checkpoint_are_kept_and_its_own_table_is_not(tmp_path: Path, target: str) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    if not hasattr(dcp, "save"):
+        pytest.skip("this torch has another function for it")
+    value = {"w": torch.arange(6.0).view(2, 3), "epoch": 3, "args": {"lr": 0.1, "text": "x" * 500}}
+    try:
+        dcp.save(value, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    except TypeError:  # older releases
+        dcp.save(value, checkpoint_id=tmp_path / "dcp")
+    made = convert(tmp_path / "dcp", tmp_path / target)
+    assert made.complete
+    assert made.left == made.listed == ()
+    beside = json.loads((tmp_path / f"{target}.leftovers.json").read_text(encoding="utf-8"))["data"]
+    assert beside["epoch"] == 3
+    assert "x" * 500 in json.dumps(beside)
+    assert "Metadata" not in json.dumps(beside)

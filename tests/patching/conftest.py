@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -88,3 +89,10 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
 @pytest.fixture
 def no_cards(cards: Cards) -> None:
     cards(0)
+
+
+@pytest.fixture
+def _patched() -> Iterator[None]:
+    with warnings.catch_warnings(), transload.patch():
+        warnings.simplefilter("ignore", transload.LandingWarning)
+        yield

@@ -4,7 +4,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,6 @@ from transload.patching.functions import _REPLACED
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("no_cards")
-
-
-@pytest.fixture
-def _patched() -> Iterator[None]:
-    with warnings.catch_warnings(), transload.patch():
-        warnings.simplefilter("ignore", transload.LandingWarning)
-        yield
 
 
 patched = pytest.mark.usefixtures("_patched")

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,6 @@ import transload
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("no_cards")
-
-
-@pytest.fixture
-def _patched() -> Iterator[None]:
-    with warnings.catch_warnings(), transload.patch():
-        warnings.simplefilter("ignore", transload.LandingWarning)
-        yield
 
 
 patched = pytest.mark.usefixtures("_patched")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.cli.output import show, write
+from transload.cli.output import show_result
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -39,12 +39,7 @@ def run(arguments: Namespace) -> int:
     from transload.checking import check
 
     result = check(arguments.path, None if arguments.device == "none" else arguments.device)
-    if arguments.json:
-        from transload.render.json import to_json
+    from transload.render.check import report
 
-        write(to_json([result.to_dict()], several=False))
-    else:
-        from transload.render.check import report
-
-        show(report(result), arguments.color)
+    show_result(result, report, arguments)
     return int(not result.ok)

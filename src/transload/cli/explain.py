@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from transload.cli.output import show, write
+from transload.cli.output import show_result
 from transload.errors import CannotReadError, UsageError
 
 if TYPE_CHECKING:
@@ -47,14 +47,9 @@ def run(arguments: Namespace) -> int:
     explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
     if not explanation.answers and is_binary(data):
         raise not_a_text("" if arguments.log == "-" else arguments.log)
-    if arguments.json:
-        from transload.render.json import to_json
+    from transload.render.explain import report
 
-        write(to_json([explanation.to_dict()], several=False))
-    else:
-        from transload.render.explain import report
-
-        show(report(explanation), arguments.color)
+    show_result(explanation, report, arguments)
     return int(not explanation.known)
 
 

@@ -10,11 +10,13 @@ from transload.errors import TransloadError
 from transload.render.escape import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from argparse import Namespace
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
     from transload.render.lines import Block
 
-__all__ = ["as_bug", "complain", "show", "write"]
+__all__ = ["as_bug", "complain", "show", "show_result", "write"]
 
 
 begun = False
@@ -27,6 +29,16 @@ def show(blocks: Iterable[Block], colour: str) -> None:
 
     if sys.stdout is not None:  # closed by the caller: the exit code is all that is wanted
         emit(blocks, sys.stdout, colour)
+
+
+def show_result(result: Any, report: Callable[[Any], Iterable[Block]], arguments: Namespace) -> None:
+    """What a command has found out: as JSON if that was asked for, else as a report."""
+    if arguments.json:
+        from transload.render.json import to_json
+
+        write(to_json([result.to_dict()], several=False))
+    else:
+        show(report(result), arguments.color)
 
 
 def write(pieces: Iterable[str]) -> None:

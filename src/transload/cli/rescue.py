@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.cli.output import show, write
+from transload.cli.output import show_result
 from transload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,12 +58,7 @@ def run(arguments: Namespace) -> int:
         overwrite=arguments.force,
         progress=not arguments.json,
     )
-    if arguments.json:
-        from transload.render.json import to_json
+    from transload.render.rescue import report
 
-        write(to_json([result.to_dict()], several=False))
-    else:
-        from transload.render.rescue import report
-
-        show(report(result), arguments.color)
+    show_result(result, report, arguments)
     return result.exit_code

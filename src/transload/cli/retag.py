@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.cli.output import show, write
+from transload.cli.output import show_result
 from transload.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,14 +46,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Retag one file, say what was done, return the exit code."""
     result = _result(arguments)
-    if arguments.json:
-        from transload.render.json import to_json
+    from transload.render.retag import report
 
-        write(to_json([result.to_dict()], several=False))
-    else:
-        from transload.render.retag import report
-
-        show(report(result), arguments.color)
+    show_result(result, report, arguments)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.converting import to_npz, to_raw, to_safetensors, to_torch
@@ -12,7 +12,7 @@ from transload.converting.selection import Named, Selection, module_paths, selec
 from transload.converting.ties import metadata_of, with_second_names
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
+    from transload.checkpoint import Checkpoint, Key
     from transload.content import Content
     from transload.converting.structure import Dropped, Slot, Structure
     from transload.converting.wish import Wish
@@ -90,7 +90,7 @@ def _structured(
     from transload.converting.structure import structured
 
     root, path = _root(checkpoint, selection, wish)
-    if root is None or checkpoint.format in PROGRAMS or checkpoint.format == "sharded":
+    if root is None or checkpoint.format in {*PROGRAMS, "sharded", "dcp"}:
         return None
     if not _are_told_apart(checkpoint):
         return None
@@ -113,8 +113,18 @@ def _everything(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tup
     """All of the source's object, or what is below the key: its tensors are kept, the rest is looked through."""
     from transload.converting.structure import Dropped
 
+    if checkpoint.format == "dcp":  # its root is the table of the container
+        return tuple(Dropped(path, root) for path, root in _items(checkpoint))
     root, path = _root(checkpoint, selection, wish)
     return () if root is None or checkpoint.format in PROGRAMS else (Dropped(path, root),)
+
+
+def _items(checkpoint: Checkpoint) -> Iterator[tuple[tuple[Key, ...], object]]:
+    """What a directory of many small pickles holds beside tensors, each with its path."""
+    for pickle in checkpoint.pickles:
+        steps = len(pickle.path)
+        if steps and any(leaf.path[:steps] == pickle.path for leaf in checkpoint.leaves):
+            yield pickle.path, pickle.root
 
 
 def _root(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tuple[Any, tuple[Any, ...]]:

@@ -132,7 +132,8 @@ class Pickle:
     ``irregular`` are things that some loaders refuse; ``ambiguous`` ones that make loaders see different streams in
     the same bytes. ``calls`` are all calls in the order a loader would make them, also those whose result was thrown
     away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
-    does not know; ``undecoded`` counts texts of Python 2 that are not UTF-8.
+    does not know; ``undecoded`` counts texts of Python 2 that are not UTF-8. ``path`` leads to its root where it is a
+    part of a checkpoint of many pickles.
     """
 
     __slots__ = (
@@ -147,6 +148,7 @@ class Pickle:
         "irregular",
         "main",
         "name",
+        "path",
         "persistent",
         "protocol",
         "python2",
@@ -161,6 +163,7 @@ class Pickle:
         self.start = start
         self.end = start
         self.main = False
+        self.path: tuple[str | int, ...] = ()
         self.protocol = 0
         self.python2 = False
         self.undecoded = 0

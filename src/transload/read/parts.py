@@ -174,6 +174,8 @@ class Merger:
             Leaf((*steps, *leaf.path), _named(steps, leaf.name), leaf.kind, leaf.text) for leaf in checkpoint.leaves
         ]
         self.globals += [replace(use, stream=_within(prefix, use.stream)) for use in checkpoint.globals]
+        for pickle in checkpoint.pickles:
+            pickle.path = (*steps, *pickle.path)
         self.pickles += checkpoint.pickles
         self.origins.append(checkpoint.written_by)
         self.checksummed &= checkpoint.checksummed

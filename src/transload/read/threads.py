@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock, Thread
 from typing import Generic, TypeVar
+
+from transload.cores import cores
 
 __all__ = ["each", "threads"]
 
@@ -15,8 +16,7 @@ _MOST = 32  # more of them wait for memory, and each has a buffer
 
 def threads() -> int:
     """How many are worth it here."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(bound, _MOST))
+    return min(cores(), _MOST)
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from transload.cores import cores
 from transload.read.source import Source
 from transload.rescuing.bits import MOST_BITS, Bit, flipped_bits
 
@@ -100,7 +100,7 @@ def _all_sums(source: Source, claims: Sequence[Claim]) -> list[tuple[int | None,
         return [_sum(source, claim) for claim in claims]
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         return list(pool.map(lambda claim: _sum(source, claim), claims))
 
 

@@ -61,7 +61,7 @@ def serialization_id(checksums: Sequence[int]) -> bytes:
 
 def threads_for(nbytes: int) -> int:
     """Threads for the checksums of so many bytes, beside the one that writes."""
-    from transload.loading.transfer.cores import cores
+    from transload.cores import cores
 
     count = min(cores() - 1, _MAX_THREADS)
     return count if nbytes >= _LITTLE and count else 0

@@ -124,7 +124,7 @@ def _planned(made: Copy, source: int, blocks: _Blocks) -> Iterator[tuple[int, in
 
 
 def _copy_all(parts: Sequence[tuple[int, int, int]]) -> None:
-    from transload.loading.transfer.cores import cores
+    from transload.cores import cores
 
     if len(parts) < 2:
         for part in parts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from transload.cores import cores
 from transload.loading.transfer.cached import cached_share
 from transload.loading.transfer.choice import LITTLE, Choice, Facts, Settings, choose
-from transload.loading.transfer.cores import cores
 from transload.loading.transfer.crew import work
 from transload.loading.transfer.files import File
 from transload.loading.transfer.host import HostLane, Sums

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.loading.transfer.cores import cores
+from transload.cores import cores
 
 GROUPS = {
     "a whole number": ({"cpu.max": "300000 100000"}, 3),
