@@ -614,3 +614,30 @@ def test_values_of_a_distributed_checkpoint_are_kept_and_its_own_table_is_not(tm
     assert beside["epoch"] == 3
     assert "x" * 500 in json.dumps(beside)
     assert "Metadata" not in json.dumps(beside)
+
+
+def test_values_of_all_shards_are_kept(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save({"a": torch.ones(2), "one": 1, "same": 1}, source / "1.bin")
+    torch.save({"b": torch.ones(3), "epoch": 7}, source / "2.bin")
+    torch.save({"c": torch.ones(3), "same": 3}, source / "3.bin")
+    index = {"metadata": {}, "weight_map": {"a": "1.bin", "b": "2.bin", "c": "3.bin"}}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="ascii")
+    made = convert(source, tmp_path / "out.safetensors")
+    assert made.listed == ()
+    beside = json.loads((tmp_path / "out.safetensors.leftovers.json").read_text(encoding="utf-8"))["data"]
+    assert beside == {"": {"one": 1, "same": 1, "epoch": 7}, "#2": {"same": 3}}
+
+
+def test_values_of_all_ranks_are_kept(tmp_path: Path) -> None:
+    step = tmp_path / "ds" / "global_step1"
+    step.mkdir(parents=True)
+    (tmp_path / "ds" / "latest").write_text("global_step1", encoding="ascii")
+    torch.save({"module": {"w": torch.ones(2)}, "epoch": 5}, step / "mp_rank_00_model_states.pt")
+    torch.save({"x": torch.ones(4), "lr": 0.5}, step / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    made = convert(tmp_path / "ds", tmp_path / "out.safetensors")
+    assert made.listed == ()
+    beside = (tmp_path / "out.safetensors.leftovers.json").read_text(encoding="utf-8")
+    assert '"epoch": 5' in beside
+    assert '"lr": 0.5' in beside

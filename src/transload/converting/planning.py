@@ -113,17 +113,18 @@ def _everything(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tup
     """All of the source's object, or what is below the key: its tensors are kept, the rest is looked through."""
     from transload.converting.structure import Dropped
 
-    if checkpoint.format == "dcp":  # its root is the table of the container
+    if not wish.key and sum(pickle.main for pickle in checkpoint.pickles) > 1:
         return tuple(Dropped(path, root) for path, root in _items(checkpoint))
     root, path = _root(checkpoint, selection, wish)
     return () if root is None or checkpoint.format in PROGRAMS else (Dropped(path, root),)
 
 
 def _items(checkpoint: Checkpoint) -> Iterator[tuple[tuple[Key, ...], object]]:
-    """What a directory of many small pickles holds beside tensors, each with its path."""
+    """The object of each file, or item, of a checkpoint of many, with its path; without the table of the container."""
     for pickle in checkpoint.pickles:
         steps = len(pickle.path)
-        if steps and any(leaf.path[:steps] == pickle.path for leaf in checkpoint.leaves):
+        values = any(leaf.path[:steps] == pickle.path for leaf in checkpoint.leaves)
+        if pickle.main and values and (steps or checkpoint.format != "dcp"):
             yield pickle.path, pickle.root
 
 

@@ -60,10 +60,22 @@ def rest_of(dropped: tuple[Dropped, ...], tensors: frozenset[tuple[Key, ...]]) -
     for path, node in dropped:
         made = walk.plain(node, path, 0)
         if made is not _NOTHING and made not in ({}, []):
-            found["/".join(map(str, path))] = made
+            _enter(found, "/".join(map(str, path)), made)
     if set(found) == {""}:
         return Rest(found[""], tuple(walk.listed), walk.versions)
     return Rest(found or None, tuple(walk.listed), walk.versions)
+
+
+def _enter(found: dict[str, Any], name: str, made: Any) -> None:
+    """Enter what was at a path. Dictionaries of one path, as shards have them, become one where they do not meet."""
+    there = found.get(name)
+    if isinstance(there, dict) and isinstance(made, dict) and not there.keys() & made.keys():
+        there.update(made)
+        return
+    number, free = 2, name
+    while free in found:
+        free, number = f"{name}#{number}", number + 1
+    found[free] = made
 
 
 class _Walk:
