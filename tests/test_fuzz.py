@@ -4,7 +4,8 @@ Files of every format are cut, zeroed, flipped, spliced, re-zipped. Whatever com
 ``Checkpoint``, in time, that can be shown in every way. And the answer is held against the loaders themselves: C's
 unpickler with its imports recorded, torch's own reader, and ``torch.load``.
 
-TRANSLOAD_FUZZ multiplies the number of examples; ``--hypothesis-profile=explore`` takes new ones each time.
+TRANSLOAD_FUZZ multiplies the number of examples; ``--hypothesis-profile=explore`` takes new ones each time. Without it
+the examples are the same in every run, so the files they are made of must be, too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ def saved(value: object, **options: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
+
+
+def streamed(value: object) -> bytes:
+    """Saved as a stream, which names storages by their addresses; here by numbers that are the same each time."""
+    true, numbers = torch.UntypedStorage._cdata, dict[int, int]()
+
+    def numbered(storage: Any) -> int:
+        return numbers.setdefault(true.__get__(storage), 94_000_000_000_000 + len(numbers))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "_cdata", property(numbered), raising=False)
+        return saved(value, _use_new_zipfile_serialization=False)
 
 
 def state_dict() -> dict[str, Any]:
@@ -99,7 +112,7 @@ def rezip(data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as out:
         for title, content in forge.records(data).items():
-            out.writestr(title, content)
+            out.writestr(zipfile.ZipInfo(title), content, method)  # without the time of day
     return buffer.getvalue()
 
 
@@ -110,7 +123,7 @@ def sound_files() -> dict[str, bytes]:
         "zip": saved(state_dict()),
         "zip, stored again": rezip(saved(state_dict())),
         "zip, deflated": rezip(saved(state_dict()), zipfile.ZIP_DEFLATED),
-        "stream": saved(typed(), _use_new_zipfile_serialization=False),
+        "stream": streamed(typed()),
         "forged zip": forge.checkpoint(),
         "forged stream": forge.legacy(),
     }
@@ -125,7 +138,7 @@ def sound_files() -> dict[str, bytes]:
 
 @functools.cache
 def all_files() -> dict[str, bytes]:
-    others = [path for path in DATA.rglob("*.p*t*") if path.is_file() and path.stat().st_size < SMALL]
+    others = [path for path in sorted(DATA.rglob("*.p*t*")) if path.is_file() and path.stat().st_size < SMALL]
     held = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in others if path.suffix != ".py"}
     return {**held, **sound_files(), **hostile_files(), "tar": forge.tar(), "pickle": pickle.dumps(typed)}
 

@@ -7,6 +7,8 @@ import collections
 import io
 import pickle
 import struct
+import sys
+import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -336,6 +338,30 @@ def test_indices_of_sparse_tensors_are_checked(index: int) -> None:
     else:
         with pytest.raises(BrokenFileError, match="sparse"):
             load(data)
+    assert not sparse_left_over()
+
+
+def test_loading_sparse_tensors_at_a_time_leaves_nothing_behind() -> None:
+    """torch's switch for looking at them belongs to the whole process."""
+    buffer = io.BytesIO()
+    torch.save(torch.eye(3).to_sparse(), buffer)
+    data, interval = buffer.getvalue(), sys.getswitchinterval()
+    made: list[Any] = []
+
+    def load_many() -> None:
+        made.extend(load(data) for _ in range(60))
+
+    threads = [threading.Thread(target=load_many) for _ in range(6)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(made) == 360
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
     assert not sparse_left_over()
 
 

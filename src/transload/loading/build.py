@@ -57,8 +57,6 @@ def build(
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise LoadError(f"torch failed on a tensor in it: {type(error).__name__}: {first}", where=where) from error
-    finally:
-        rebuilder.forget_sparse()
     return made
 
 

@@ -96,15 +96,22 @@ def _channels(maker: Rebuilder, part: Any, kind: torch.dtype, device: torch.devi
 
 
 def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
-    parts = 2 if layout == maker.torch.sparse_coo else 3
-    if type(data) is not tuple or not parts < len(data) <= parts + 2 or not are_sizes(data[parts]):
+    torch = maker.torch
+    parts = 2 if layout == torch.sparse_coo else 3
+    most = 4  # of a COO tensor perhaps also whether it is coalesced
+    if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
         raise Wrong("a sparse tensor whose parts are missing")
     for part in data[:parts]:
         maker.tensor(part, "a sparse tensor with a part")
     try:
-        return maker.torch._utils._rebuild_sparse_tensor(layout, data)  # noqa: SLF001 - it enters it for validation
+        if layout == torch.sparse_coo:
+            coalesced = data[3] if len(data) == most else None
+            made = torch.sparse_coo_tensor(*data[:3], check_invariants=False, is_coalesced=coalesced)
+        else:
+            made = torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+    return maker.sparse(made)
 
 
 def _sparse_csr(maker: Rebuilder, rows: object, columns: object, values: object, size: Any, _: object = None) -> Any:

@@ -35,6 +35,7 @@ class Rebuilder:
         self._makers = _makers()
         self._names: dict[Any, str] = {}
         self._faked = _fake_mode(torch)
+        self._sparse: list[torch.Tensor] = []
 
     def has(self, name: str) -> bool:
         """Whether tensors are made by that name."""
@@ -161,23 +162,27 @@ class Rebuilder:
         made.requires_grad = False
         self.finish(made, state[0], state[2])
 
-    # -- sparse tensors, which torch keeps on a list until their bytes are there
+    # -- sparse tensors, whose indices can be looked at only when their bytes are there
+
+    def sparse(self, made: torch.Tensor) -> torch.Tensor:
+        """A sparse tensor, noted for ``check_sparse``.
+
+        torch's own list of them, and its switch for looking at it, are those of the whole process: two loads at a time
+        would look at each other's, and leave the switch on.
+        """
+        self._sparse.append(made)
+        return made
 
     def check_sparse(self) -> None:
-        """That the indices of all sparse tensors lie inside them. torch looks only when it is told to."""
-        waiting = _sparse_tensors(self.torch)
-        waiting[:] = [made for made in waiting if made.device.type != "meta"]
-        if not waiting or self._faked is not None:
+        """That the indices of all sparse tensors lie inside them."""
+        if self._faked is not None:
             return
         try:
-            with self.torch.sparse.check_sparse_tensor_invariants():
-                self.torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001 - torch has no public way
+            for made in self._sparse:
+                if made.device.type != "meta":
+                    _validate(self.torch, made)
         except RuntimeError as error:
             raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
-
-    def forget_sparse(self) -> None:
-        """Empty torch's list: the next torch.load would look at it."""
-        _sparse_tensors(self.torch).clear()
 
 
 def _v1(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
@@ -230,11 +235,21 @@ def _fake_mode(torch: Any) -> Callable[[Any], Any] | None:
     return getattr(torch._utils, "_restore_device_fake_mode", None)  # noqa: SLF001 - the same
 
 
-def _sparse_tensors(torch: Any) -> list[Any]:
-    """The sparse tensors that torch means to validate."""
-    ask = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)  # noqa: SLF001 - since 2.15
-    held: list[Any] = ask() if ask else torch._utils._sparse_tensors_to_validate  # noqa: SLF001 - up to 2.14
-    return held
+def _validate(torch: Any, made: Any) -> None:
+    """``RuntimeError`` for a sparse tensor whose parts do not go together; torch has no public way to ask."""
+    if made.layout == torch.sparse_coo:
+        look = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
+        indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
+        rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
+    else:
+        look = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
+        rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
+        indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
+        rest = (made.values(), made.size(), made.layout)
+    try:
+        look(*indices, *rest, check_pinning=False)  # which would start CUDA
+    except TypeError:  # older releases have no such argument
+        look(*indices, *rest)
 
 
 def are_sizes(value: Any) -> bool:
