@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -72,22 +73,26 @@ def test_a_file_poured_is_the_file(
     assert sum(told) == len(made)
 
 
-def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     import fcntl
 
-    true = os.pwrite
+    true = getattr(os, call)
     refused: list[int] = []
+    together = threading.Barrier(2)  # two threads are refused before either of them can turn it off
 
     def picky(descriptor: int, data: Any, offset: int) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
             refused.append(offset)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(2)
             raise OSError(errno.EINVAL, "not aligned")
-        return true(descriptor, data, offset)
+        return int(true(descriptor, data, offset))
 
     monkeypatch.setattr(crew, "CHUNK", 8192)
     monkeypatch.setattr(crew, "_PAST_THE_CACHE", 0)
-    monkeypatch.setattr(os, "pwrite", picky)
     source = safetensors(SIZES)
+    monkeypatch.setattr(os, call, picky)
     made, _, _ = poured(source, tmp_path / "a", b"head")
     assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
     assert len(refused) <= 8  # each thread once at most, and none where the file system takes no such flag

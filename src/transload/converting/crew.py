@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from errno import EINVAL
 from queue import SimpleQueue
 from threading import Thread
@@ -146,22 +146,32 @@ class Crew:
             done += self._write_some(chunk.view[done:nbytes], chunk.offset + done)
 
     def _write_some(self, data: memoryview, offset: int) -> int:
-        try:
-            return os.pwrite(self._descriptor, data, offset)
-        except OSError as error:
-            if not self._direct or error.errno != EINVAL:
-                raise
-        self._direct = False  # the file system said that it can be done, and it cannot
-        _set_direct(self._descriptor, on=False)
-        return os.pwrite(self._descriptor, data, offset)
+        return self._or_through_the_cache(lambda: os.pwrite(self._descriptor, data, offset))
 
     def _read(self, again: Chunk, offset: int, nbytes: int) -> None:
         done = 0
         while done < nbytes:
-            count = os.preadv(self._descriptor, [again.view[done:nbytes]], offset + done)
+            count = self._read_some(again.view[done:nbytes], offset + done)
             if not count:
                 raise ConvertError("it is shorter than what was written", where=self._where, fix=_AGAIN)
             done += count
+
+    def _read_some(self, into: memoryview, offset: int) -> int:
+        return self._or_through_the_cache(lambda: os.preadv(self._descriptor, [into], offset))
+
+    def _or_through_the_cache(self, call: Callable[[], int]) -> int:
+        """What a call returns; without O_DIRECT where the file system said that it can be done, and it cannot.
+
+        All threads have the one file, and any of them may have turned it off since: so it is never asked who has.
+        """
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != EINVAL:
+                raise
+        _set_direct(self._descriptor, on=False)
+        self._direct = False  # not before: a chunk that ends within a page must not be written past the cache
+        return call()
 
 
 def _set_direct(descriptor: int, *, on: bool) -> bool:
