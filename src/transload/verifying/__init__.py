@@ -75,6 +75,7 @@ def _manifest(against: str | os.PathLike[str] | Manifest | None) -> Manifest | N
 def _verified(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
     from transload.verifying.aliases import with_aliases
     from transload.verifying.damage import damages
+    from transload.verifying.indices import misplaced
     from transload.verifying.manifest import hash_of_all
     from transload.verifying.records import regions, sum_regions
     from transload.verifying.result import Verification
@@ -92,7 +93,7 @@ def _verified(content: Content, wish: Wish, progress: bool | Callable[[int, int]
         tell.end()
     bad = {**sums.bad, **found.bad}
     judged = _judged(content.checkpoint, sums, bad)
-    damaged = damages(content, every, bad, found.failed)
+    damaged = damages(content, every, bad, {**misplaced(content), **found.failed})
     tensors = with_aliases(content, plan.entries) if wish.hashes else plan.entries
     hashed = all(entry.sha256 or entry.nbytes == 0 for entry in plan.entries)  # none claims more than is read
     whole = wish.hashes and hashed and not found.failed and judged.integrity != "not-a-checkpoint"

@@ -17,7 +17,7 @@ class Damage(NamedTuple):
 
     ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
     (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
-    makes no sense).
+    makes no sense, or its indices point outside of it).
     """
 
     name: str
