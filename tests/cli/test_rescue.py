@@ -156,3 +156,13 @@ def test_in_any_width(half: Path, program: Transload, columns: str) -> None:
     done = program("rescue", str(half), "--dry-run", COLUMNS=columns, NO_COLOR="1")
     assert done.returncode == 1, done.stderr
     assert "\x1b" not in done.stdout
+
+
+def test_a_folder_of_files(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    half.rename(folder / "model-00001-of-00001.pt")
+    assert main(["rescue", str(folder), str(tmp_path / "out.pt")]) == 2
+    _, advice, command = capsys.readouterr().err.splitlines()
+    assert advice == "  Rescue its files one by one."
+    assert command == f"    $ transload rescue {folder}/model-00001-of-00001.pt NEW.pt"

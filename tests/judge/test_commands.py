@@ -17,6 +17,7 @@ import transload
 from transload.checkpoint import Checkpoint
 from transload.judge.commands import CONVERT, RESCUE
 from transload.judge.problems import RULES
+from transload.rescuing.errors import RescueError
 
 DATA = Path(__file__).parent.parent / "data"
 WHOLE = DATA / "h200" / "whole_custom_module_cuda0.pt"
@@ -76,6 +77,24 @@ def test_a_safetensors_file_stays_one(tmp_path: Path) -> None:
     (command,) = commands(transload.inspect(tmp_path / "cut.safetensors"))
     assert command.endswith(" NEW.safetensors")
     assert run(command, tmp_path) == 1
+
+
+@pytest.mark.parametrize("named", ["", "model.safetensors.index.json"])
+def test_of_several_files_the_damaged_one_is_named(named: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = path.parent / "it is"
+    folder.mkdir()
+    transload.convert(path, folder / "model.safetensors", max_shard_size=13_000)
+    assert commands(transload.inspect(folder)) == []
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) == 3
+    shards[1].write_bytes(shards[1].read_bytes()[:-10])
+    monkeypatch.chdir(path.parent)
+    command = f"$ transload rescue 'it is/{shards[1].name}' NEW.safetensors"
+    assert commands(transload.inspect(Path("it is") / named)) == [command]
+    with pytest.raises(RescueError, match="one by one") as refused:
+        transload.rescue("it is", "new.pt")
+    assert refused.value.fix.splitlines()[1:] == [command]
+    assert run(command, path.parent) == 1  # a part of it
 
 
 def test_bytes_have_no_name() -> None:

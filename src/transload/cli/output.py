@@ -50,11 +50,11 @@ def write(pieces: Iterable[str]) -> None:
 
 
 def complain(error: TransloadError) -> None:
-    """Tell one of our errors on stderr: where and what, and on a second line what to do."""
+    """Tell one of our errors on stderr: where and what, and below what to do, commands set off."""
     where = f"{printable(error.where, None)}: " if error.where else ""
     print(f"transload: {where}{printable(error.what, None)}", file=sys.stderr)
-    if error.fix:
-        print(f"  {printable(error.fix, None)}", file=sys.stderr)
+    for line in error.fix.split("\n") if error.fix else ():
+        print(f"{'    ' if line.startswith('$ ') else '  '}{printable(line, None)}", file=sys.stderr)
 
 
 def as_bug(error: Exception, where: str = "") -> TransloadError:

@@ -58,14 +58,23 @@ def details(verification: Verification, *, hashes: bool = True) -> Iterator[Bloc
         rest = tuple(line for line in finding.evidence if line not in told)
         yield BLANK
         yield from next(findings([replace(finding, evidence=rest)]))
-    advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
-    if verification.integrity in ("damaged", "repairable") and not advised:
+    if _can_be_rescued(verification):
         yield BLANK
         yield note("all that is whole, and what can be undone with proof, as a new file:")
         yield Prose(((f"$ transload rescue {_quoted(verification.path)} NEW", ""),), lead=(("    ", ""),), whole=True)
     yield from _values(verification)
     if hashes:
         yield from _hashes(verification)
+
+
+def _can_be_rescued(verification: Verification) -> bool:
+    """Whether a rescue has something to do that no finding has advised."""
+    from transload.judge.commands import RESCUED
+
+    advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
+    senseless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
+    hurt = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
+    return hurt and not advised and not senseless
 
 
 def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:

@@ -115,8 +115,13 @@ def _directory(path: str) -> tuple[Source, Mended]:
 
     mended = recover_directory(path)
     if mended is None:
+        from transload.judge.commands import rescue_commands
+        from transload.read import inspect
+
         what = "it is a directory, and not one that an archive was unpacked into"
-        raise RescueError(what, where=path, fix="Rescue its files one by one.")
+        raise RescueError(
+            what, where=path, fix="\n".join(("Rescue its files one by one.", *rescue_commands(inspect(path))))
+        )
     return mended.source, mended._replace(nbytes=mended.source.size)
 
 
