@@ -618,3 +618,57 @@ def dictionary_for_safetensors(folder: Path) -> object:
     path = folder / "model.safetensors"
     path.write_bytes(save({"w": torch.zeros(4)}))
     return torch.load(path, map_location={"cpu": "cpu"})
+
+
+@provokes("safetensors-no-tensor")
+def tensor_of_another_model(folder: Path) -> object:
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    path = folder / "model.safetensors"
+    path.write_bytes(save({"w": torch.zeros(4)}))
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("b")
+
+
+@provokes("safetensors-device")
+def device_for_safetensors(folder: Path) -> object:
+    from safetensors.torch import load_file, save
+
+    path = folder / "model.safetensors"
+    path.write_bytes(save({"w": torch.zeros(4)}))
+    return load_file(path, device="gpu")
+
+
+@provokes("load-folder")
+def folder_in_place_of_a_file(folder: Path) -> object:
+    return torch.load(folder)
+
+
+@provokes("write-no-folder")
+def folder_that_is_not_there(folder: Path) -> object:
+    return torch.save({}, folder / "none" / "model.pt")
+
+
+@provokes("state-dict-is-no-model")
+def weights_used_as_a_model(folder: Path) -> Any:
+    weights: Any = load(folder, saved(torch.nn.Linear(2, 2).state_dict()))
+    return weights.eval()
+
+
+@provokes("module-of-older-torch")
+def module_that_lacks_something(folder: Path) -> Any:
+    gelu = torch.nn.GELU()
+    del gelu.__dict__["approximate"]
+    older: Any = load(folder, saved(gelu), weights_only=False)
+    return older(torch.zeros(2))
+
+
+@provokes("pickle-damaged")
+def text_that_is_almost_a_pickle(folder: Path) -> object:
+    return load(folder, b"0.98\n0.97\n", weights_only=False)
+
+
+@provokes("torch-lacks-it")
+def argument_of_a_newer_torch(folder: Path) -> object:
+    return load(folder, saved({}), weights_only=False, skip_data=True)

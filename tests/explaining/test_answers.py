@@ -198,3 +198,79 @@ def test_a_full_gpu_is_neither_the_file_nor_the_driver() -> None:
     assert "transload.load_into" in found
     assert "nvidia-smi" in found
     assert answer("torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)").code
+
+
+def test_getattr_is_not_called_an_attack() -> None:
+    """Python itself writes it for a method, a class within a class, and an enumeration."""
+    text = told(
+        "WeightsUnpickler error: Unsupported global: GLOBAL getattr was not an allowed global by default. Please use "
+        "`torch.serialization.add_safe_globals([getattr])`"
+    )
+    assert "many honest files" in text
+    assert "Do not allow getattr itself" in text
+    assert "transload check FILE" in text
+
+
+def test_a_part_of_torch_that_is_missing_is_none_of_the_users_classes() -> None:
+    text = told("AttributeError: Can't get attribute '_rebuild_parameter_v3' on <module 'torch._utils' from 'x.py'>")
+    assert "saved by a newer one" in text
+    assert "Define the class" not in text
+
+
+def test_what_a_wrapper_puts_into_the_middle_of_names_is_seen() -> None:
+    text = told(
+        "RuntimeError: Error(s) in loading state_dict for Lit:\n"
+        '\tMissing key(s) in state_dict: "net.a.weight", "net.a.bias". \n'
+        '\tUnexpected key(s) in state_dict: "net._orig_mod.a.weight", "net._orig_mod.a.bias". '
+    )
+    assert "'_orig_mod.' in their middle" in text
+    assert 'k.replace("_orig_mod.", "")' in text
+
+
+@pytest.mark.parametrize(
+    ("why", "words", "cause"),
+    [
+        ("nvml error: driver not loaded", "no NVIDIA driver loaded", "K01"),
+        ("load library failed: libnvidia-ml.so.1", "no library of NVIDIA's driver", "U06"),
+        ("WSL environment detected but no adapters were found", "from Windows", "U08"),
+        ("nvml error: driver/library version mismatch", "was updated", "U01"),
+        ("something new", "does not answer", "K01"),
+    ],
+)
+def test_why_a_container_got_no_gpu(why: str, words: str, cause: str) -> None:
+    found = answer(f"nvidia-container-cli: initialization error: {why}: unknown")
+    assert words in found.cause
+    assert cause in found.causes
+
+
+@pytest.mark.parametrize(
+    ("name", "release"), [("weights_only", "1.13"), ("add_safe_globals", "2.4"), ("get_default_mmap_options", "")]
+)
+def test_from_which_release_on_torch_has_something(name: str, release: str) -> None:
+    text = told(f"AttributeError: module 'torch.serialization' has no attribute '{name}' (weights_only)")
+    assert f"uses {name}" in text
+    assert ("or newer has it" in text) == bool(release)
+    assert release in text
+
+
+def test_the_cuda_of_an_image_is_named() -> None:
+    text = "nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update your driver to a"
+    assert "made for cuda>=12.8, and" in told(text)
+
+
+def test_a_program_that_asks_for_a_gpu_too_many_is_told_how_many_there_are() -> None:
+    asked = "ValueError: Invalid CUDA 'device=3' requested. Use 'device=cpu'\n\ntorch.cuda.is_available(): {}\n"
+    found = answer(f"{asked.format(True)}torch.cuda.device_count(): 2\n")
+    assert "CUDA device 3, and torch sees 2 in all" in found.cause
+    assert "sees no GPU" in answer(f"{asked.format(False)}torch.cuda.device_count(): 0\n").cause
+
+
+def test_the_advice_not_to_test_is_only_called_wrong_where_it_is_given() -> None:
+    advice = "Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
+    assert "hides the question" in answer(f"RuntimeError: {advice}").wrong
+    assert not answer("RuntimeError: CUDA is not available").wrong
+
+
+def test_the_folder_without_weights_is_named_without_the_full_stop() -> None:
+    text = "OSError: Error no file named model.safetensors found in directory out/last."
+    assert dict(answer(text).values)["folder"] == "out/last"

@@ -14,6 +14,7 @@ import transload
 from transload.explaining import explain_bytes
 from transload.explaining.cleaning import LIMIT, lines_of, read_end
 from transload.explaining.other import is_binary, is_packed
+from transload.explaining.splitting import split
 
 CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
 
@@ -162,3 +163,39 @@ def test_a_known_text_is_found_in_junk(seed: int) -> None:
     junk = "".join(chosen.choices("abc \n:'{}()\x1b", k=2_000))
     explanation = transload.explain(f"{junk}\n{CUT_OFF}\n{junk}", checks=False)
     assert [answer.code for answer in explanation.answers] == ["archive-cut-off"]
+
+
+def test_a_traceback_in_one_line_of_json_is_unfolded() -> None:
+    line = (
+        '{"level": "error", "exc": "Traceback (most recent call last):\\n  File \\"run.py\\", line 1, in <module>\\n'
+        f'    main()\\n{CUT_OFF}"}}'
+    )
+    (found,) = transload.explain(f"start\n{line}\nend", checks=False).answers
+    assert (found.code, found.line) == ("archive-cut-off", 2)
+
+
+@pytest.mark.parametrize("width", [30, 44, 80])
+def test_lines_that_a_terminal_has_broken_are_joined(width: int) -> None:
+    text = "\n".join(CUT_OFF[at : at + width] for at in range(0, len(CUT_OFF), width))
+    (found,) = transload.explain(f"$ python run.py\n{text}\n", checks=False).answers
+    assert (found.code, found.line) == ("archive-cut-off", 0)
+
+
+def test_a_traceback_without_its_end_is_not_passed_over() -> None:
+    explanation = transload.explain("Traceback (most recent call last):", checks=False)
+    assert [each.said for each in explanation.unknown] == ["Traceback (most recent call last):"]
+
+
+def test_a_class_whose_words_stand_below_is_told_with_them() -> None:
+    (unknown,) = transload.explain("RuntimeError:\nthe sky is falling\n", checks=False).unknown
+    assert unknown.said == "RuntimeError: the sky is falling"
+
+
+def test_what_comes_out_of_one_line_is_bounded() -> None:
+    line = "Traceback (most recent call last):" + "\\nx" * 5_000
+    assert sum(1 for _ in lines_of(f"{line}\n" * 20)) < 30_000
+
+
+def test_no_more_ranks_are_told_apart_than_there_can_be() -> None:
+    lines = lines_of("\n".join(f"[rank{number}]: x" for number in range(3_000)))
+    assert len(split(lines)[1]) == 1_001

@@ -121,7 +121,6 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "torch-map-location": _user_map_location,
     "torch-dataset": _in_a_dataset,
     "torch-no-file": lambda: torch.load("/no/such/folder/model.pt"),
-    "torch-no-folder": lambda: torch.save({}, "/no/such/folder/model.pt"),
 }
 
 PASTED: dict[str, str] = {**dict(sections(Path(__file__).with_name("unrelated.txt"))), "empty-lines": "\n\n   \n"}

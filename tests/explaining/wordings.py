@@ -32,6 +32,7 @@ def sections(path: Path) -> Iterator[tuple[str, str]]:
 
 RESULTS: tuple[tuple[str, int, str], ...] = (
     ("no-kernel-image", 209, "no kernel image is available for execution on the device"),
+    ("cuda-start", 3, "initialization error"),
     ("stub-library", 34, "CUDA driver is a stub library"),
     ("driver-insufficient", 35, "CUDA driver version is insufficient for CUDA runtime version"),
     ("driver-lacks-call", 36, "API call is not supported in the installed CUDA driver"),

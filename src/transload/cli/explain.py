@@ -42,11 +42,11 @@ def run(arguments: Namespace) -> int:
     from transload.explaining.other import is_binary, not_a_text
 
     data, shortened = _read(arguments.log)
-    if not data.strip():
-        raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
     explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
     if not explanation.answers and is_binary(data):
         raise not_a_text("" if arguments.log == "-" else arguments.log)
+    if not explanation.answers and not explanation.unknown:
+        raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
     from transload.render.explain import report
 
     show_result(explanation, report, arguments)

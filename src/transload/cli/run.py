@@ -16,6 +16,7 @@ examples:
   transload run infer.py --weights model.pt     what it loads lands where it can
   transload run -m package.train --epochs 3     as python -m
   transload run --device cpu infer.py           in place of a GPU that is absent, the CPU
+  transload run - < infer.py                    the program from stdin
   torchrun --nproc-per-node 2 -m transload run train.py
 
 exit codes:
@@ -29,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
     parser.add_argument("--device", metavar="D", default="auto", help="where that lands whose device is not here")
-    parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program, and its own arguments")
+    parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 
 
 def run(arguments: Namespace) -> Callable[[], int]:

@@ -10,6 +10,7 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from transload.explaining.finding import Search
     from transload.explaining.result import Explanation, Unexplained
     from transload.explaining.splitting import Chain, Text
 
@@ -52,18 +53,29 @@ def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) 
 
 def _explained(text: str, files: Sequence[str], *, checks: bool, shortened: bool = False) -> Explanation:
     from transload.explaining.answering import answers
-    from transload.explaining.cleaning import lines_of
-    from transload.explaining.finding import found_in
+    from transload.explaining.cleaning import unwrapped
     from transload.explaining.here import Here
     from transload.explaining.result import Explanation
+
+    search, loose = _searched(text)
+    here = Here() if checks else None
+    told = answers(search.found, files, here)
+    if told:
+        return Explanation(told, tuple(_unexplained(search.unknown, loose, known=True)), shortened)
+    told = answers(_searched(unwrapped(text))[0].found, files, here)
+    if told:
+        return _unnumbered(Explanation(told, (), shortened))
+    return Explanation((), tuple(_unexplained([*search.unknown, *search.framed], loose, known=False)), shortened)
+
+
+def _searched(text: str) -> tuple[Search, list[Text]]:
+    from transload.explaining.cleaning import lines_of
+    from transload.explaining.finding import found_in
     from transload.explaining.splitting import split
     from transload.explaining.texts import TABLE
 
     chains, loose = split(lines_of(text))
-    search = found_in(chains, loose, TABLE)
-    told = answers(search.found, files, Here() if checks else None)
-    unknown = search.unknown if told else [*search.unknown, *search.framed]
-    return Explanation(told, tuple(_unexplained(unknown, loose, known=bool(told))), shortened)
+    return found_in(chains, loose, TABLE), loose
 
 
 def _unnumbered(explanation: Explanation) -> Explanation:
@@ -93,7 +105,8 @@ def _last_lines(loose: Sequence[Text]) -> Iterator[tuple[str, int]]:
     lines = [line for rest in loose for line in rest.lines if line.text.strip()]
     errors = [line for line in lines if re.search(r"\b\w*(?:Error|Exception|error|fatal)\b", line.text)]
     for line in (errors or lines)[-1:]:
-        yield " ".join(line.text.split()), line.number
+        below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
+        yield " ".join(" ".join(each.text for each in (line, *below)).split()), line.number
 
 
 def _loaded(error: BaseException) -> Iterator[str]:

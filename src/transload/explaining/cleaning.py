@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["LIMIT", "Line", "lines_of", "read_end"]
+__all__ = ["LIMIT", "Line", "lines_of", "read_end", "unwrapped"]
 
 LIMIT = 8 << 20
 """Bytes of a log that are looked at, the last ones: what stopped a program stands at the end."""
 _MOST = 200_000
 """Lines that are looked at, the last ones."""
+_FOLDED = 20_000
+"""Lines that may come out of tracebacks in one line, in all."""
+_WIDEST = 500
+"""Columns of a terminal."""
+_PASTED = 1 << 20
+"""Letters that somebody may have copied from one."""
 _LONGEST = 20_000
 """Letters of a line, its beginning and its end: a tensor or a table in one line shall not take all the time."""
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffd]+")
-_BOX = str.maketrans(dict.fromkeys("│┃║", " "))
+_BOX = {**dict.fromkeys(map(ord, "│┃║"), " "), 0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}
+"""The sides of a frame; and the quotes that word processors and forums make."""
 _RULE = re.compile(r"^[\s╭╰┌└╔╚─━═╌┄]+|[\s╮╯┐┘╗╝─━═╌┄]+$")
 _QUOTED = re.compile(r"^(?:> ?){1,3}")
 _GROUP = re.compile(r"^\s*[|+](?:-\+-{4,}.*-{4,}$|-{4,}$| )")
@@ -85,12 +92,36 @@ def lines_of(text: str) -> Iterator[Line]:
     plain = _ANSI.sub("", text).replace("\r\n", "\n").replace("\x0b", "\n").replace("\x0c", "\n")
     lines = plain.split("\n")
     first = max(0, len(lines) - _MOST)
+    folded = _FOLDED
     for number, raw in enumerate(lines[first:], first + 1):
-        line = raw.rstrip("\r").rpartition("\r")[2]  # a progress bar is written over itself
-        if not line or line.isspace():
-            yield Line(number, "")
-        else:
-            yield _line(number, _CONTROL.sub("", line if len(line) <= _LONGEST else _shortened(line)))
+        pieces = _unfolded(raw, folded)
+        folded -= len(pieces) - 1
+        for piece in pieces:
+            line = piece.rstrip("\r").rpartition("\r")[2]  # a progress bar is written over itself
+            if not line or line.isspace():
+                yield Line(number, "")
+            else:
+                yield _line(number, _CONTROL.sub("", line if len(line) <= _LONGEST else _shortened(line)))
+
+
+def _unfolded(line: str, most: int) -> Sequence[str]:
+    """A traceback that a logger has put into one line, as JSON does."""
+    if most > 0 and "\\n" in line and "Traceback (most recent call last)" in line:
+        return line.replace('\\"', '"').split("\\n", most)
+    return (line,)
+
+
+def unwrapped(text: str) -> str:
+    r"""A text as it was before a terminal broke its lines at its right edge; nothing where none did.
+
+    >>> unwrapped("No CUDA GPUs a\nre available")
+    'No CUDA GPUs are available'
+    """
+    lines = text.split("\n") if len(text) <= _PASTED else [text]
+    width = max(map(len, lines))
+    if len(lines) == 1 or width > _WIDEST:
+        return ""
+    return "".join(line if len(line) == width else f"{line}\n" for line in lines).removesuffix("\n")
 
 
 def _shortened(line: str) -> str:

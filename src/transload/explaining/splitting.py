@@ -33,6 +33,9 @@ _FRAMES = 2_000
 _CHAINS = 2_000
 """Chains of exceptions that are looked at, the last ones."""
 
+_STREAMS = 1_000
+"""Ranks that are told apart; the lines of more are read as one."""
+
 Link = Literal["", "handling", "cause", "inside"]
 
 
@@ -115,7 +118,8 @@ def split(lines: Iterable[Line]) -> tuple[list[Chain], list[Text]]:
     """The chains of exceptions in a log, and the rest of it, rank by rank."""
     streams: dict[str, list[Line]] = {}
     for line in lines:
-        streams.setdefault(line.stream, []).append(line)
+        name = line.stream if line.stream in streams or len(streams) < _STREAMS else ""
+        streams.setdefault(name, []).append(line)
     chains: list[Chain] = []
     loose: list[Text] = []
     for stream in streams.values():
@@ -139,7 +143,7 @@ class _Parser:
     def feed(self, line: Line) -> None:
         text = line.text
         if _HEADER in text:
-            self.start(text)
+            self.start(line)
         elif _HANDLING in text or _CAUSE in text:
             self.end()
             self.pending = "handling" if _HANDLING in text else "cause"
@@ -150,14 +154,14 @@ class _Parser:
         else:
             self.in_message(self.now, line)
 
-    def start(self, text: str) -> None:
+    def start(self, line: Line) -> None:
         """A traceback begins: of a new error, of one that followed, or inside of the message before it."""
         before = self.now.lines[-_BEFORE:] if self.now else []
-        inside = before and _NESTED.search("\n".join((*(line.text for line in before), text)))
+        inside = before and _NESTED.search("\n".join(each.text for each in (*before, line)))
         self.end()
         link: Link = "inside" if inside else self.pending
         self.pending = ""
-        self.now = Raised(link=link)
+        self.now = Raised(link=link, frames=[line])
 
     def outside(self, line: Line) -> None:
         if line.text.startswith('  File "'):  # the head of it was cut off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 
@@ -18,7 +19,7 @@ __all__ = ["program_of"]
 
 def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
     """What runs a script, or a module, with its arguments. All that it raises is the program's own."""
-    if not module:
+    if not module and words[0] != "-":
         _check(words[0])
 
     def run() -> int:
@@ -54,7 +55,7 @@ def _execute(words: list[str], *, module: bool) -> None:
     names, code = (_module if module else _script)(words)
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    vars(main).update(names)
+    vars(main).update(names, __builtins__=builtins)  # the module, as only the main one has it
     sys.modules["__main__"] = main  # and it stays, for what runs at exit
     exec(code, vars(main))  # noqa: S102 - somebody's program is what we are here for
 
@@ -81,6 +82,8 @@ class _NoModuleError(ImportError):
 
 
 def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+    if words[0] == "-":
+        return _stdin(words)
     path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - as Python itself: not made any simpler
     sys.argv = list(words)
     if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
@@ -93,6 +96,16 @@ def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
     code = loader.get_code("__main__") if compiled else compile(_read(path), path, "exec", dont_inherit=True)
     assert code is not None  # noqa: S101 - for the type checker
     return _names(path, loader, None, None), code
+
+
+def _stdin(words: list[str]) -> tuple[dict[str, Any], CodeType]:
+    """A program that is piped in. All of it is read before it begins, as Python does."""
+    from importlib.machinery import BuiltinImporter
+
+    sys.argv = list(words)
+    _lead_path("")
+    code = compile(sys.stdin.buffer.read() if sys.stdin is not None else b"", "<stdin>", "exec", dont_inherit=True)
+    return _names("<stdin>", BuiltinImporter, None, None), code
 
 
 def _read(path: str) -> bytes:

@@ -21,6 +21,10 @@ AGAIN = (
     "If there is no other copy: transload inspect FILE shows what is whole, and transload rescue FILE OUT saves it.",
 )
 KIND = "transload inspect FILE says what it is, and what loads it."
+_ROOM = (
+    "Make room, and save again.",
+    "transload.save writes beside the old file and renames: a save that fails leaves the last one whole.",
+)
 _NOT_DAMAGED = (
     "Newer releases of torch add that the file is likely corrupted: it need not be. It only lacks a record that "
     "another kind of file has."
@@ -185,21 +189,29 @@ TABLE: tuple[Known, ...] = (
             "PytorchStreamWriter failed writing file {record:w}: {why:w}",
         ),
         "The checkpoint could not be written whole: the disk or the quota is full. What is on the disk now is broken.",
-        (
-            "Make room, and save again.",
-            "transload.save writes beside the old file and renames: a save that fails leaves the last one whole.",
-        ),
+        _ROOM,
         torch="1.6 and later",
+    ),
+    Known(
+        "write-no-room",
+        ("[Errno 28] No space left on device", "basic_ios::clear: iostream error"),
+        "The checkpoint could not be written whole: the disk or the quota is full. What is on the disk now is broken.",
+        _ROOM,
+        context=r"torch[/\\]serialization\.py|torch\.save\(|safetensors",
+    ),
+    Known(
+        "write-no-folder",
+        ("Parent directory {folder} does not exist.",),
+        "torch.save was to write into the folder {folder}, which is not there. It makes no folders.",
+        ("Make it first:", "| os.makedirs(os.path.dirname(path), exist_ok=True)"),
+        torch="1.12 and later",
     ),
     Known(
         "write-after-failure",
         ("unexpected pos {have:d} vs {want:d}",),
         "An earlier write to the same file had failed, most likely because the disk or the quota is full; this is "
         "what the archive says when it is closed. The file on the disk is broken.",
-        (
-            "Make room, and save again.",
-            "transload.save writes beside the old file and renames: a save that fails leaves the last one whole.",
-        ),
+        _ROOM,
         torch="1.6 and later",
     ),
     Known(

@@ -247,4 +247,36 @@ TABLE: tuple[Known, ...] = (
         ),
         causes=("X01",),
     ),
+    Known(
+        "device-of-cuda-wanted",
+        ("Expected a cuda device, but got: {device:w}",),
+        "A function of torch.cuda was given the device {device}: the program went on to ask about GPUs after it had "
+        "chosen {device}.",
+        ('Ask only where there is one: if device.type == "cuda".',),
+        torch="1.0 and later",
+    ),
+    Known(
+        "half-on-cpu",
+        ("\"{operation:w}\" not implemented for 'Half'",),
+        "The weights are of half precision (float16), as they are for a GPU, and torch cannot do this operation "
+        "({operation}) with them on the CPU.",
+        (
+            "Make them float32 on the CPU: model.float(), or torch_dtype=torch.float32 in from_pretrained.",
+            "Or bfloat16, where memory is short. Newer releases of torch can do more of it in float16, too.",
+        ),
+        unless=r'"\w*(?:cuda|_mps|xpu)\w*" not implemented',
+    ),
+    Known(
+        "ranks-on-one-gpu",
+        ("Duplicate GPU detected : rank {one:d} and rank {other:d} both on CUDA device {address:w}",),
+        "The processes of rank {one} and {other} use the same GPU: there are more processes than GPUs, or the program "
+        "does not choose one for each, or loads a checkpoint onto the GPU that another rank had saved it from.",
+        (
+            "Before anything else on the GPU:",
+            '| torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+            'Load with map_location="cpu", and start no more processes than there are GPUs.',
+        ),
+        needs=("machine",),
+        causes=("E08", "E02", "M02"),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transload.explaining.known import Known, Values
@@ -58,6 +59,23 @@ def _card(values: Values, _: str) -> dict[str, Any]:
     return {"values": {"dotted": f"{digits[:-1]}.{digits[-1]}"}, "fix": fix}
 
 
+def _of_a_program(_: Values, text: str) -> dict[str, Any]:
+    """Some ask for a certain GPU, and print what torch has; one advises not to ask."""
+    counted = re.search(r"torch\.cuda\.device_count\(\): (\d{1,4})", text)
+    if "torch.cuda.is_available(): True" in text and counted:
+        return {
+            "values": {"count": counted[1]},
+            "cause": "The program asks for the CUDA device {device}, and torch sees {count} in all, counted from 0.",
+            "fix": ("Ask for device=0, or see what hides the others:", '$ echo "$CUDA_VISIBLE_DEVICES"'),
+            "causes": ("E08", "E02"),
+        }
+    if "--skip-torch-cuda-test" in text:
+        return {
+            "wrong": "To skip the test hides the question: the program then runs on the CPU, or fails later.",
+        }
+    return {}
+
+
 TABLE: tuple[Known, ...] = (
     Known(
         "driver-too-old",
@@ -110,6 +128,7 @@ TABLE: tuple[Known, ...] = (
                 "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "
                 "CUDA_VISIBLE_DEVICES after program start."
             ),
+            "unknown error - this may be due to an incorrectly set up environment",
             "Error 999: unknown error",
             "CUDA error: unknown error",
             "cuda runtime error (30) : unknown error",
@@ -129,6 +148,9 @@ TABLE: tuple[Known, ...] = (
             "PyTorch was compiled without CUDA support",
             "Torch was not compiled with CUDA",
             "Cannot initialize CUDA without ATen_cuda library",
+            "Cannot get CUDA generator without ATen_cuda library",
+            "PyTorch is not linked with support for cuda devices",
+            "Could not run 'aten::empty{call:w}' with arguments from the 'CUDA' backend",
         ),
         "This torch is a build for the CPU only: it cannot use a GPU, whatever driver or CUDA toolkit is installed.",
         (
@@ -189,6 +211,13 @@ TABLE: tuple[Known, ...] = (
         (
             "Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS",
             "Invalid CUDA 'device={device}' requested",
+            "Invalid CUDA '--device {device}' requested",
+            "CUDA unavailable, invalid device {device:w} requested",
+            "Your setup doesn't support bf16/gpu.",
+            "RuntimeError: CUDA is not available",
+            "AssertionError: CUDA is not available",
+            "is enabled, but CUDA is not available. Disabling.",
+            "User provided device_type of 'cuda', but CUDA is not available.",
             "Failed to infer device type",
             "No supported gpu backend found!",
             "`CUDAAccelerator` can not run on your system since the accelerator is not available",
@@ -204,8 +233,23 @@ TABLE: tuple[Known, ...] = (
             "Run it with the Python of that program:",
             "$ transload doctor --python /path/to/its/python",
         ),
-        wrong="An option that skips the test (--skip-torch-cuda-test) hides the question: the program runs on the CPU, "
-        "or fails later.",
         needs=("machine",),
+        work=_of_a_program,
+    ),
+    Known(
+        "app-fewer-gpus",
+        (
+            "You requested gpu: {asked} But your machine only has: {have:rest}",
+            "You requested GPUs: {asked} But your machine only has: {have:rest}",
+        ),
+        "The program asks for the GPUs {asked}, and torch sees {have}: they are counted from 0, among those that are "
+        "visible to this process.",
+        (
+            'Ask for one that is there: devices=1, or devices=[0], or accelerator="cpu".',
+            "If the machine has more, a variable hides them:",
+            '$ echo "$CUDA_VISIBLE_DEVICES"',
+        ),
+        needs=("machine",),
+        causes=("E08", "E02", "E01", "C04", "C09"),
     ),
 )

@@ -213,4 +213,50 @@ TABLE: tuple[Known, ...] = (
         ("Load it from a clone of https://github.com/ultralytics/yolov5, or train a model of the newer package.",),
         needs=("file",),
     ),
+    Known(
+        "safetensors-device",
+        ("SafetensorError: device {device:w} is invalid",),
+        "safetensors was asked to load onto {device}, which is no device that it knows.",
+        ("Name one as torch does (cuda:0, mps), or:", '| state = safetensors.torch.load_file(path, device="cpu")'),
+        needs=("file",),
+    ),
+    Known(
+        "safetensors-no-tensor",
+        ("File does not contain tensor {name:w}",),
+        "There is no tensor {name} in the file. The file itself was read without error: the names are of another model "
+        "or another version of its code, or the tensor is in another shard.",
+        ("transload inspect FILE lists what is in it.",),
+        needs=("file",),
+    ),
+    Known(
+        "script-operator",
+        ("Unknown builtin op: {package:w}::{operator:w}",),
+        "The TorchScript program uses the operator {operator} of {package}, which nothing has told this torch of.",
+        ("Import the package that has it, before torch.jit.load:", "| import {package}"),
+        torch="1.0 and later",
+        needs=("file",),
+    ),
+    Known(
+        "load-folder",
+        ("[Errno 21] Is a directory: '{folder}'",),
+        "torch.load was given a folder ({folder}), and loads single files only. It may be a checkpoint in several "
+        "files, of transformers, DeepSpeed or torch.distributed, or the folder that one is in.",
+        ("transload inspect FOLDER says what it is, and what loads it.",),
+        needs=("file",),
+        context=r"torch[/\\]serialization\.py|torch\.load\(",
+    ),
+    Known(
+        "transformers-no-weights",
+        (
+            "Error no file named {names} found in directory {folder:w}.",
+            "Error no file named {names} found in directory {folder:w}",
+        ),
+        "transformers finds no weights in {folder}: it is another folder than the one that was saved, the save was "
+        "interrupted, or only an adapter (LoRA) is in it.",
+        (
+            "Look what is there: transload inspect FOLDER.",
+            "An adapter (adapter_model.safetensors) is loaded by peft, on top of its base model.",
+        ),
+        needs=("file",),
+    ),
 )

@@ -35,6 +35,7 @@ TABLE: tuple[Known, ...] = (
         needs=("machine",),
         causes=("L04", "T09"),
         context=_NVIDIA,
+        unless=r"dso_loader",
         work=_missing,
     ),
     Known(
@@ -109,12 +110,117 @@ TABLE: tuple[Known, ...] = (
     ),
     Known(
         "windows-dll",
-        ('[WinError 126] {words} Error loading "{library}"', '[WinError 1114] {words} Error loading "{library}"'),
+        (
+            '[WinError 126] {words} Error loading "{library}"',
+            '[WinError 127] {words} Error loading "{library}"',
+            '[WinError 182] {words} Error loading "{library}"',
+            '[WinError 193] {words} Error loading "{library}"',
+            '[WinError 1114] {words} Error loading "{library}"',
+            "DLL load failed while importing _C",
+        ),
         "Windows could not load a library of torch. The file that is named is there as a rule: what is missing is "
         "another one that it needs, most often the runtime of Visual C++.",
         needs=("machine",),
         causes=("L10",),
         context=r"torch",
+    ),
+    Known(
+        "windows-paging-file",
+        ("[WinError 1455]",),
+        "Windows had no memory left to load a library of torch: each process with CUDA, every worker of a DataLoader, "
+        "sets some gigabytes aside in the paging file.",
+        (
+            "Fewer workers: num_workers=0 or 2.",
+            "Or a larger paging file: System > Advanced > Performance > Virtual memory, on the drive of the program.",
+        ),
+        context=r"torch",
+    ),
+    Known(
+        "older-cuda-library",
+        (
+            "undefined symbol: nccl{symbol:w}",
+            "undefined symbol: cublas{symbol:w}",
+            "undefined symbol: cudnn{symbol:w}",
+            "undefined symbol: cusparse{symbol:w}",
+            "undefined symbol: cuda{symbol:w}",
+            "symbol {symbol:w} version libcublasLt.so.{version:w} not defined in file",
+        ),
+        "An older library of CUDA than torch's own is loaded, in which a function is missing: one on LD_LIBRARY_PATH, "
+        "of the system, or of another package.",
+        ("Take the CUDA folders out of the variable; a wheel of torch needs none:", "$ unset LD_LIBRARY_PATH"),
+        needs=("machine",),
+        causes=("L01", "L07", "L06", "T09"),
+    ),
+    Known(
+        "cudnn-not-loaded",
+        (
+            "Unable to load any of {{libcudnn{names}}}",
+            "Could not locate cudnn{file:w}. Please make sure it is in your library path!",
+            "Cannot load symbol cudnn{symbol:w}",
+        ),
+        "A part of cuDNN was not found when it was first used. A program that is built for another major version of "
+        "cuDNN than the one installed (onnxruntime, ctranslate2) says so, too.",
+        (
+            "Where torch itself says it, its cuDNN is incomplete, or another one stands before it: transload doctor.",
+            "Else install the cuDNN that the program is built for: nvidia-cudnn-cu12 in version 8 or 9.",
+        ),
+        needs=("machine",),
+        causes=("L03", "L04", "L02"),
+    ),
+    Known(
+        "nvrtc-missing",
+        (
+            "nvrtc: error: failed to open {library:w}",
+            "Error in dlopen for library {library:w}",
+        ),
+        "torch compiles some operations when they are first used, and did not find the compiler's library ({library}).",
+        needs=("machine",),
+        causes=("L04", "L01", "L05", "T09"),
+    ),
+    Known(
+        "nvrtc-card",
+        ("nvrtc: error: invalid value for --gpu-architecture (-arch)",),
+        "The compiler that came with this torch does not know the card, which is newer than it.",
+        needs=("machine",),
+        causes=("A01",),
+    ),
+    Known(
+        "cuda-library-start",
+        ("CUBLAS_STATUS_NOT_INITIALIZED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED"),
+        "A library of CUDA could not start. Most often the memory of the GPU is full; else an earlier operation has "
+        "failed (an index out of range, say), or the library is not torch's own.",
+        (
+            "See what holds the memory:",
+            "$ nvidia-smi",
+            "Run the same on the CPU, or with CUDA_LAUNCH_BLOCKING=1: the true error comes first then.",
+        ),
+        needs=("machine",),
+        causes=("X06", "X05", "L01"),
+    ),
+    Known(
+        "toolkit-of-another-version",
+        (
+            (
+                "The detected CUDA version ({toolkit:w}) mismatches the version that was used to compile PyTorch "
+                "({torch:w})."
+            ),
+        ),
+        "A package is being compiled, with the CUDA toolkit {toolkit}, for a torch with CUDA {torch}: their major "
+        "versions must be the same for that. To run torch no toolkit is needed.",
+        (
+            "Best: a ready-made wheel of the package for this torch, which needs no compiler.",
+            "Else compile with a toolkit of CUDA {torch} (CUDA_HOME is its folder), or install a torch for {toolkit}.",
+        ),
+    ),
+    Known(
+        "toolkit-missing",
+        ("CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",),
+        "A package is being compiled and needs the CUDA toolkit (nvcc), which was not found. To run torch none is "
+        "needed.",
+        (
+            "Best: a ready-made wheel of the package for this torch, which needs no compiler.",
+            "Else install the toolkit in the version of torch.version.cuda, and set CUDA_HOME to its folder.",
+        ),
     ),
     Known(
         "torch-not-installed",

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from transload.explaining.known import Known
+from typing import Any
+
+from transload.explaining.known import Known, Values
 
 __all__ = ["TABLE"]
+
+# What NVIDIA's container tool found on the host, and which causes that has there.
+_ON_THE_HOST: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("driver not loaded", "the host's kernel has no NVIDIA driver loaded", ("K01", "K02", "K03", "K04")),
+    ("load library failed", "the host has no library of NVIDIA's driver", ("K01", "U06", "H01")),
+    ("no adapters were found", "WSL does not get the GPU from Windows", ("U08", "U11", "W01")),
+    ("version mismatch", "the host's driver was updated, and the old one is still loaded", ("U01",)),
+    ("unknown error", "the host's driver does not start", ("D01", "K11", "H02")),
+    ("permission", "the tool may not open the host's device nodes", ("D03", "D06")),
+)
+
+
+def _host(values: Values, _: str) -> dict[str, Any]:
+    """Whose fault it is stands in few words at the end."""
+    why = values["why"].lower()
+    found = next(((words, causes) for sign, words, causes in _ON_THE_HOST if sign in why), None)
+    words, causes = found or ("the driver of the host does not answer", ("K01", "K02", "D01", "U01", "H02"))
+    return {"values": {"host": words}, "causes": causes}
+
 
 TABLE: tuple[Known, ...] = (
     Known(
@@ -17,7 +38,11 @@ TABLE: tuple[Known, ...] = (
     ),
     Known(
         "smi-mismatch",
-        ("Failed to initialize NVML: Driver/library version mismatch",),
+        (
+            "Failed to initialize NVML: Driver/library version mismatch",
+            "RM has detected an NVML/RM version mismatch",
+            "NVMLError_LibRmVersionMismatch",
+        ),
         "The driver was updated, and the old one is still loaded in the kernel. In a container: its libraries are not "
         "of the host's version.",
         needs=("machine",),
@@ -37,6 +62,32 @@ TABLE: tuple[Known, ...] = (
         "The user may not open the device nodes.",
         needs=("machine",),
         causes=("D03", "D06"),
+    ),
+    Known(
+        "smi-blocked",
+        ("Failed to initialize NVML: GPU access blocked by the operating system",),
+        "Windows does not let WSL use the GPU: its driver or WSL is too old for that, or the card is in TCC mode, "
+        "which WSL cannot use.",
+        (
+            "On Windows: update NVIDIA's driver, then wsl --update and wsl --shutdown.",
+            "A card of the data centre must be in WDDM or MCDM mode (nvidia-smi shows TCC):",
+            "$ nvidia-smi -g 0 -dm 0",
+        ),
+        needs=("machine",),
+        causes=("U08", "U09", "C10"),
+    ),
+    Known(
+        "smi-missing",
+        (
+            "nvidia-smi: command not found",
+            "nvidia-smi: not found",
+            'exec: "nvidia-smi": executable file not found',
+            "'nvidia-smi' is not recognized as an internal or external command",
+        ),
+        "There is no nvidia-smi here. It comes with the driver: none is installed, or the container was not given the "
+        "GPU. Neither torch nor the CUDA toolkit brings it, and torch does not need it.",
+        needs=("machine",),
+        causes=("K01", "C01", "C03", "U06", "H01", "W01"),
     ),
     Known(
         "smi-no-devices",
@@ -126,11 +177,50 @@ TABLE: tuple[Known, ...] = (
         (
             'could not select device driver "{name}" with capabilities: [[gpu]]',
             'could not select device driver "" with capabilities: [[gpu]]',
+            "could not select device driver with capabilities: [[gpu]]",
+            "unknown or invalid runtime name: nvidia",
+            "Unknown runtime specified nvidia",
+            'exec: "nvidia-container-runtime": executable file not found',
         ),
         "Docker does not know how to give a container a GPU: NVIDIA's container toolkit is not installed, or Docker "
         "was not told of it.",
         needs=("machine",),
         causes=("C02",),
+    ),
+    Known(
+        "container-start",
+        (
+            "nvidia-container-cli: initialization error: {why:rest}",
+            "nvidia-container-cli.real: initialization error: {why:rest}",
+            "nvidia-container-cli: detection error: {why:rest}",
+        ),
+        "The container could not be given the GPU: {host}. The image is not at fault.",
+        needs=("machine",),
+        work=_host,
+    ),
+    Known(
+        "container-asks-for-more",
+        (
+            "requirement error: unsatisfied condition: {condition}, please update your driver",
+            "requirement error: unsatisfied condition: {condition:w}",
+        ),
+        "The image is made for {condition}, and the host's driver is older. The CUDA of the image must not be newer "
+        "than what the driver knows; what is installed in the image besides does not matter.",
+        (
+            "Update the driver of the host, or take an image for an older CUDA.",
+            "Where only the minor version differs, the image mostly runs without that test:",
+            "$ docker run --gpus all -e NVIDIA_DISABLE_REQUIRE=1 IMAGE",
+        ),
+        needs=("machine",),
+        causes=("V01",),
+    ),
+    Known(
+        "container-has-driver",
+        ("mount error: file creation failed: {path:w}: file exists",),
+        "The image itself holds files of the NVIDIA driver, where those of the host are to be put: it was made from a "
+        "container that had the GPU, or the driver was installed in it.",
+        ("Delete libcuda.so*, libnvidia-*.so* and nvidia-smi in the image, and build it without the driver.",),
+        causes=("C07",),
     ),
     Known(
         "cdi-missing",

@@ -83,7 +83,7 @@ def first_byte(code: int) -> tuple[str, tuple[str, ...]]:
 
 
 def _load_key(values: Values, _: str) -> dict[str, Any]:
-    key = values["key"]
+    key = values.get("key") or "\\xff"  # a byte that is no letter was lost on the way here
     hexadecimal = re.fullmatch(r"\\x([0-9a-fA-F]{2})", key)
     what, fix = first_byte(int(hexadecimal[1], 16) if hexadecimal else ord(key[0]) & 0xFF)
     return {"cause": f"The file is no pickle, or a damaged one. {what}", "fix": fix}
@@ -130,17 +130,24 @@ def _codec(values: Values, _: str) -> dict[str, Any]:
 
 
 def _attribute(values: Values, _: str) -> dict[str, Any]:
-    """A name that is the beginning of one of torch's own is one that was cut."""
+    """A name that is the beginning of one of torch's own is one that was cut; else torch has it in another release."""
     from transload.judge.names import TORCH_DEFAULT
 
     full = f"{values['module']}.{values['name']}"
-    if not any(name.startswith(full) for name in TORCH_DEFAULT if name != full):
-        return {}
+    if full in TORCH_DEFAULT or not any(name.startswith(full) for name in TORCH_DEFAULT):
+        return _OTHER_TORCH if values["module"].partition(".")[0] == "torch" else {}
     return {
         "cause": "The name {name} is the beginning of one that every checkpoint has: the file is cut off, or damaged "
         "there.",
         "fix": AGAIN,
     }
+
+
+_OTHER_TORCH: dict[str, Any] = {
+    "cause": "The file needs {name} of {module}, a part of torch that the torch here does not have: the file was saved "
+    "by a newer one, or holds whole modules of an old one.",
+    "fix": ("Install a torch as new as the one that saved it: transload inspect FILE tells what it needs.", _WEIGHTS),
+}
 
 
 def _module(values: Values, _: str) -> dict[str, Any]:
@@ -170,11 +177,35 @@ TABLE: tuple[Known, ...] = (
     ),
     Known(
         "load-key",
-        ("invalid load key, '{key}'.",),
+        ("invalid load key, '{key}'", "invalid load key, ''."),
         "",
         needs=("file",),
         unless=_OTHER_PROCESS,
         work=_load_key,
+    ),
+    Known(
+        "pickle-damaged",
+        (
+            "unpickling stack underflow",
+            "UnpicklingError: could not find MARK",
+            "UnpicklingError: unexpected MARK found",
+            "STACK_GLOBAL requires str",
+            "pickle exhausted before end of frame",
+        ),
+        "What was read as a pickle is none: a file of another kind whose first letters happen to mean something, or a "
+        "damaged one.",
+        (_INSPECT, *AGAIN),
+        needs=("file",),
+        unless=_OTHER_PROCESS,
+    ),
+    Known(
+        "pickle-protocol",
+        ("unsupported pickle protocol: {protocol:d}",),
+        "The file was pickled with protocol {protocol}, by a newer Python than the one that loads it: 4 came with "
+        "Python 3.4, 5 with 3.8.",
+        ("Load it with a newer Python, or save it again with pickle_protocol=2.", _WEIGHTS),
+        needs=("file",),
+        unless=_OTHER_PROCESS,
     ),
     Known(
         "pickle-cut-off",

@@ -213,6 +213,19 @@ TABLE: tuple[Known, ...] = (
         causes=("S04",),
     ),
     Known(
+        "cuda-start",
+        _result(3, "initialization error", plain=False),
+        "CUDA does not start in this process: it was forked from one that had used CUDA already, or the driver does "
+        "not start at all.",
+        (
+            "With multiprocessing or a DataLoader: start its processes by spawn, before or without CUDA in the parent.",
+            '| torch.multiprocessing.set_start_method("spawn")',
+            "If it comes in a plain script, too: transload doctor.",
+        ),
+        needs=("machine",),
+        causes=("X01", "K10", "X08"),
+    ),
+    Known(
         "wsl-several-gpus",
         (
             (

@@ -23,6 +23,29 @@ _PREFIXES = {
 _WRAPPERS = frozenset(
     {"state_dict", "model", "model_state_dict", "net", "ema", "optimizer", "epoch", "optimizer_states"}
 )
+_AS_MODEL = (
+    r"OrderedDict|torch\.load\(|'dict' object has no attribute '(?:eval|train|state_dict|load_state_dict|parameters|"
+    r"named_parameters|modules|named_modules|children|requires_grad_|zero_grad)'"
+)
+"""Where a dictionary stands for a model; a batch of data may be one, too, and be sent to a device."""
+_LATER = (
+    "padding_mode",
+    "_reversed_padding_repeated_twice",
+    "recompute_scale_factor",
+    "approximate",
+    "track_running_stats",
+    "divisor_override",
+    "activation_relu_or_gelu",
+    "norm_first",
+    "_qkv_same_embed_dim",
+    "enable_nested_tensor",
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_load_state_dict_post_hooks",
+)
+"""What torch's own modules got in later releases."""
 _INTO = "transload.load_into(model, path) finds prefixes and wrappers by itself, and says what does not fit."
 
 
@@ -49,6 +72,15 @@ def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool
     return "", False
 
 
+def _infix(missing: list[str], unexpected: list[str]) -> str:
+    """What a wrapper around a part of the model puts into the names of that part."""
+    for infix in ("_orig_mod.", "module.", "_fsdp_wrapped_module."):
+        inner = [name for name in unexpected if infix in name]
+        if inner and all(name.replace(infix, "") in missing for name in inner):
+            return infix
+    return ""
+
+
 def _keys(values: Values, text: str) -> dict[str, Any]:
     missing, unexpected = _names(text, "Missing"), _names(text, "Unexpected")
     prefix, in_file = prefix_between(missing, unexpected)
@@ -65,6 +97,13 @@ def _keys(values: Values, text: str) -> dict[str, Any]:
             "cause": "The file holds a whole checkpoint ({wrappers}), and all of it was given to {model} as its state "
             "dict.",
             "fix": ("Give it the part with the weights:", *example, _INTO),
+        }
+    infix = _infix(missing, unexpected)
+    if infix:
+        return {
+            "values": {"infix": infix, "why": _PREFIXES[infix]},
+            "cause": "The names in the file have '{infix}' in their middle, and those of {model} do not: {why}.",
+            "fix": ("Take it out:", f'| state = {{{{k.replace("{infix}", ""): v for k, v in state.items()}}}}', _INTO),
         }
     mismatched = re.findall(r"size mismatch for ([^\s:]+):", text)
     return _other(missing, unexpected, mismatched)
@@ -114,6 +153,7 @@ TABLE: tuple[Known, ...] = (
             "Error(s) in loading state_dict for {model:w}: Missing key(s) in state_dict:",
             "Error(s) in loading state_dict for {model:w}: Unexpected key(s) in state_dict:",
             "Error(s) in loading state_dict for {model:w}: size mismatch for {name:w}: copying a param with shape",
+            "Error(s) in loading state_dict for {model:w}: size mismatch for {name:w}: copying a param of",
         ),
         "The file's weights are not those of this {model} ({told}). The file itself was read without error.",
         (
@@ -195,5 +235,45 @@ TABLE: tuple[Known, ...] = (
             "Or start the optimizer anew, and load only the model.",
         ),
         torch="1.0 and later",
+    ),
+    Known(
+        "state-dict-is-no-model",
+        (
+            "'collections.OrderedDict' object has no attribute '{name:w}'",
+            "'collections.OrderedDict' object is not callable",
+            "'dict' object has no attribute '{name:w}'",
+        ),
+        "What torch.load gave is a dictionary of weights, and was used as a model: the file holds a state dict or a "
+        "checkpoint, not the model itself.",
+        (
+            "Make the model, then give it the weights:",
+            "| model = Net(...)",
+            "| model.load_state_dict(loaded)",
+            "Of a checkpoint give it the part with the weights; transload inspect FILE lists what is in it.",
+            _INTO,
+        ),
+        needs=("file",),
+        context=_AS_MODEL,
+    ),
+    Known(
+        "module-of-older-torch",
+        tuple(f"'{{kind:w}}' object has no attribute '{name}'" for name in _LATER),
+        "The file holds a whole model that an older torch saved, and not only its weights: a {kind} of that time had "
+        "less in it than one of this torch asks for. Loading it did not make it anew.",
+        (
+            "Make the model with its own code, and give it the weights of the old one:",
+            "| model.load_state_dict(loaded.state_dict())",
+            "Then save model.state_dict(), which does not grow old like that.",
+            "Without its code: run it with the torch of that time, or take the weights out by transload convert.",
+        ),
+        needs=("file",),
+        context=r"torch[/\\]nn[/\\]modules",
+    ),
+    Known(
+        "lightning-not-its-own",
+        ("KeyError: 'pytorch-lightning_version'",),
+        "Lightning was given a file that is no checkpoint of its own, most likely a state dict of torch.save.",
+        ("Load it into the model by hand:", '| model.load_state_dict(torch.load(path, map_location="cpu"))', _INTO),
+        needs=("file",),
     ),
 )

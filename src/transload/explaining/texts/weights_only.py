@@ -10,6 +10,17 @@ __all__ = ["TABLE"]
 
 _ALL = "transload check FILE lists all such names at once (torch tells one at a time), and the lines that allow them."
 _WEIGHTS = "For the weights alone nothing need be allowed: transload convert FILE OUT.safetensors saves them."
+_LOAD = "transload.load(path) works with every torch from 2.1 on, and runs nothing of the file's."
+_SINCE = {
+    "weights_only": "1.13",
+    "mmap": "2.1",
+    "add_safe_globals": "2.4",
+    "get_safe_globals": "2.4",
+    "clear_safe_globals": "2.4",
+    "safe_globals": "2.5",
+    "skip_data": "2.5",
+    "get_unsafe_globals_in_checkpoint": "2.6",
+}
 _NO_NEED = (
     "weights_only=False is not the fix: it lets the file run any code. Allowing the names that it needs is enough."
 )
@@ -22,10 +33,24 @@ _NEVER = (
 )
 
 
+_GETATTR: dict[str, Any] = {
+    "cause": "The file calls getattr, as Python does for a method, a class within a class, or (Python 3.11) an "
+    "enumeration: many honest files hold one, most of them whole models. An attack may use it, too.",
+    "fix": (
+        "Look what it asks for, and of what: transload check FILE.",
+        _WEIGHTS,
+        "If you trust the author: weights_only=False; then save model.state_dict() in its place.",
+    ),
+    "wrong": "Do not allow getattr itself: with it a file reaches whatever Python can do, as with weights_only=False.",
+}
+
+
 def _name(values: Values, _: str) -> dict[str, Any]:
     """A name is dangerous, or cut off with the file, or to be weighed."""
     from transload.judge.names import TORCH_DEFAULT, classify
 
+    if values["name"] in ("getattr", "builtins.getattr", "__builtin__.getattr"):
+        return _GETATTR
     module, _, name = values["name"].rpartition(".")
     verdict, purpose = classify(module or "builtins", name)
     if verdict == "dangerous":
@@ -47,6 +72,12 @@ def _name(values: Values, _: str) -> dict[str, Any]:
         }
     told = f" ({purpose})" if purpose and not purpose.startswith("not known") else ""
     return {"values": {"purpose": told, "call": _call(values["name"])}}
+
+
+def _since(values: Values, _: str) -> dict[str, Any]:
+    """From which release on torch has it."""
+    release = _SINCE.get(values["name"], "")
+    return {"values": {"since": f" ({release} or newer has it)" if release else ""}}
 
 
 def _parts(_: Values, text: str) -> dict[str, Any]:
@@ -200,6 +231,20 @@ TABLE: tuple[Known, ...] = (
         "TORCH_FORCE_WEIGHTS_ONLY_LOAD counts as the former.",
         ("Drop pickle_module, or weights_only and the variable.",),
         torch="1.13 and later",
+    ),
+    Known(
+        "torch-lacks-it",
+        (
+            "'{name:w}' is an invalid keyword argument for Unpickler()",
+            "'{name:w}' is an invalid keyword argument for load()",
+            "Unpickler() got an unexpected keyword argument '{name:w}'",
+            "module 'torch.serialization' has no attribute '{name:w}'",
+            "cannot import name '{name:w}' from 'torch.serialization'",
+        ),
+        "The program uses {name}, which this torch does not have: it is too old for it{since}.",
+        ("Install a newer torch. Its default since 2.6, weights_only=True, needs no argument.", _LOAD),
+        context=r"weights_only|mmap|safe_globals|_globals_in_checkpoint|skip_data|set_default_load",
+        work=_since,
     ),
     Known(
         "weights-only",
