@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transload.read.checksum import combined, fastest_crc32
+from transload.read.nodes import Call, Global, Persistent
 from transload.verifying import verify
+from transload.writing.pickles import dumps
 from transload.writing.zip_format import central_entry, descriptor, end_of_archive, local_header
 
 GOAL = 2.0
@@ -41,21 +43,17 @@ NOISE = bytes(NUMBERS)
 
 
 def index(tensors: int, numel: int) -> bytes:
-    """The pickle of a state dict of vectors, as torch writes one, from its opcodes."""
-
-    def text(value: str) -> bytes:
-        return b"X" + len(value).to_bytes(4, "little") + value.encode()
-
-    def number(value: int) -> bytes:
-        return b"\x8a\x08" + value.to_bytes(8, "little")
-
-    out = [b"\x80\x02}("]
+    """The pickle of a state dict of vectors, as torch writes one."""
+    rebuild, ordered = Global("torch._utils", "_rebuild_tensor_v2", 0), Global("collections", "OrderedDict", 0)
+    kind = Global("torch", "FloatStorage", 0)
+    root = Call(ordered, (), "reduce", 0)
+    root.items = []
     for key in range(tensors):
-        storage = text("storage") + b"ctorch\nFloatStorage\n" + text(str(key)) + text("cpu") + number(numel)
-        shape = b"(" + number(numel) + b"t(K\x01t"
-        out += [text(f"layers.{key}.weight"), b"ctorch._utils\n_rebuild_tensor_v2\n((", storage, b"tQK\x00", shape]
-        out += [b"\x89ccollections\nOrderedDict\n)RtR"]
-    return b"".join((*out, b"u."))
+        storage = Persistent(("storage", kind, str(key), "cpu", numel), 0)
+        hooks = Call(ordered, (), "reduce", 0)
+        args = (storage, 0, tuple([numel]), tuple([1]), False, hooks)  # noqa: C409 - a new one each, as in torch
+        root.items += [f"layers.{key}.weight", Call(rebuild, args, "reduce", 0)]
+    return dumps(root)
 
 
 def write(path: Path, tensors: int, nbytes: int) -> Path:
@@ -181,8 +179,9 @@ def main() -> int:
 
 def crc32_of() -> str:
     """Whose checksum is used here."""
-    module = fastest_crc32().__module__.partition(".")[0]
-    return "libdeflate" if module == "transload" else module
+    found = fastest_crc32()
+    module = found.__module__.partition(".")[0]
+    return found.__name__ if module == "transload" else module
 
 
 def show(rows: list[Row], *, as_json: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -85,11 +87,69 @@ def test_a_package_is_used_if_it_is_right(broken: bool, monkeypatch: pytest.Monk
     assert (fastest_crc32() is package.crc32) is not broken
 
 
+def absent(*names: object) -> None:
+    raise ImportError(*names)
+
+
 @pytest.mark.usefixtures("chosen_again")
 def test_without_packages_and_libraries_it_is_that_of_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str = "") -> None:
-        raise ImportError(name)
-
     monkeypatch.setattr(checksum, "import_module", absent)
     monkeypatch.setattr(checksum, "_of_library", absent)
     assert fastest_crc32() is crc32
+
+
+@pytest.mark.usefixtures("chosen_again")
+@pytest.mark.parametrize("wrong", [lambda *_: 0, lambda data, value: crc32(data) if value == 1 else 5, absent])
+def test_a_library_that_is_wrong_is_passed_over(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def made(path: str, _: object) -> object:
+        asked.append(path)
+        return wrong
+
+    monkeypatch.setattr(checksum, "import_module", absent)
+    monkeypatch.setattr(checksum, "_of_library", made)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert fastest_crc32() is crc32
+    assert len(asked) >= 2
+
+
+@pytest.mark.usefixtures("chosen_again")
+def test_no_library_is_taken_from_where_we_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty part in LD_LIBRARY_PATH the loader looks for a name in the working directory, too."""
+    asked: list[str] = []
+
+    def loaded(name: str) -> None:
+        asked.append(name)
+        raise OSError(name)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.base_prefix", ".")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("ctypes.CDLL", loaded)
+    monkeypatch.setattr(checksum, "import_module", absent)
+    assert fastest_crc32() is crc32
+    assert asked
+    assert [name for name in asked if not name.startswith(("/usr/lib", "/usr/local/lib"))] == []
+
+
+def installed(library: checksum._Library) -> str:
+    found = [path for folder in checksum._folders() if Path(path := f"{folder}/{library.file}").exists()]
+    return found[0] if found else pytest.skip(f"no {library.file} here")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries have other names elsewhere")
+@pytest.mark.parametrize("library", checksum._LIBRARIES, ids=lambda library: library.file)
+def test_the_libraries_of_this_system_are_right(library: checksum._Library) -> None:
+    found = checksum._of_library(installed(library), library._replace(least=0))
+    assert checksum._is_right(found)
+    data = memoryview(bytearray(NOISE))
+    assert found(data[7:], crc32(NOISE[:7])) == crc32(NOISE)
+    assert found(memoryview(NOISE), 0) == crc32(NOISE)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libraries have other names elsewhere")
+def test_a_library_from_before_it_was_fast_is_left_alone() -> None:
+    library = next(each for each in checksum._LIBRARIES if each.version)
+    with pytest.raises(ImportError):
+        checksum._of_library(installed(library), library._replace(least=2_000_000_000))

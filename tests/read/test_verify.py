@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import zipfile
 from dataclasses import replace
+from threading import get_ident
+from zlib import crc32
 
 import pytest
 import torch
@@ -152,3 +154,51 @@ def test_a_bad_place_on_the_disk_costs_only_what_lies_there() -> None:
     (problem,) = verify_records(Scratched(data), records.values(), ())
     assert (problem.code, problem.where) == ("record-unreadable", "data/1")
     assert "Input/output error" in problem.detail
+
+
+class Counted(BytesSource):
+    """Knows how much was read of it, and by whom."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.nbytes = 0
+        self.threads: set[int] = set()
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        self.nbytes += (count := super().readinto(offset, buffer))
+        self.threads.add(get_ident())
+        return count
+
+
+def test_small_records_between_large_ones_are_not_read_with_them() -> None:
+    """Weights of 200 kB, each with its bias: nothing is read twice."""
+    sizes = [200_000, 400] * 20
+    data = archive([Entry(f"a/{i}".encode(), bytes([i]) * size) for i, size in enumerate(sizes)])
+    source = Counted(data)
+    assert verify_records(source, read_index(source).records.values(), ()) == []
+    assert sum(sizes) <= source.nbytes <= len(data)
+
+
+def test_small_records_are_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are summed without letting others run, so that others would only wait."""
+    monkeypatch.setattr("transload.read.verify._ALONE", 1 << 20)
+    monkeypatch.setattr("transload.read.verify.threads", lambda: 4)
+    source = Counted(archive([Entry(f"a/{i}".encode(), bytes(8000)) for i in range(400)]))
+    assert verify_records(source, read_index(source).records.values(), ()) == []
+    assert source.threads == {get_ident()}
+
+
+def test_sums_come_in_the_order_of_the_list() -> None:
+    sizes = [70_000, 5, 0, 20 << 20, 9, 300_000]
+    data = archive([Entry(f"a/{i}".encode(), bytes([i]) * size) for i, size in enumerate(sizes)])
+    records = [*read_index(BytesSource(data)).records.values()][::-1]
+    sums = checksums(BytesSource(data), records)
+    assert list(sums) == list(range(len(sizes)))
+    assert list(sums.values()) == [record.crc32 for record in records]
+
+
+def test_of_records_over_one_another_the_smallest_are_summed() -> None:
+    data = bytes(range(256)) * 4
+    sizes = [1024, 100, 600, 300, 700]
+    sums = checksums(BytesSource(data), [Record(str(size), 0, size, size, 1) for size in sizes])
+    assert sums == {index: crc32(data[: sizes[index]]) for index in (1, 2, 3)}

@@ -47,11 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, return the worst exit code."""
-    from transload.verifying.manifest import read_manifest, refuse_target
-
-    if arguments.write:
-        refuse_target(arguments.write, overwrite=arguments.force)
-    manifest = read_manifest(arguments.against) if arguments.against else None
+    manifest = _manifest(arguments) if arguments.write or arguments.against else None
     paths = _paths(arguments, manifest)
     results = [_verified(path, arguments, manifest) for path in paths]
     errors = [result for result in results if isinstance(result, TransloadError)]
@@ -65,6 +61,15 @@ def run(arguments: Namespace) -> int:
     if errors:
         return 2
     return _written(arguments, done)
+
+
+def _manifest(arguments: Namespace) -> Manifest | None:
+    """The one to compare with. One that may not be written is refused before anything is read."""
+    from transload.verifying.manifest import read_manifest, refuse_target
+
+    if arguments.write:
+        refuse_target(arguments.write, overwrite=arguments.force)
+    return read_manifest(arguments.against) if arguments.against else None
 
 
 def _paths(arguments: Namespace, manifest: Manifest | None) -> list[str]:

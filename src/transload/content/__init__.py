@@ -209,8 +209,10 @@ class Allowance:
         self.left -= tensor.nbytes
 
 
-def open_content(f: SourceLike) -> Content:
+def open_content(f: SourceLike, *, tree: bool = True) -> Content:
     """Read and judge what a path, bytes or a file object holds, and keep it open; ``CannotReadError`` if it cannot be.
+
+    ``tree`` is as for ``read_source``.
 
     >>> with open_content("model.pt") as content:  # doctest: +SKIP
     ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
@@ -220,7 +222,7 @@ def open_content(f: SourceLike) -> Content:
     from transload.read import no_collecting
 
     with no_collecting():
-        files = Files(f)
+        files = Files(f, tree=tree)
     path = os.fspath(f) if isinstance(f, str | os.PathLike) else ""
     opened = _Opened(files, path)
     return Content(files.checkpoint, opened.file, opened.close, opened.parts())

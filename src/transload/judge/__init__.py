@@ -13,7 +13,7 @@ from transload.judge.problems import judge_problems
 from transload.judge.safety import judge_pickles
 from transload.read.nodes import Pickle
 
-__all__ = ["judge"]
+__all__ = ["integrity_of", "judge"]
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
@@ -28,11 +28,10 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
     names = judge_pickles(checkpoint.pickles)
     forced, harm, findings = judge_problems(checkpoint.problems)
     base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
-    floor: Integrity = "whole" if checkpoint.checksummed else "unchecked"
     judged = replace(
         checkpoint,
         safety=worst_safety(base, names.safety, forced),
-        integrity=worst_integrity(floor, harm),
+        integrity=_integrity(checkpoint, harm),
         globals=names.globals,
         written_by=origin(checkpoint) if told else checkpoint.written_by,
         flavour=checkpoint.flavour or _flavour(checkpoint),
@@ -48,6 +47,15 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
         return judged
     loaded = judge_pickles(read) if len(read := _loaded(checkpoint)) < len(checkpoint.pickles) else names
     return replace(judged, prediction=predict(judged, worst_safety(loaded.safety, forced)))
+
+
+def integrity_of(checkpoint: Checkpoint) -> Integrity:
+    """The verdict on the bytes alone, by what the reader met."""
+    return _integrity(checkpoint, judge_problems(checkpoint.problems)[1])
+
+
+def _integrity(checkpoint: Checkpoint, harm: Integrity) -> Integrity:
+    return worst_integrity("whole" if checkpoint.checksummed else "unchecked", harm)
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Pickle, ...]:

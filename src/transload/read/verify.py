@@ -7,6 +7,7 @@ that lie side by side are read at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
 from zlib import crc32, decompressobj
@@ -24,6 +25,7 @@ __all__ = ["Lost", "checksums", "mismatch", "verify_records"]
 _BUFFER = 1 << 20  # stays in the cache of a processor between being read and being summed
 _PART = 16 * _BUFFER
 _SMALL = 64 << 10
+_TINY = 8 << 10  # zlib sums fewer bytes without letting other threads run
 _DEFLATED = 8
 _ALONE = 8 << 20  # fewer bytes are not worth starting threads
 
@@ -32,7 +34,7 @@ def verify_records(source: Source, records: Iterable[Record], storages: Iterable
     """A problem for each record whose bytes do not have the checksum the directory states."""
     todo = [record for record in records if record.offset is not None and record.crc32 is not None]
     users = {storage.record: storage.tensors for storage in storages}
-    found = ((todo[index], value) for index, value in sorted(checksums(source, todo).items()))
+    found = ((todo[index], value) for index, value in checksums(source, todo).items())
     return [mismatch(each, value, users.get(each.name, ())) for each, value in found if value != each.crc32]
 
 
@@ -55,45 +57,50 @@ def mismatch(record: Record, value: int | Lost, tensors: tuple[str, ...] = ()) -
 def checksums(
     source: Source, records: Sequence[Record], tell: Callable[[int], None] | None = None
 ) -> dict[int, int | Lost]:
-    """CRC-32 of the unpacked bytes of each record, by its place in the list; or why there is none.
+    """CRC-32 of the unpacked bytes of each record, by its place in the list, in order; or why there is none.
 
-    A record without a checksum of its own is only read, and gets 0. ``tell`` is called with numbers of bytes as they
-    are read. Records that lie over one another are left out when together they are longer than the file.
+    A large record without a checksum of its own is only read, and gets 0. ``tell`` is called with numbers of bytes as
+    they are read. Records that lie over one another are left out when together they are longer than the file.
     """
-    chosen = _within(records, source.size)
+    places = _within(records, source.size)
     sums = _Sums(source, records, tell)
-    many = threads() if sum(records[index].stored for index in chosen) >= _ALONE else 1
-    each(_tasks(records, chosen), sums.worker, many)
-    return {index: sums.whole(index) for index in chosen}
+    shared = sum(place[1] for place in places if place[1] > _TINY)
+    each(_tasks(records, places), sums.worker, threads() if shared >= _ALONE else 1)
+    return sums.found()
 
 
-def _within(records: Sequence[Record], budget: int) -> list[int]:
-    """The records, smallest first, as long as they fit into the file together; then in the order of the file.
+_Place = tuple[int, int, int]
+"""Where a record begins, how long it is, and its place in the list: plain, since there may be a hundred thousand."""
+
+
+def _within(records: Sequence[Record], budget: int) -> list[_Place]:
+    """The records in the order of the file; if they do not fit into it together, only the smallest of them, which do.
 
     A hundred thousand records that lie over one another would be read a hundred thousand times; they are a finding of
     their own.
     """
-    out: list[int] = []
-    for index in sorted(range(len(records)), key=lambda index: records[index].stored):
-        budget -= records[index].stored
-        if budget < 0:
-            break
-        out.append(index)
-    return sorted(out, key=lambda index: records[index].offset or 0)
+    places = [(offset or 0, stored, index) for index, (_, offset, _, stored, _, _) in enumerate(records)]
+    if sum(place[1] for place in places) > budget:
+        places.sort(key=lambda place: place[1])
+        reach = accumulate(place[1] for place in places)
+        places = [place for place, total in zip(places, reach, strict=True) if total <= budget]
+    places.sort()
+    return places
 
 
 class _Part(NamedTuple):
-    """A part of a stored record."""
+    """A part of a stored record; ``alone`` if it is all of it."""
 
     record: int
     offset: int
     nbytes: int
+    alone: bool = True
 
 
 class _Batch(NamedTuple):
     """Small records that lie side by side, and the bytes that hold them all."""
 
-    records: list[int]
+    places: list[_Place]
     offset: int
     nbytes: int
 
@@ -107,52 +114,52 @@ class _Packed(NamedTuple):
 _Task = _Part | _Batch | _Packed
 
 
-def _tasks(records: Sequence[Record], chosen: list[int]) -> Iterator[_Task]:
+def _tasks(records: Sequence[Record], places: list[_Place]) -> Iterator[_Task]:
     """Packed ones first, since none of them can be shared; then all others as they lie."""
-    stored = [index for index in chosen if records[index].method != _DEFLATED]
-    yield from (_Packed(index) for index in chosen if records[index].method == _DEFLATED)
-    for index in stored:
-        size, start = records[index].stored, records[index].offset or 0
+    packed = {index for index, record in enumerate(records) if record.method == _DEFLATED}
+    yield from (_Packed(index) for _, _, index in places if index in packed)
+    stored = [place for place in places if place[2] not in packed]
+    for start, size, index in stored:
         if size > _SMALL:
-            yield from (_Part(index, start + at, min(_PART, size - at)) for at in range(0, size, _PART))
-    yield from _batches(records, [index for index in stored if records[index].stored <= _SMALL])
+            alone = size <= _PART
+            yield from (_Part(index, start + at, min(_PART, size - at), alone) for at in range(0, size, _PART))
+    yield from _batches([place for place in stored if place[1] <= _SMALL])
 
 
-def _batches(records: Sequence[Record], small: list[int]) -> Iterator[_Batch]:
-    held: list[int] = []
+def _batches(small: list[_Place]) -> Iterator[_Batch]:
+    """Never over a gap that is more than a small record: a large one lies there, which others read."""
+    held: list[_Place] = []
     first = reach = 0
-    for index in small:
-        start = records[index].offset or 0
-        end = start + records[index].stored
-        if held and end - first > _BUFFER:
+    for place in small:
+        start = place[0]
+        end = start + place[1]
+        if held and (end - first > _BUFFER or start - reach > _SMALL):
             yield _Batch(held, first, reach - first)
             held = []
         if not held:
             first = reach = start
-        held.append(index)
+        held.append(place)
         reach = max(reach, end)
     if held:
         yield _Batch(held, first, reach - first)
 
 
 class _Sums:
-    """The sums so far: of each record the parts, by where they begin."""
+    """The sums so far: of whole records; of others the parts, where each begins and how long it is."""
 
     def __init__(self, source: Source, records: Sequence[Record], tell: Callable[[int], None] | None) -> None:
         self._source = source
         self._records = records
         self._tell = tell
-        self._parts: dict[int, dict[int, tuple[int | Lost, int]]] = {}
+        self._whole: list[int | Lost | None] = [None] * len(records)
+        self._parts: dict[int, list[tuple[int, int, int | Lost]]] = {}
         self._lock = Lock()
 
-    def whole(self, index: int) -> int | Lost:
-        """The sum of a record."""
-        total = 0
-        for place, (_, (value, length)) in enumerate(sorted(self._parts.get(index, {}).items())):
-            if isinstance(value, Lost):
-                return value
-            total = combined(total, value, length) if place else value
-        return total
+    def found(self) -> dict[int, int | Lost]:
+        """All sums, by the place of their record."""
+        for index, parts in self._parts.items():
+            self._whole[index] = _put_together(sorted(parts))
+        return {index: value for index, value in enumerate(self._whole) if value is not None}
 
     def worker(self) -> Callable[[_Task], None]:
         """What one thread does with a task, in memory of its own."""
@@ -162,16 +169,18 @@ class _Sums:
             if isinstance(task, _Batch):
                 self._batch(task, buffer)
             elif isinstance(task, _Part):
-                self._enter(task.record, task.offset, self._part(task, buffer), task.nbytes)
+                self._enter(task, self._part(task, buffer))
             else:
-                record = self._records[task.record]
-                self._enter(task.record, 0, self._inflated(record), record.size)
+                self._whole[task.record] = self._inflated(self._records[task.record])
 
         return do
 
-    def _enter(self, record: int, offset: int, value: int | Lost, length: int) -> None:
+    def _enter(self, task: _Part, value: int | Lost) -> None:
+        if task.alone:
+            self._whole[task.record] = value
+            return
         with self._lock:
-            self._parts.setdefault(record, {})[offset] = value, length
+            self._parts.setdefault(task.record, []).append((task.offset, task.nbytes, value))
 
     def _told(self, count: int) -> None:
         if self._tell is not None:
@@ -191,17 +200,16 @@ class _Sums:
         return value
 
     def _batch(self, task: _Batch, buffer: memoryview) -> None:
+        whole, begin = self._whole, task.offset
         try:
-            held = buffer[: self._source.readinto(task.offset, buffer[: task.nbytes])]
+            held = buffer[: self._source.readinto(begin, buffer[: task.nbytes])]
         except CannotReadError:  # one of them, perhaps
-            for index in task.records:
-                part = _Part(index, self._records[index].offset or 0, self._records[index].stored)
-                self._enter(index, 0, self._part(part, buffer), part.nbytes)
+            for offset, size, index in task.places:
+                whole[index] = self._part(_Part(index, offset, size), buffer)
             return
-        for index in task.records:
-            start = (self._records[index].offset or 0) - task.offset
-            piece = held[start : start + self._records[index].stored]
-            self._enter(index, 0, crc32(piece), len(piece))
+        for offset, size, index in task.places:
+            start = offset - begin
+            whole[index] = crc32(held[start : start + size])
         self._told(len(held))
 
     def _inflated(self, record: Record) -> int | Lost:
@@ -215,6 +223,15 @@ class _Sums:
             return _unreadable(error)
         self._told(record.stored)
         return value
+
+
+def _put_together(parts: list[tuple[int, int, int | Lost]]) -> int | Lost:
+    total = 0
+    for place, (_, length, value) in enumerate(parts):
+        if isinstance(value, Lost):
+            return value
+        total = combined(total, value, length) if place else value
+    return total
 
 
 def _unreadable(error: CannotReadError) -> Lost:

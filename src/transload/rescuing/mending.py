@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from transload.cores import cores
+from transload.checkpoint import Record
 from transload.read.source import Source
+from transload.read.threads import each, threads
+from transload.read.verify import Lost, checksums
 from transload.rescuing.bits import MOST_BITS, Bit, flipped_bits
 
 __all__ = ["Certainty", "Claim", "Verdict", "certainty_of", "mended_bytes", "verdicts"]
@@ -93,30 +95,47 @@ class _Effort:
         return self.records >= 0 and self.tried >= 0
 
 
-def _all_sums(source: Source, claims: Sequence[Claim]) -> list[tuple[int | None, int]]:
-    if sum(claim.size for claim in claims if claim.method) > max(_MOST_INFLATED, _MOST_RATIO * source.size):
-        claims = [claim._replace(present=0) if claim.method else claim for claim in claims]
-    if sum(claim.present for claim in claims) < 2 * _CHUNK:
-        return [_sum(source, claim) for claim in claims]
-    from concurrent.futures import ThreadPoolExecutor
+_Sum = tuple[int | None, int]
+"""Checksum and size of what a record unpacks to; ``None`` where it does not, is not all there, or cannot be read."""
 
-    with ThreadPoolExecutor(cores()) as pool:
-        return list(pool.map(lambda claim: _sum(source, claim), claims))
+_NO_SUM: _Sum = (None, -1)
 
 
-def _sum(source: Source, claim: Claim) -> tuple[int | None, int]:
-    """Checksum and size of what a record unpacks to; ``None`` where it does not, or is not all there."""
-    if claim.present < claim.stored:
-        return None, -1
-    if claim.method == 8:
-        return _unpacked_sum(source, claim)
-    value = 0
-    for start in range(0, claim.stored, _CHUNK):
-        value = zlib.crc32(source.read(claim.payload + start, min(_CHUNK, claim.stored - start)), value)
-    return value, claim.stored
+def _all_sums(source: Source, claims: Sequence[Claim]) -> list[_Sum]:
+    there = [claim for claim in claims if claim.present >= claim.stored]
+    packed = {claim: _NO_SUM for claim in there if claim.method == 8}
+    if sum(claim.size for claim in packed) <= max(_MOST_INFLATED, _MOST_RATIO * source.size):
+        packed = _packed_sums(source, list(packed))
+    plain = _plain_sums(source, dict.fromkeys((claim.payload, claim.stored) for claim in there if not claim.method))
+    return [
+        packed.get(claim, _NO_SUM) if claim.method else plain.get((claim.payload, claim.stored), _NO_SUM)
+        for claim in claims
+    ]
 
 
-def _unpacked_sum(source: Source, claim: Claim) -> tuple[int | None, int]:
+def _plain_sums(source: Source, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], _Sum]:
+    """Of runs of bytes, by offset and length. They may lie over one another: those left out are summed next."""
+    found: dict[tuple[int, int], _Sum] = {}
+    left = list(places)
+    while left:
+        records = [Record("", offset, length, length, 0) for offset, length in left]
+        sums = {left[index]: value for index, value in checksums(source, records).items()}
+        found |= {place: _NO_SUM if isinstance(value, Lost) else (value, place[1]) for place, value in sums.items()}
+        left = [place for place in left if place not in sums] if sums else []
+    return found
+
+
+def _packed_sums(source: Source, claims: Sequence[Claim]) -> dict[Claim, _Sum]:
+    found: dict[Claim, _Sum] = {}
+
+    def do(claim: Claim) -> None:
+        found[claim] = _unpacked_sum(source, claim)
+
+    each(claims, lambda: do, threads() if sum(claim.present for claim in claims) >= 2 * _CHUNK else 1)
+    return found
+
+
+def _unpacked_sum(source: Source, claim: Claim) -> _Sum:
     unpack, value, size = zlib.decompressobj(-15), 0, 0
     try:
         for start in range(0, claim.stored, _CHUNK):
@@ -126,12 +145,12 @@ def _unpacked_sum(source: Source, claim: Claim) -> tuple[int | None, int]:
                 value, size = zlib.crc32(piece, value), size + len(piece)
                 data = unpack.unconsumed_tail
                 if size > claim.size and claim.size >= 0:  # it declares less: a bomb, or damage
-                    return None, -1
+                    return _NO_SUM
                 if not data and len(piece) < _CHUNK:
                     break
     except zlib.error:
-        return None, -1
-    return (value, size) if unpack.eof else (None, -1)
+        return _NO_SUM
+    return (value, size) if unpack.eof else _NO_SUM
 
 
 def _verdict(source: Source, claim: Claim, value: int | None, size: int, effort: _Effort) -> Verdict:
@@ -141,12 +160,12 @@ def _verdict(source: Source, claim: Claim, value: int | None, size: int, effort:
         return Verdict("damaged")
     if not claim.checksums:
         return Verdict("unchecked", value, size=size)
-    if value is not None and value in claim.checksums:
+    if value in claim.checksums:
         return Verdict("whole", value, _idle_bits(source, claim) if claim.method == 8 else (), size=size)
     votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
     if claim.method == 8:
         return _mend_packed(source, claim, votes, effort)
-    return _mend(claim, votes, value or 0, effort)
+    return Verdict("damaged") if value is None else _mend(claim, votes, value, effort)
 
 
 def _mend(claim: Claim, votes: list[int], value: int, effort: _Effort) -> Verdict:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.errors import CannotReadError, UsageError
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from transload.findings import Problem
     from transload.read.source import SourceLike
     from transload.verifying.manifest import Manifest
-    from transload.verifying.records import Key, Sums
-    from transload.verifying.result import Verification
-    from transload.verifying.tensors import Wish
+    from transload.verifying.records import Key, Region, Sums
+    from transload.verifying.result import TensorSum, Verification
+    from transload.verifying.tensors import Plan, Wish
 
 __all__ = ["files_in", "verify"]
 
@@ -44,14 +44,12 @@ def verify(
 
     Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
     """
-    from transload.content import open_content
     from transload.verifying.tensors import Wish
 
     begun = time.perf_counter()
     manifest = _manifest(against)
     wish = Wish(hashes or manifest is not None, values)
-    with open_content(f) as content:
-        made = _verified(content, wish, progress)
+    made = _verified(f, wish, progress)
     if manifest is not None:
         from transload.verifying.manifest import compare
 
@@ -72,51 +70,104 @@ def _manifest(against: str | os.PathLike[str] | Manifest | None) -> Manifest | N
     return read_manifest(os.fspath(against))
 
 
-def _verified(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
-    from transload.verifying.aliases import with_aliases
-    from transload.verifying.damage import damages
-    from transload.verifying.indices import misplaced
-    from transload.verifying.manifest import hash_of_all
+def _verified(f: SourceLike, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
+    """Tensors are listed only where they are asked for, or something is wrong and they have to be named."""
+    from transload.content import open_content
+
+    found = None
+    with open_content(f, tree=any(wish)) as content:
+        count = _tensor_count(content.checkpoint)
+        if count is not None:
+            found = _read(content, wish, progress)
+            if not (content.checkpoint.counted and found.bad):
+                return _told(content, wish, found, count)
+    with open_content(f) as content:
+        found = found or _read(content, wish, progress)
+        return _told(content, wish, found, len(content.checkpoint.tensors))
+
+
+def _tensor_count(checkpoint: Checkpoint) -> int | None:
+    """How many there are; ``None`` if they were only counted, and that is not enough."""
+    if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
+        return len(checkpoint.tensors)
+    from transload.verifying.ordinary import tensor_count
+
+    return tensor_count(checkpoint)
+
+
+class _Found(NamedTuple):
+    """What came of reading every byte: of records, of tensors, and how many bytes there were."""
+
+    every: list[Region]
+    plan: Plan
+    sums: Sums
+    bad: dict[Key, Problem]
+    failed: dict[str, tuple[str, str]]
+    nbytes: int
+
+
+def _read(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> _Found:
     from transload.verifying.records import regions, sum_regions
-    from transload.verifying.result import Verification
     from transload.verifying.tensors import plan_of, sum_tensors
 
     every = regions(content)
     plan = plan_of(content, wish, every)
-    skip = plan.summed
     total = plan.nbytes + sum(r.stored for region in every for r in region.records)
-    tell = _Telling(progress, total - sum(job.tensor.nbytes for job in plan.jobs if job.key is not None))
+    tell = _Telling(progress, total - sum(job.nbytes for job in plan.jobs if job.key is not None))
     try:
-        sums = sum_regions(content, every, skip, tell)
+        sums = sum_regions(content, every, plan.summed, tell)
         found = sum_tensors(content, plan, wish, tell)
     finally:
         tell.end()
-    bad = {**sums.bad, **found.bad}
-    judged = _judged(content.checkpoint, sums, bad)
-    damaged = damages(content, every, bad, {**misplaced(content), **found.failed})
-    tensors = with_aliases(content, plan.entries) if wish.hashes else plan.entries
-    hashed = all(entry.sha256 or entry.nbytes == 0 for entry in plan.entries)  # none claims more than is read
+    return _Found(every, plan, sums, {**sums.bad, **found.bad}, found.failed, tell.done)
+
+
+def _told(content: Content, wish: Wish, found: _Found, count: int) -> Verification:
+    """The verdict, and whom it concerns."""
+    from transload.verifying.aliases import with_aliases
+    from transload.verifying.damage import damages
+    from transload.verifying.result import Verification
+
+    entries, sums = found.plan.entries, found.sums
+    judged = _judged(content.checkpoint, sums, found.bad)
+    damaged = damages(content, found.every, found.bad, {**_misplaced(content), **found.failed})
+    tensors = with_aliases(content, entries) if wish.hashes else entries
+    hashed = all(entry.sha256 or entry.nbytes == 0 for entry in entries)  # none claims more than is read
     whole = wish.hashes and hashed and not found.failed and judged.integrity != "not-a-checkpoint"
     return Verification(
         path=judged.path,
         format=judged.format,
         nbytes=judged.nbytes,
         integrity=judged.integrity if not damaged or judged.integrity == "not-a-checkpoint" else "damaged",
-        tensor_count=len(judged.tensors),
+        tensor_count=count,
         checksums=sums.compared,
         unsummed=sums.unsummed,
-        nbytes_read=tell.done,
+        nbytes_read=found.nbytes,
         seconds=0.0,
         damaged=damaged,
         findings=tuple(finding for finding in judged.findings if _bears(finding.code)),
         tensors=tuple(tensors),
-        sha256=hash_of_all(tensors) if whole else "",
+        sha256=_hash_of_all(tensors) if whole else "",
     )
+
+
+def _misplaced(content: Content) -> dict[str, tuple[str, str]]:
+    if not content.checkpoint.tensors:
+        return {}
+    from transload.verifying.indices import misplaced
+
+    return misplaced(content)
+
+
+def _hash_of_all(tensors: list[TensorSum]) -> str:
+    from transload.verifying.manifest import hash_of_all
+
+    return hash_of_all(tensors)
 
 
 def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Checkpoint:
     """The verdict, with what was found out about the records."""
-    from transload.judge import judge
+    from transload.judge import integrity_of, judge
 
     known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
     new = tuple(
@@ -125,7 +176,8 @@ def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Chec
         if problem.where not in known
     )
     checksummed = bool(sums.compared) and not sums.unsummed and not bad and not known
-    return judge(replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed), told=False)
+    judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
+    return judge(judged, told=False) if new else replace(judged, integrity=integrity_of(judged))
 
 
 def _bears(code: str) -> bool:

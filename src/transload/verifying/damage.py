@@ -24,6 +24,8 @@ def damages(
     content: Content, every: list[Region], bad: Mapping[Key, Problem], failed: Mapping[str, tuple[str, str]]
 ) -> tuple[Damage, ...]:
     """Every damaged tensor once, in the order of the file; then those that are not there at all."""
+    if content.checkpoint.counted and not bad:  # of what is ordinary, all sizes were compared when it was counted
+        return ()
     storages = _bad_storages(content, every, bad)
     sound = {each.id for each in content.checkpoint.storages if each.stored >= each.nbytes and each.id not in storages}
     found: dict[str, Damage] = {}

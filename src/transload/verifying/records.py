@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.checkpoint import Record
@@ -62,7 +62,7 @@ def _as_records(storages: Iterable[Storage]) -> Iterable[Record]:
 
 
 def sum_regions(
-    content: Content, every: Iterable[Region], skip: Container[Key], tell: Callable[[int], None] | None = None
+    content: Content, every: Iterable[Region], skip: Collection[Key], tell: Callable[[int], None] | None = None
 ) -> Sums:
     """Read and compare all records but those to ``skip``, which somebody else does."""
     compared = unsummed = 0
@@ -70,10 +70,10 @@ def sum_regions(
     for file, records in every:
         compared += sum(record.crc32 is not None for record in records)
         unsummed += sum(record.crc32 is None and record.size > 0 for record in records)
-        todo = [record for record in records if key_of(file, record) not in skip]
-        for index, value in sorted(checksums(content.open_file(file), todo, tell).items()):
+        todo = [record for record in records if key_of(file, record) not in skip] if skip else records
+        for index, value in checksums(content.open_file(file), todo, tell).items():
             record = todo[index]
-            if isinstance(value, Lost) or (record.crc32 is not None and value != record.crc32):
+            if value != record.crc32 and (record.crc32 is not None or isinstance(value, Lost)):
                 bad[key_of(file, record)] = mismatch(record, value)
     return Sums(compared, unsummed, bad)
 

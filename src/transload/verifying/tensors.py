@@ -24,6 +24,7 @@ __all__ = ["Plan", "Wish", "plan_of", "sum_tensors"]
 
 _PIECE = 1 << 20
 _ALONE = 4 << 20  # fewer bytes are not worth starting threads
+_TINY = 8 << 10  # nor are tensors of so few: they take longer to find than to hash, and one at a time does that
 _View = tuple[object, ...]
 
 
@@ -39,6 +40,7 @@ class Job(NamedTuple):
 
     tensor: Tensor
     places: list[int]
+    nbytes: int
     key: Key | None = None
     record: Record | None = None
 
@@ -52,7 +54,7 @@ class Plan(NamedTuple):
     @property
     def nbytes(self) -> int:
         """How much the jobs read."""
-        return sum(job.tensor.nbytes for job in self.jobs)
+        return sum(job.nbytes for job in self.jobs)
 
     @property
     def summed(self) -> set[Key]:
@@ -105,11 +107,11 @@ def _entry(tensor: Tensor, note: str) -> TensorSum:
 
 
 def _job(content: Content, tensor: Tensor, place: int, records: dict[tuple[str, int | None], Record]) -> Job:
-    run = content.run(tensor)
+    run, nbytes = content.run(tensor), tensor.nbytes
     record = records.get((run.file, run.offset)) if run is not None else None
     if run is None or record is None or record.method or record.stored != run.nbytes or record.crc32 is None:
-        return Job(tensor, [place])
-    return Job(tensor, [place], key_of(run.file, record), record)
+        return Job(tensor, [place], nbytes)
+    return Job(tensor, [place], nbytes, key_of(run.file, record), record)
 
 
 def _where(content: Content, tensor: Tensor) -> tuple[str, int]:
@@ -148,7 +150,8 @@ def sum_tensors(content: Content, plan: Plan, wish: Wish, tell: Callable[[int], 
             with lock:
                 tell(count)
 
-    each(plan.jobs, lambda: do, threads() if plan.nbytes >= _ALONE else 1)
+    shared = sum(job.nbytes for job in plan.jobs if job.nbytes > _TINY)
+    each(plan.jobs, lambda: do, threads() if shared >= _ALONE else 1)
     return found
 
 

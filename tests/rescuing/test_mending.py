@@ -1,0 +1,99 @@
+"""Verdicts on records: whatever lies over what, each gets its own; a bad place costs only what lies there."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from transload import rescue
+from transload.errors import CannotReadError
+from transload.read.source import BytesSource, FileSource
+from transload.rescuing.bits import Bit
+from transload.rescuing.mending import Claim, Verdict, verdicts
+
+NOISE = random.Random(7).randbytes(300_000)  # noqa: S311 - a test
+
+
+def claim(start: int, end: int, *checksums: int, method: int = 0, size: int | None = None) -> Claim:
+    return Claim(start, end - start, end - start, end - start if size is None else size, method, checksums)
+
+
+def whole(start: int, end: int) -> Claim:
+    return claim(start, end, zlib.crc32(NOISE[start:end]))
+
+
+def test_records_over_one_another_all_get_their_verdict() -> None:
+    """Together they are longer than the file, many times."""
+    claims = [whole(start, len(NOISE)) for start in (0, 0, 1, 2, 299_999, 300_000)]
+    found = verdicts(BytesSource(NOISE), [*claims, claim(5, 290_000, 1), claim(7, 8)])
+    assert [verdict.state for verdict in found] == ["whole"] * 6 + ["damaged", "unchecked"]
+    assert [verdict.crc32 for verdict in found[:6]] == [each.checksums[0] for each in claims]
+    assert found[7] == Verdict("unchecked", zlib.crc32(NOISE[7:8]), size=1)
+
+
+def test_of_two_checksums_either_will_do() -> None:
+    (found,) = verdicts(BytesSource(NOISE), [claim(0, 1000, 5, zlib.crc32(NOISE[:1000]))])
+    assert found.state == "whole"
+
+
+@pytest.mark.parametrize("method", [0, 8], ids=["stored", "deflated"])
+@pytest.mark.parametrize("size", [0, 300, 200_000])
+def test_stored_and_deflated_ones_side_by_side(method: int, size: int) -> None:
+    plain = NOISE[:size]
+    packer = zlib.compressobj(6, zlib.DEFLATED, -15)
+    raw = packer.compress(plain) + packer.flush() if method else plain
+    source = BytesSource(b"before" + raw + b"behind")
+    right = claim(6, 6 + len(raw), zlib.crc32(plain), method=method, size=size)
+    found = verdicts(source, [right, right._replace(present=len(raw) - 1), whole(0, 6)._replace(checksums=()), right])
+    assert [verdict.state for verdict in found] == ["whole", "cut", "unchecked", "whole"]
+    assert (found[0].crc32, found[0].size) == (zlib.crc32(plain), size)
+
+
+def test_a_bit_is_found_in_a_record_that_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
+        monkeypatch.setattr(f"transload.read.verify.{name}", value)
+    data = bytearray(NOISE)
+    data[123_456] ^= 8
+    (found,) = verdicts(BytesSource(data), [whole(9, 250_000)])
+    assert (found.state, found.bits) == ("mended", (Bit(123_456, 3),))
+
+
+class Scratched(BytesSource):
+    """A disk with a bad place at byte 1,000."""
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        if offset <= 1000 < offset + len(buffer):
+            raise CannotReadError("Input/output error", where="disk")
+        return super().readinto(offset, buffer)
+
+
+def test_what_cannot_be_read_is_damaged_and_nothing_else() -> None:
+    claims = [whole(0, 500), whole(900, 1100), claim(990, 1010), whole(2000, 100_000)]
+    states = [verdict.state for verdict in verdicts(Scratched(NOISE), claims)]
+    assert states == ["whole", "damaged", "damaged", "whole"]
+
+
+def scratched(method: Any, bad: int) -> Any:
+    def read(source: FileSource, offset: int, wanted: Any) -> Any:
+        if offset <= bad < offset + (wanted if isinstance(wanted, int) else len(wanted)):
+            raise CannotReadError("Input/output error", where="disk")
+        return method(source, offset, wanted)
+
+    return read
+
+
+def test_a_bad_place_on_the_disk_costs_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{index}": torch.randn(200_000) for index in range(4)}
+    torch.save(state, tmp_path / "model.pt")
+    bad = (tmp_path / "model.pt").read_bytes().index(state["w2"].numpy().tobytes()) + 400_000
+    for name in ("read", "readinto"):
+        monkeypatch.setattr(FileSource, name, scratched(getattr(FileSource, name), bad))
+    found = rescue(tmp_path / "model.pt", tmp_path / "new.pt")
+    assert [fate.name for fate in found.lost] == ["w2"]
+    monkeypatch.undo()
+    assert all(torch.equal(value, state[name]) for name, value in torch.load(tmp_path / "new.pt").items())
