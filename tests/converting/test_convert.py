@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from transload.content import ContentError
-from transload.converting import convert, parts
+from transload.converting import convert, names, parts
 from transload.converting.errors import ConvertError, OverflowRefusedError
 from transload.errors import UsageError
 from transload.read import inspect
@@ -191,7 +191,7 @@ def test_names_that_would_meet(tmp_path: Path) -> None:
     "keys",
     [
         pytest.param((1.0, "1.0", None, "None"), id="of other types"),
-        pytest.param(("x" * 1200 + "a", "x" * 1200 + "b"), id="huge"),
+        pytest.param((1 << 200, "a huge integer"), id="huge"),
     ],
 )
 def test_keys_that_look_alike_keep_their_own_numbers(tmp_path: Path, keys: tuple[Any, ...]) -> None:
@@ -199,6 +199,70 @@ def test_keys_that_look_alike_keep_their_own_numbers(tmp_path: Path, keys: tuple
     made = convert(source, tmp_path / "b.pt")
     assert [float(each[0]) for each in load(tmp_path / "b.pt").values()] == list(range(len(keys)))
     assert len(made.renamed) == len(keys) // 2
+
+
+_LONG, _ALIKE = "x" * 1500, "x" * 1499 + "y"
+
+
+class LongNames(torch.nn.Module):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter(_LONG, torch.nn.Parameter(torch.zeros(2)))
+        self.register_parameter(_ALIKE, torch.nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param({_LONG: torch.zeros(2), _ALIKE: torch.ones(2)}, [_LONG, _ALIKE], id="alike"),
+        pytest.param(
+            {"m": {_LONG: [{_ALIKE: torch.zeros(2)}]}, "e": torch.ones(2)}, [f"m/{_LONG}/0/{_ALIKE}", "e"], id="nested"
+        ),
+        pytest.param(LongNames(), [_LONG, _ALIKE], id="module"),
+        pytest.param({f"{'a' * 200}… (3000 characters)": torch.zeros(2)}, [f"{'a' * 200}… (3000 characters)"], id="no"),
+    ],
+)
+def test_names_of_any_length_are_kept_whole(tmp_path: Path, value: Any, expected: list[str]) -> None:
+    source = save(value, tmp_path / "a.pt")
+    convert(source, tmp_path / "b.safetensors")
+    back = safetensors_torch.load_file(tmp_path / "b.safetensors")
+    assert {name: float(each[0]) for name, each in back.items()} == {name: at for at, name in enumerate(expected)}
+    convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    assert sorted(load(tmp_path / "c.pt")) == sorted(expected)
+
+
+def test_a_part_of_a_tensor_has_its_whole_name_too(tmp_path: Path) -> None:
+    convert(save({_LONG: torch.eye(3).to_sparse()}, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {f"{_LONG}/indices", f"{_LONG}/values"}
+
+
+def test_long_keys_that_cannot_be_told_apart(tmp_path: Path) -> None:
+    source = save({_LONG: {"w": torch.ones(1)}, _ALIKE: {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match="longer than 1,000 characters, and not to be told from others"):
+        convert(source, tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_long_keys_above_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MAX_NAMES", 20_000)
+    source = save({_LONG: [torch.ones(1)] * 20}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match="its names add up to more than"):
+        convert(source, tmp_path / "b.safetensors")
+
+
+def test_tensors_under_keys_that_are_no_names(tmp_path: Path) -> None:
+    value = {b"abc": torch.ones(1), ("a", 1): {"w": torch.ones(2), "lr": 3}, 1 << 200: torch.ones(3)}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert made.tensors == 3
+    assert [each.name for each in made.listed] == ["('a', 1)"]
+    assert [note for note in made.notes if "neither text nor number" in note and "('a', 1)/w" in note]
+
+
+def test_what_the_reader_has_not_seen_is_lost(tmp_path: Path) -> None:
+    many = save({"w": torch.ones(2), "many": [[torch.ones(1)] * 300] * 300}, tmp_path / "a.pt")
+    made = convert(many, tmp_path / "b.safetensors")
+    assert not made.complete
+    assert [each.why for each in made.left if "not all of it was looked through" in each.why]
 
 
 def test_parts_whose_names_are_taken(tmp_path: Path) -> None:
@@ -382,6 +446,43 @@ def test_what_is_shared_a_thousandfold_ends(tmp_path: Path) -> None:
     made = convert(source, tmp_path / "b.safetensors")
     assert Path(made.leftovers).stat().st_size < 200 << 20
     assert any("shared too often" in each.why for each in made.listed)
+
+
+def test_a_text_shared_a_thousandfold_ends(tmp_path: Path) -> None:
+    value = {"w": torch.ones(2), "bytes": [b"x" * (1 << 19)] * 1000, "number": [1 << 4000] * 10_000}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert Path(made.leftovers).stat().st_size < 100 << 20
+    assert len(made.listed) == 10_001
+    assert made.listed[-1].why.startswith("and ")
+    assert any("with more text than is kept" in each.why for each in made.listed)
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_a_long_history_of_numbers(tmp_path: Path, name: str) -> None:
+    losses = [0.5 * number for number in range(20_000)]
+    made = convert(save({"w": torch.ones(2), "losses": losses}, tmp_path / "a.pt"), tmp_path / name)
+    kept = load(tmp_path / name) if name == "b.pt" else json.loads(Path(made.leftovers).read_text())["data"]
+    assert kept["losses"] == losses
+
+
+class Private(torch.nn.Module):  # type: ignore[name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self._ready, self._step, self._nothing = False, 0, None
+        self._words: dict[str, int] = {}
+
+
+def test_attributes_that_are_empty_are_kept(tmp_path: Path) -> None:
+    made = convert(save(Private(), tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    kept = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    assert {key: kept[key] for key in kept if key != "$class"} == {
+        "training": True,
+        "_ready": False,
+        "_step": 0,
+        "_nothing": None,
+        "_words": {},
+    }
 
 
 # -- numbers
@@ -641,3 +742,124 @@ def test_values_of_all_ranks_are_kept(tmp_path: Path) -> None:
     beside = (tmp_path / "out.safetensors.leftovers.json").read_text(encoding="utf-8")
     assert '"epoch": 5' in beside
     assert '"lr": 0.5' in beside
+
+
+# -- what is told
+
+
+def test_a_prefix_that_no_name_has(tmp_path: Path) -> None:
+    source = save({"module.a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.safetensors", strip=("module.", "_orig_mod."))
+    assert made.notes == ("no name begins with '_orig_mod.', which was to be taken off",)
+    assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "told"),
+    [
+        ("b.safetensors", "", "a, b, c"),
+        ("b.npz", "", "a, b, c, tied"),
+        ("b/", "", "a, b, c"),
+        ("b.pt", "", ""),
+        ("b.pt", "bfloat16", "a, b, c, tied"),
+    ],
+)
+def test_views_that_are_none_any_more_are_named(tmp_path: Path, name: str, dtype: str, told: str) -> None:
+    base = torch.arange(20.0)
+    value = {"a": base[:8], "b": base[4:12], "c": base[11:13], "d": base[13:], "e": base[13:13], "tied": base[:8]}
+    made = convert(save(value, tmp_path / "a.pt"), f"{tmp_path}/{name}", dtype=dtype)
+    notes = [note.partition(": ")[2] for note in made.notes if note.startswith("views that overlap in memory")]
+    assert [sorted(note.split(", ")) for note in notes] == ([told.split(", ")] if told else [])
+
+
+def test_floating_dtypes_that_are_not_changed_are_told(tmp_path: Path) -> None:
+    source = save({"a": torch.ones(4).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
+    assert made.notes == ("--dtype is not for float8_e4m3fn: 1 of them stay",)
+
+
+def test_many_notes_of_a_kind_are_counted(tmp_path: Path) -> None:
+    source = save({str(number): torch.eye(2).to_sparse() for number in range(23)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.safetensors")
+    assert len(made.notes) == 21
+    assert made.notes[-1] == "… is kept as the tensors it is made of, and so are 3 more"
+
+
+def test_a_key_inside_of_a_module(tmp_path: Path) -> None:
+    made = convert(save({"net": Tied()}, tmp_path / "a.pt"), tmp_path / "b.pt", key="net.rotary")
+    assert list(load(tmp_path / "b.pt")) == ["scale"]
+    kept = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    assert kept["net/_modules/rotary"]["$class"].endswith("Rotary")
+
+
+def test_what_the_name_says_and_what_it_is(tmp_path: Path) -> None:
+    source = save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.npz", to="safetensors")
+    assert made.notes == ("it is safetensors, though its name is that of npz",)
+    assert convert(source, tmp_path / "c", to="safetensors").notes == ()
+
+
+def test_an_index_that_leads_elsewhere_is_told(tmp_path: Path) -> None:
+    source = save({"a": torch.ones(10), "b": torch.ones(10)}, tmp_path / "a.pt")
+    assert convert(source, tmp_path / "b.safetensors", max_shard_size=50).notes == ()
+    made = convert(source, tmp_path / "b.safetensors")
+    shards = "b-00001-of-00002.safetensors, b-00002-of-00002.safetensors"
+    assert [note.rpartition(": ")[2] for note in made.notes] == [str(tmp_path / "b.safetensors.index.json"), shards]
+    assert convert(source, tmp_path / "b.safetensors", max_shard_size=50, overwrite=True).notes == ()
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.npz", "b/"])
+def test_a_target_that_could_hold_nothing_is_not_made(tmp_path: Path, name: str) -> None:
+    source = save({"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match="can hold no tensor of it: q: it is quantized"):
+        convert(source, f"{tmp_path}/{name}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_names_made_here_give_way(tmp_path: Path) -> None:
+    value = {"": torch.zeros(1), "tensor": torch.ones(1), "\ud800": torch.zeros(1), "\\ud800": torch.ones(1)}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    assert made.renamed == (("", "tensor#2"), ("\ud800", "\\ud800#2"))
+    back = safetensors_torch.load_file(tmp_path / "b.safetensors")
+    assert {name: float(each) for name, each in back.items()} == {
+        "tensor#2": 0,
+        "tensor": 1,
+        "\\ud800#2": 0,
+        "\\ud800": 1,
+    }
+
+
+def test_names_that_numpy_gets_otherwise_are_told(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    value = {"a": torch.zeros(1), "a.npy": torch.ones(1), "../b": torch.full((1,), 2.0), "c/d": torch.full((1,), 3.0)}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.npz")
+    assert made.renamed == (("a.npy", "a%2Enpy"), ("../b", "%2E%2E/b"))
+    with numpy.load(tmp_path / "b.npz") as back:
+        assert {name: float(back[name][0]) for name in back.files} == {"a": 0, "a%2Enpy": 1, "%2E%2E/b": 2, "c/d": 3}
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_what_is_set_on_tensors_is_kept(tmp_path: Path, name: str) -> None:
+    tensor, net = torch.ones(1), torch.nn.Linear(1, 1)
+    tensor.scale = 3
+    net.weight.parallel = True
+    value = {"t": tensor, "net": net, "counts": Counter("aab")}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / name)
+    kept = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    flat = kept if name == "b.safetensors" else {**kept, "t": {"$attributes": kept["t/$attributes"]}}
+    assert flat["t"] == {"$attributes": {"scale": 3}}
+    assert flat["net"]["parameters"] == {"weight": {"$attributes": {"parallel": True}}}
+    assert flat["counts"] == {"a": 2, "b": 1}
+    assert made.tensors == 3
+
+
+def test_what_torch_holds_is_kept_beside_what_it_does_not(tmp_path: Path) -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    packed = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    value = {"jagged": jagged, "packed": packed, "sparse": torch.eye(3).to_sparse()}
+    made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert made.left == ()
+    back = load(tmp_path / "b.pt")
+    assert back["packed"].dequantize().tolist() == [1, 1, 1]
+    assert back["sparse"].to_dense().equal(torch.eye(3))
+    assert back["jagged/values"].tolist() == [1] * 5

@@ -18,12 +18,14 @@ import pytest
 
 import transload
 from transload.content import open_content
-from transload.converting import comparing, convert, crew, moving, pouring
+from transload.converting import comparing, convert, crew, folder, moving, pouring
 from transload.converting.bundle import Bundle
 from transload.converting.entries import Data, Entry
 from transload.converting.errors import ConvertError
+from transload.converting.old_set import OldSet
 from transload.converting.to_npz import member_name
 from transload.errors import TransloadError, UsageError
+from transload.read import inspect
 from transload.writing.errors import CannotWriteError, FullDiskError
 
 DATA = Path(__file__).parent.parent / "data"
@@ -259,8 +261,36 @@ def test_shards_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "m.safetensors.index.json" in files(tmp_path)
 
 
+@pytest.mark.parametrize("at", range(1, 8))
+def test_shards_that_cannot_all_be_replaced_stay_what_they_were(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = safetensors({"a": 100, "b": 100, "c": 100, "d": 100})
+    second = first[:-400] + bytes(400)
+    convert(first, tmp_path / "m.safetensors", max_shard_size=100)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    true, renamed = os.replace, []
+
+    def some(source: str, target: str) -> None:
+        renamed.append(target)
+        if len(renamed) == at:
+            raise OSError(errno.EIO, "failing")
+        true(source, target)
+
+    monkeypatch.setattr(os, "replace", some)
+    fails = 2 <= at <= 6  # the first is that of the index in between, without which it goes as well; the last the index
+    with pytest.raises(CannotWriteError) if fails else nullcontext():
+        convert(second, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+    monkeypatch.undo()
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert (after == before) == fails
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "fails"])
-def test_no_index_leads_to_old_and_new_shards(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_files_have_one_name_only_no_index_leads_to_old_and_new_shards(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
     before, index, seen = files(tmp_path), tmp_path / "m.safetensors.index.json", []
     old, replace = index.read_bytes(), os.replace
@@ -271,12 +301,49 @@ def test_no_index_leads_to_old_and_new_shards(tmp_path: Path, fails: bool, monke
             raise OSError(5, "no")
         replace(source, target)
 
+    def refuse(*_: str) -> None:
+        raise PermissionError(1, "no")
+
+    monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "replace", watched)
     with pytest.raises(CannotWriteError) if fails else nullcontext():
         convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+    assert seen
     assert not any(seen)
     assert files(tmp_path) == before
     assert index.read_bytes() == old
+
+
+def test_an_index_that_is_none_is_replaced(tmp_path: Path) -> None:
+    for text in ("[", "[]", '{"weight_map": {"a": 1}}'):
+        (tmp_path / "m.safetensors.index.json").write_text(text, encoding="utf-8")
+        convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+        assert inspect(tmp_path / "m.safetensors.index.json").tensors
+
+
+def test_the_index_in_between_is_one_that_loaders_take(tmp_path: Path) -> None:
+    made = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    index, shards = made.files[-1], list(made.files[:-1])
+    text, before = Path(index).read_bytes(), inspect(index)
+    kept = OldSet(index, shards)
+    for shard in shards:
+        Path(shard).unlink()
+    between = inspect(index)
+    assert between.ok
+    assert [tensor.name for tensor in between.tensors] == [tensor.name for tensor in before.tensors]
+    assert {Path(name).suffix for name in json.loads(Path(index).read_bytes())["weight_map"].values()} == {
+        ".safetensors"
+    }
+    kept.restore(touched=True)
+    assert files(tmp_path) == {Path(name).name for name in made.files}
+    assert Path(index).read_bytes() == text
+
+
+def test_a_file_that_shards_replace_is_gone(tmp_path: Path) -> None:
+    convert(STATE, tmp_path / "m.safetensors")
+    made = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+    assert files(tmp_path) == {Path(name).name for name in made.files}
+    assert "m.safetensors" not in files(tmp_path)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
@@ -397,10 +464,30 @@ def test_a_directory_that_cannot_take_its_place(tmp_path: Path, monkeypatch: pyt
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(folder, "swapped", lambda *_: False)
     with pytest.raises(CannotWriteError):
         convert(STATE, f"{tmp_path}/out/", overwrite=True)
     assert files(tmp_path) == {"out"}
     assert files(tmp_path / "out") == before
+
+
+def test_a_directory_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")
+    for _ in range(2):
+        convert(STATE, f"{tmp_path}/out/", overwrite=True)
+    assert files(tmp_path) == {"out", "real"}
+    assert (tmp_path / "out").is_symlink()
+    assert "index.json" in files(tmp_path / "real")
+
+
+def test_what_another_conversion_is_writing_stays(tmp_path: Path) -> None:
+    first = folder.Folder(f"{tmp_path}/out/", overwrite=False)
+    second = folder.Folder(f"{tmp_path}/out/", overwrite=False)
+    assert len(files(tmp_path)) == 2
+    first.discard()
+    second.commit()
+    assert files(tmp_path) == {"out"}
 
 
 def test_a_target_that_is_no_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The node below a key: what ``--key`` chooses, as it stands in the file's own object."""
+"""What lies at a path, as it stands in the file's own object: below the key that ``--key`` names, for one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from transload.read.nodes import Call, Dict
 from transload.read.values import called, short_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transload.checkpoint import Key
 
-__all__ = ["at", "below"]
+__all__ = ["at", "below", "children"]
 
 
 def below(root: object, key: str, paths: list[tuple[Key, ...]]) -> tuple[Any, tuple[Key, ...]]:
@@ -36,23 +38,41 @@ def at(root: object, path: tuple[Key, ...]) -> Any:
 def _start(path: tuple[Key, ...], wanted: str) -> tuple[Key, ...] | None:
     """The beginning of a path that spells the key."""
     for length in range(1, len(path)):
-        if ".".join(map(str, path[:length])).replace("/", ".") == wanted:
+        if _spelled(path[:length]) == wanted:
             return path[:length]
     return None
+
+
+def _spelled(path: tuple[Key, ...]) -> str:
+    """A path as names have it: without the tables of a module's parts."""
+    return ".".join(str(step) for step in path if step != "_modules").replace("/", ".")
 
 
 def _inside(node: Any, step: Key) -> Any:
     if type(node) in (list, tuple):
         return node[step] if type(step) is int and step < len(node) else None
-    items = node.items if type(node) is Dict else _items(node) if type(node) is Call else []
+    items = _items(node)
     for index in range(len(items) // 2 * 2 - 2, -1, -2):
         if short_key(items[index]) == step:
             return items[index + 1]
     return None
 
 
-def _items(node: Call) -> list[Any]:
-    """Keys and values of a mapping, or the attributes of an object."""
+def children(node: Any) -> Iterator[tuple[Key, Any, Any]]:
+    """What a mapping or an object holds: the step of a path, the key, and itself; of equal texts the last."""
+    items = _items(node)
+    last = {key: index for index, key in enumerate(items[::2]) if type(key) is str}
+    for index, (key, child) in enumerate(zip(items[::2], items[1::2], strict=False)):
+        if type(key) is not str or last[key] == index:
+            yield short_key(key), key, child
+
+
+def _items(node: Any) -> list[Any]:
+    """Keys and values of a mapping, or the attributes of an object; nothing of what is neither."""
+    if type(node) is Dict:
+        return node.items
+    if type(node) is not Call:
+        return []
     given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else []
     pairs = [pair for pair in given if type(pair) in (list, tuple) and len(pair) == 2]
     state = node.states[-1] if node.states else None

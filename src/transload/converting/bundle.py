@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from transload.converting.folder import Folder
+from transload.converting.old_set import OldSet, clear_links
 from transload.errors import TransloadError, UsageError
 from transload.writing.atomic import Beside, flush_directory, place_of
 from transload.writing.errors import cannot_write
 
-__all__ = ["Bundle", "Folder", "refuse_existing"]
+__all__ = ["Bundle", "refuse_existing"]
 
 
 def refuse_existing(paths: list[str], *, overwrite: bool) -> None:
@@ -27,64 +28,6 @@ def refuse_existing(paths: list[str], *, overwrite: bool) -> None:
             raise UsageError("what is there is no plain file", where=path, fix="Choose another name.")
 
 
-class Folder:
-    """A directory that takes its place when all of it has reached the disk. What it replaces was written by us."""
-
-    def __init__(self, path: str, *, overwrite: bool) -> None:
-        self.path = path.rstrip("/" + os.sep) or path
-        self._overwrite = overwrite
-        self._refuse()
-        lead, name = os.path.split(os.path.abspath(self.path))  # noqa: PTH100 - texts throughout, as given
-        self.hidden = os.path.join(lead, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118
-        try:
-            os.mkdir(self.hidden)  # noqa: PTH102
-        except OSError as error:
-            raise cannot_write(error, path) from error
-
-    def _refuse(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        if not os.path.isdir(self.path):  # noqa: PTH112
-            raise UsageError("there is a file already", where=self.path, fix="Choose another name.")
-        held = os.listdir(self.path)  # noqa: PTH208
-        if held and not (self._overwrite and _is_ours(held)):
-            fix = "Choose another name." if self._overwrite else "Choose another name, or say --force."
-            raise UsageError("there is a directory already, and it is not empty", where=self.path, fix=fix)
-
-    def commit(self) -> None:
-        """Rename it; what was there before is removed when that is done."""
-        old = f"{self.hidden}.old"
-        try:
-            self._refuse()
-            flush_directory(self.hidden)
-            if os.path.isdir(self.path):  # noqa: PTH112
-                os.rename(self.path, old)  # noqa: PTH104
-            os.rename(self.hidden, self.path)  # noqa: PTH104
-        except BaseException:
-            if os.path.isdir(old) and not os.path.lexists(self.path):  # noqa: PTH112
-                os.rename(old, self.path)  # noqa: PTH104
-            self.discard()
-            raise
-        flush_directory(os.path.dirname(os.path.abspath(self.path)))  # noqa: PTH100, PTH120
-        _remove(old)
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
-        _remove(self.hidden)
-
-
-def _is_ours(names: list[str]) -> bool:
-    return "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
-
-
-def _remove(folder: str) -> None:
-    """Remove a directory of plain files."""
-    with suppress(OSError):
-        for name in os.listdir(folder):  # noqa: PTH208
-            os.unlink(os.path.join(folder, name))  # noqa: PTH108, PTH118
-        os.rmdir(folder)  # noqa: PTH106
-
-
 class Bundle:
     """Files under way. Left without an error, all of them are there; with one, none is.
 
@@ -96,6 +39,7 @@ class Bundle:
         self._is_source = is_source or (lambda _: False)
         self._files: list[Beside | Folder] = []
         self._leader = ""
+        self._removed: list[str] = []
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -112,12 +56,11 @@ class Bundle:
     def add(self, path: str, *, leads: bool = False) -> Beside:
         """A file that will be there in the end. The last one added gets its name last.
 
-        One that ``leads`` tells which others belong together: it is not there while they are being replaced, so that
-        nobody takes old and new ones for one set, even if that is never finished.
+        One that ``leads`` is the index of the others: it leads to old ones or to new ones, never to both.
         """
         refuse_existing([path], overwrite=self._overwrite)
         if leads:
-            self._leader = place_of(path)
+            self._leader = path
         self._refuse_source(path, path)
         self._files.append(file := Beside(path))
         return file
@@ -139,41 +82,88 @@ class Bundle:
         """What will be there."""
         return [file.path for file in self._files]
 
+    def remove(self, path: str) -> None:
+        """A file that is not there any more when the others are: what they replace though they are called otherwise."""
+        self._refuse_source(path, path)
+        self._removed.append(path)
+
     def _commit(self) -> None:
         before = {file.path: os.path.lexists(file.path) for file in self._files}
         done: list[Beside | Folder] = []
-        aside = ""
+        old = self._prepared([path for path, there in before.items() if there])
         try:
-            for file in self._files:
-                if isinstance(file, Beside):
-                    os.fsync(file.descriptor)
-            aside = self._set_aside(before)
             for file in self._files:
                 file.commit()
                 done.append(file)
         except BaseException as error:
-            if aside and not done:
-                os.rename(aside, self._leader)  # noqa: PTH104
             for file in self._files[len(done) + 1 :]:
                 file.discard()
             for file in done:
                 if not before[file.path]:
                     with suppress(OSError):
                         os.unlink(file.path)  # noqa: PTH108
+            with suppress(OSError):
+                old.restore(touched=bool(done))
             if isinstance(error, OSError):
                 raise cannot_write(error, self._files[len(done)].path) from error
             raise
-        finally:
-            with suppress(OSError):
-                os.unlink(aside)  # noqa: PTH108
+        self._clear(old)
 
-    def _set_aside(self, before: dict[str, bool]) -> str:
-        """Where the old leader is now; empty if it can stay until it is replaced, for it leads to nothing new."""
-        replaced = sum(before.values())
-        if not os.path.isfile(self._leader) or replaced < 2:  # noqa: PTH113
-            return ""
-        folder, name = os.path.split(self._leader)
-        aside = os.path.join(folder, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118
-        os.rename(self._leader, aside)  # noqa: PTH104
-        flush_directory(folder)
-        return aside
+    def _prepared(self, replaced: list[str]) -> OldSet | _Aside:
+        """Let everything reach the disk, and keep what is there."""
+        try:
+            for file in self._files:
+                if isinstance(file, Beside):
+                    os.fsync(file.descriptor)
+            return self._old([path for path in replaced if path.endswith(".safetensors")])
+        except BaseException as error:
+            for file in self._files:
+                file.discard()
+            if isinstance(error, OSError) and not isinstance(error, TransloadError):
+                raise cannot_write(error, self._files[0].path) from error
+            raise
+
+    def _old(self, shards: list[str]) -> OldSet | _Aside:
+        """What the index leads to now, where some of it is replaced."""
+        if not shards or not self._leader or not os.path.isfile(self._leader):  # noqa: PTH113
+            return _Aside("")
+        try:
+            return OldSet(self._leader, shards)
+        except (OSError, ValueError):  # files that cannot have two names, or an index that is none
+            return _Aside(self._leader)
+
+    def _clear(self, old: OldSet | _Aside) -> None:
+        """Remove what is not needed any more."""
+        old.forget()
+        if self._leader:
+            clear_links(self._leader)
+        for path in self._removed:
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+
+
+class _Aside:
+    """An index that is not there while what it leads to is replaced: nobody takes old and new for one set.
+
+    Without a path there is none.
+    """
+
+    def __init__(self, index: str) -> None:
+        self._index = place_of(index) if index else ""
+        folder, name = os.path.split(self._index)
+        self._hidden = os.path.join(folder, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118
+        if index:
+            os.rename(self._index, self._hidden)  # noqa: PTH104
+            flush_directory(folder)
+
+    def restore(self, *, touched: bool) -> None:
+        """Put it back, unless it would lead to old and new ones."""
+        if self._index and not touched:
+            os.rename(self._hidden, self._index)  # noqa: PTH104
+        self.forget()
+
+    def forget(self) -> None:
+        """It is not needed any more."""
+        if self._index:
+            with suppress(OSError):
+                os.unlink(self._hidden)  # noqa: PTH108

@@ -147,5 +147,6 @@ class Data:
         self.infinite[entry.name] = count
         if not self._allow_inf:
             what = f"{count:,} of the {entry.tensor.numel:,} numbers of {entry.name} are too large for {entry.dtype}"
-            fix = "Choose bfloat16 or float32, or --allow-inf to make infinities of them."
+            wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
+            fix = f"Choose {wider}, or --allow-inf to make infinities of them."
             raise OverflowRefusedError(what, where=self.content.checkpoint.path, fix=fix)

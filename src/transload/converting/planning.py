@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.converting import to_npz, to_raw, to_safetensors, to_torch
 from transload.converting.entries import Sorted, sorted_out
 from transload.converting.errors import ConvertError
+from transload.converting.names import with_true_names
 from transload.converting.selection import Named, Selection, module_paths, select
 from transload.converting.ties import metadata_of, with_second_names
 
@@ -54,21 +55,30 @@ class Plan(NamedTuple):
 
 def planned(content: Content, format_: str, wish: Wish) -> Plan:
     """What becomes of a checkpoint; ``TransloadError`` if nothing can."""
-    checkpoint, metadata = with_second_names(content.checkpoint, metadata_of(content))
+    checkpoint, metadata = with_second_names(with_true_names(content.checkpoint), metadata_of(content))
     selection = select(checkpoint, wish)
     if not selection.tensors:
         raise ConvertError("there is no tensor to convert", where=checkpoint.path)
     if format_ == "torch":
-        return _planned_torch(content, checkpoint, selection, metadata, wish)
-    tied = format_ in ("safetensors", "raw")
-    found = sorted_out(selection.tensors, content, wish, _HOLDS[format_], tied=tied)
-    return Plan(selection, found, _everything(checkpoint, selection, wish), metadata)
+        plan = _planned_torch(content, checkpoint, selection, metadata, wish)
+    else:
+        tied = format_ in ("safetensors", "raw")
+        found = sorted_out(selection.tensors, content, wish, _HOLDS[format_], tied=tied)
+        if format_ == "npz":
+            spelled = [(entry.name, to_npz.member_name(entry.name)) for entry in found.entries]
+            found = found._replace(renamed=(*found.renamed, *(pair for pair in spelled if pair[0] != pair[1])))
+        plan = Plan(selection, found, _everything(checkpoint, selection, wish), metadata)
+    if not plan.found.entries and not plan.carried:
+        first = plan.found.left[0]
+        raise ConvertError(f"{format_} can hold no tensor of it: {first.name}: {first.why}", where=checkpoint.path)
+    return plan
 
 
 def _planned_torch(
     content: Content, checkpoint: Checkpoint, selection: Selection, metadata: dict[str, str], wish: Wish
 ) -> Plan:
     """The object of a torch zip: the source's own where it has one, else a dictionary."""
+    from transload.converting.carried import carried
     from transload.converting.structure import flat
 
     kept = _structured(content, checkpoint, selection, wish)
@@ -76,8 +86,11 @@ def _planned_torch(
         found, made = kept
         dropped = made.dropped
     else:
-        found = sorted_out(selection.tensors, content, wish, to_torch.holds, views=True)
-        made = flat(tuple(Named(entry.name, entry.tensor) for entry in found.entries))
+        calls = carried(checkpoint, selection.tensors) if _are_told_apart(checkpoint) else {}
+        whole = [each for each in selection.tensors if each.tensor.path in calls]
+        simple = [each for each in selection.tensors if each.tensor.path not in calls]
+        found = sorted_out(simple, content, wish, to_torch.holds, views=True)
+        made = flat((*(Named(entry.name, entry.tensor) for entry in found.entries), *whole), calls)
         dropped = _everything(checkpoint, selection, wish)
     return Plan(selection, found, dropped, metadata, made, to_torch.laid_out(made, content, wish.dtype))
 

@@ -5,14 +5,13 @@ Nothing is made of the file's own classes: an object becomes its attributes and 
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterator
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transload.converting.scalars import MAX_BITS, NOTHING, Nothing, attributes, simple
 from transload.converting.selection import Left
 from transload.read.nodes import Call, Dict, Global, Set
-from transload.read.values import called, device_text, leaf_kind, short, short_key
+from transload.read.values import called, leaf_kind, short, short_key
 
 if TYPE_CHECKING:
     from transload.checkpoint import Key
@@ -25,32 +24,27 @@ MAX_REPEATS = 50_000
 """Values that are looked at again: a file can share one list under any number of names, for two bytes each."""
 
 MAX_TEXT = 64 << 20
-"""Characters of all texts together: a file can share one of a megabyte as often."""
+"""Characters of all texts together: a file can share one of a megabyte as often. The same of all that is listed."""
 
-_MAX_BYTES = 1 << 20
-_MAX_BITS = 4096
 _MAX_LISTED = 10_000
-_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_MAX_SHOWN = 128  # bits of an integer that read.values.scalar shows
+_KEYS = (str, int, float, bool, type(None))
+_MODULE_KEYS = {"_parameters": "parameters", "_buffers": "buffers", "_modules": "modules"}
 _RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
 _MAPPINGS = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
 _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset", "torch.Size"})
-_TEXTS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "TorchVersion"})
-_SCALARS = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
-
-
-class _Nothing:
-    """Where there is nothing to keep: a tensor, which is kept elsewhere, or what was listed."""
-
-
-_NOTHING = _Nothing()
 
 
 class Rest(NamedTuple):
-    """Plain data (``None`` if there is none), and what is none. ``versions``: those of modules are in a state dict."""
+    """Plain data (``None`` if there is none), and what is none. ``versions``: those of modules are in a state dict.
+
+    ``odd`` are tensors under keys that are neither text nor number, which no name can tell for sure.
+    """
 
     data: Any
     listed: tuple[Left, ...]
     versions: bool
+    odd: tuple[str, ...] = ()
 
 
 def rest_of(dropped: tuple[Dropped, ...], tensors: frozenset[tuple[Key, ...]]) -> Rest:
@@ -59,11 +53,11 @@ def rest_of(dropped: tuple[Dropped, ...], tensors: frozenset[tuple[Key, ...]]) -
     found: dict[str, Any] = {}
     for path, node in dropped:
         made = walk.plain(node, path, 0)
-        if made is not _NOTHING and made not in ({}, []):
+        if made is not NOTHING and made not in ({}, []):
             _enter(found, "/".join(map(str, path)), made)
-    if set(found) == {""}:
-        return Rest(found[""], tuple(walk.listed), walk.versions)
-    return Rest(found or None, tuple(walk.listed), walk.versions)
+    more = [Left("…", f"and {walk.more:,} more, which are too many to be named")] if walk.more else []
+    data = found[""] if set(found) == {""} else found or None
+    return Rest(data, (*walk.listed, *more), walk.versions, tuple(walk.odd))
 
 
 def _enter(found: dict[str, Any], name: str, made: Any) -> None:
@@ -85,18 +79,24 @@ class _Walk:
         self.on_path: set[int] = set()
         self.seen: set[int] = set()
         self.repeats = 0
-        self.text = MAX_TEXT
+        self.text = self.told = MAX_TEXT
+        self.more = 0
         self.versions = False
+        self.below_odd = 0
+        self.odd: list[str] = []
 
     def plain(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
         """A node as plain data."""
         if path in self.tensors:
-            return _NOTHING
-        if type(node) in (str, bytes, bytearray):
-            self.text -= len(node)
-        simple = _simple(node) if self.text >= 0 else _NOTHING
-        if simple is not _NOTHING:
-            return simple
+            if self.below_odd:
+                self.odd.append("/".join(map(str, path)))
+            found = attributes(node)
+            more = self._pairs(found, (*path, "$attributes"), depth + 1) if found.items else NOTHING
+            return {"$attributes": more} if more is not NOTHING else NOTHING
+        value = simple(node) if self.text >= 0 else NOTHING
+        if value is not NOTHING:
+            self.text -= _length(value)
+            return value if self.text >= 0 else self._list(path, node, "with more text than is kept")
         if depth >= MAX_DEPTH or self._is_too_much(node):
             return self._list(path, node, "nested too deep, or shared too often")
         if id(node) in self.on_path:
@@ -114,11 +114,15 @@ class _Walk:
         self.seen.add(id(node))
         return self.repeats > MAX_REPEATS
 
-    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> _Nothing:
-        if len(self.listed) < _MAX_LISTED:
+    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> Nothing:
+        name = "/".join(map(str, path))
+        self.told -= len(name)
+        if len(self.listed) < _MAX_LISTED and self.told >= 0:
             text = f"{leaf_kind(node)}: {short(node)}"[:200]
-            self.listed.append(Left("/".join(map(str, path)), f"{text}, {why}" if why else text))
-        return _NOTHING
+            self.listed.append(Left(name, f"{text}, {why}" if why else text))
+        else:
+            self.more += 1
+        return NOTHING
 
     def _container(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
         if type(node) is Dict:
@@ -141,8 +145,8 @@ class _Walk:
         state = node.states[-1] if node.states else None
         if type(state) is Dict and state.items[::2] == ["_metadata"]:
             self.versions = True
-        elif state is not None and (more := self.plain(state, (*path, "$attributes"), depth)) is not _NOTHING:
-            return {**(made if made is not _NOTHING else {}), "$attributes": more}
+        elif state is not None and (more := self.plain(state, (*path, "$attributes"), depth)) is not NOTHING:
+            return {**(made if made is not NOTHING else {}), "$attributes": more}
         return made
 
     def _pairs(self, held: Dict, path: tuple[Key, ...], depth: int) -> Any:
@@ -150,17 +154,20 @@ class _Walk:
         made: dict[str, Any] = {}
         pairs = held.pairs()
         for key, value in pairs:
-            if type(key) not in (str, int, float, bool, type(None)):
-                self._list((*path, short_key(key)), value, "under a key that is neither text nor number")
-                continue
+            odd = not _is_exact(key)
+            self.below_odd += odd
             plain = self.plain(value, (*path, short_key(key)), depth)
-            if plain is not _NOTHING:
+            self.below_odd -= odd
+            if plain is not NOTHING:
                 self._enter(made, key, plain, path)
-        return made if made or not pairs else _NOTHING
+        return made if made or not pairs else NOTHING
 
     def _enter(self, made: dict[str, Any], key: Any, plain: object, path: tuple[Key, ...]) -> None:
         """Put a value under the text of its key. ``1`` and ``"1"`` have the same: then the first is listed."""
-        name = _key_text(key)
+        if type(key) not in _KEYS or (type(key) is int and key.bit_length() > MAX_BITS):
+            self._list((*path, short_key(key)), plain, "under a key that is neither text nor number")
+            return
+        name = str(key)
         if name in made:
             self._list((*path, name), made[name], "under a key that another one is written as")
         made[name] = plain
@@ -168,9 +175,9 @@ class _Walk:
 
     def _members(self, members: Any, path: tuple[Key, ...], depth: int) -> Any:
         made = [self.plain(value, (*path, index), depth) for index, value in enumerate(members)]
-        if made and all(each is _NOTHING for each in made):
-            return _NOTHING
-        return [None if each is _NOTHING else each for each in made]
+        if made and all(each is NOTHING for each in made):
+            return NOTHING
+        return [None if each is NOTHING else each for each in made]
 
     # -- objects
 
@@ -182,36 +189,52 @@ class _Walk:
         parts = {key: state.get(key) for key in _MODULE_KEYS}
         made: dict[str, Any] = {"$class": _class(node)}
         if all(part is not None for part in parts.values()):
-            made.update(self._module(state, parts["_modules"], path, depth))
+            made.update(self._module(state, parts, path, depth))
             return made
         found = self._pairs(state, path, depth)
-        return {**made, **found} if found is not _NOTHING else _NOTHING if state.items else made
+        return {**made, **found} if found is not NOTHING else NOTHING if state.items else made
 
-    def _module(self, state: Dict, modules: object, path: tuple[Key, ...], depth: int) -> dict[str, Any]:
+    def _module(self, state: Dict, parts: dict[str, Any], path: tuple[Key, ...], depth: int) -> dict[str, Any]:
         """The attributes of a module, without the empty tables of hooks that every module has; and its children."""
-        own = [(key, value) for key, value in state.pairs() if type(key) is str and key not in _MODULE_KEYS]
-        made = {key: self.plain(value, (*path, key), depth) for key, value in own}
-        kept = {key: value for key, value in made.items() if value is not _NOTHING and (value or key[:1] != "_")}
-        children = Dict([*_given(modules), *(modules.items or [])]) if type(modules) is Call else modules
-        if type(children) is Dict and children.items:
-            inside: dict[str, Any] = {}
-            for key, child in children.pairs():
-                plain = self.plain(child, (*path, "_modules", short_key(key)), depth)
-                if plain is not _NOTHING:
-                    inside[str(key)] = plain
-            kept["modules"] = inside
+        own = Dict([part for pair in state.pairs() if pair[0] not in _MODULE_KEYS for part in pair])
+        found = self._pairs(own, path, depth)
+        made = {} if found is NOTHING else found
+        kept = {key: value for key, value in made.items() if value or not _is_hook(key)}
+        for where, name in _MODULE_KEYS.items():
+            held = parts[where]
+            inside = Dict([*_given(held), *(held.items or [])]) if type(held) is Call else held
+            if type(inside) is Dict and where != "_modules":
+                inside = Dict([part for pair in inside.pairs() if attributes(pair[1]).items for part in pair])
+            if type(inside) is Dict and inside.items:
+                plain = self._pairs(inside, (*path, where), depth)
+                kept[name if name not in kept else where] = {} if plain is NOTHING else plain
         return kept
 
 
-def _key_text(key: Any) -> str:
-    """A key as JSON has it; of an integer too long for Python to write out, a word on it."""
-    return str(short_key(key)) if type(key) is int and key.bit_length() > _MAX_BITS else str(key)
+def _is_hook(key: str) -> bool:
+    """Whether every module has an attribute of that name, which is nearly always empty."""
+    return "_hook" in key or key == "_non_persistent_buffers_set"
+
+
+def _is_exact(key: object) -> bool:
+    """Whether the name of a tensor tells its key."""
+    return type(key) in _KEYS and not (type(key) is int and key.bit_length() > _MAX_SHOWN)
+
+
+def _length(value: Any) -> int:
+    """About how many characters a simple value takes."""
+    if type(value) is int:
+        return value.bit_length() // 3
+    return len(value["$bytes"]) if type(value) is dict else len(value) if type(value) is str else 0
 
 
 def _given(node: Call) -> Iterator[Any]:
-    """Keys and values that a mapping was made with, as Python 2 writes it."""
-    if type(node.args) is tuple and node.args and type(node.args[0]) is list:
-        for pair in node.args[0]:
+    """Keys and values that a mapping was made with: those of a counter, or in pairs, as Python 2 writes it."""
+    given = node.args[0] if type(node.args) is tuple and node.args else None
+    if type(given) is Dict:
+        yield from given.items
+    elif type(given) is list:
+        for pair in given:
             if type(pair) in (list, tuple) and len(pair) == 2:
                 yield from pair
 
@@ -235,70 +258,3 @@ def _class(node: Call) -> str:
     if called(node) in _RECONSTRUCTORS and type(first) is Global:
         return first.full_name
     return called(node)
-
-
-def _simple(node: Any) -> Any:
-    """A value without parts."""
-    kind = type(node)
-    if node is None or kind in (bool, str):
-        return node
-    if kind is int:
-        return node if node.bit_length() <= _MAX_BITS else _NOTHING
-    if kind is float:
-        return node if isfinite(node) else str(node)
-    if kind in (bytes, bytearray):
-        return {"$bytes": b64encode(node).decode()} if len(node) <= _MAX_BYTES else _NOTHING
-    if kind is Global and node.module == "torch":
-        return node.full_name
-    return _simple_call(node) if kind is Call else _NOTHING
-
-
-def _simple_call(node: Call) -> Any:
-    """A value that is written as a call: a device, a path, bytes, a number of numpy."""
-    name, args = called(node), node.args
-    if type(args) is not tuple:
-        return _NOTHING
-    if name == "torch.device":
-        return device_text(node)
-    if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
-        return _NOTHING if (raw := _latin(args[0])) is None else _simple(raw)
-    if name.rpartition(".")[2] in _TEXTS and all(type(part) is str for part in args):
-        return "/".join(args).replace("//", "/", 1)
-    if name in ("builtins.complex", "__builtin__.complex") and all(type(part) is float for part in args):
-        return [_simple(part) for part in args]
-    return _number(args) if name in _SCALARS and len(args) == 2 else _NOTHING
-
-
-_FORMS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?"}
-_FORMS |= {"u8": "Q", "u4": "I", "u2": "H", "u1": "B"}
-
-
-def _number(args: tuple[Any, ...]) -> Any:
-    """A scalar of numpy: a dtype and its bytes."""
-    from struct import calcsize, unpack
-
-    dtype, held = args
-    code = dtype.args[0] if type(dtype) is Call and type(dtype.args) is tuple and dtype.args else None
-    form = _FORMS.get(code) if type(code) is str else None
-    raw = _bytes(held)
-    if form is None or raw is None or len(raw) != calcsize(f"<{form}"):
-        return _NOTHING
-    state = dtype.states[-1] if dtype.states else None
-    big = type(state) is tuple and state[1:2] == (">",)
-    return _simple(unpack(f">{form}" if big else f"<{form}", raw)[0])
-
-
-def _bytes(node: Any) -> bytes | None:
-    if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
-        node = node.args[0]
-    if type(node) is str:
-        return _latin(node)
-    return node if type(node) is bytes else None
-
-
-def _latin(text: str) -> bytes | None:
-    """Bytes that are written as a text; ``None`` if it holds what is no byte."""
-    try:
-        return text.encode("latin-1")
-    except UnicodeEncodeError:
-        return None

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from transload.converting import to_npz, to_raw, to_safetensors, to_torch
 from transload.converting.bundle import Bundle, refuse_existing
-from transload.converting.casting import is_cast
 from transload.converting.comparing import Back, compare, damaged_records, whole_checksum
 from transload.converting.entries import Data
 from transload.converting.errors import ConvertError
 from transload.converting.job import Job
-from transload.converting.planning import PROGRAMS, Plan, planned
+from transload.converting.planning import Plan, planned
 from transload.converting.result import Conversion
 from transload.errors import UsageError
 from transload.loading.progress import telling
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from transload.converting.wish import Wish
     from transload.read.source import SourceLike
 
-__all__ = ["run"]
+__all__ = ["convert_content", "run"]
 
 
 def run(  # noqa: PLR0913 - as asked for
@@ -44,30 +43,54 @@ def run(  # noqa: PLR0913 - as asked for
     """Convert; ``TransloadError`` if that cannot be, and then nothing is there that was not before."""
     from transload.content import open_content
     from transload.loading.refusal import refuse_broken
+
+    dst = _placed(dst, format_)
+    _refuse_same(src, dst)
+    _refuse_there(dst, format_, overwrite=overwrite)
+    with open_content(src) as content:
+        refuse_broken(content.checkpoint)
+        return convert_content(
+            content, dst, format_, wish, src=src, verify=verify, overwrite=overwrite, progress=progress
+        )
+
+
+def convert_content(  # noqa: PLR0913 - as above
+    content: Content,
+    dst: str,
+    format_: str,
+    wish: Wish,
+    *,
+    src: SourceLike | None = None,
+    verify: bool,
+    overwrite: bool,
+    progress: bool | Callable[[int, int], object] | None,
+) -> Conversion:
+    """Convert what was opened, and is taken as it is; ``src`` is what it was opened by, if not its path."""
     from transload.read import no_collecting
 
     begun = time.monotonic()
-    dst = _placed(dst, format_)
-    _refuse_same(src, dst)
-    _refuse_leftovers(_leftovers_name(dst), overwrite=overwrite)
-    if format_ != "raw":
-        refuse_existing([dst], overwrite=overwrite)
-    with open_content(src) as content:
-        refuse_broken(content.checkpoint)
-        with no_collecting():
-            plan = planned(content, format_, wish)
-        tell = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
-        with Bundle(overwrite=overwrite, is_source=_Sources(src, content)) as bundle:
-            job = Job(dst, wish, bundle, tell, verify=verify)
-            data = Data(content, allow_inf=wish.allow_inf)
-            places = _written(job, format_, plan, data)
-            if verify:
-                _check_source(job, plan, data)
-                compare(places, data, dst, tell)
-            made = _told(content.checkpoint, format_, plan, job, data)
+    _refuse_there(dst, format_, overwrite=overwrite)
+    sources = _Sources(content.checkpoint.path if src is None else src, content)
+    with no_collecting():
+        plan = planned(content, format_, wish)
+    tell = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
+    with Bundle(overwrite=overwrite, is_source=sources) as bundle:
+        job = Job(dst, wish, bundle, tell, verify=verify)
+        data = Data(content, allow_inf=wish.allow_inf)
+        places = _written(job, format_, plan, data)
+        if verify:
+            _check_source(job, plan, data)
+            compare(places, data, dst, tell)
+        made = _told(content.checkpoint, format_, plan, job, data)
     if overwrite and not made.leftovers:
         _remove_stale(_leftovers_name(dst))
     return replace(made, verified=verify, seconds=time.monotonic() - begun)
+
+
+def _refuse_there(dst: str, format_: str, *, overwrite: bool) -> None:
+    _refuse_leftovers(_leftovers_name(dst), overwrite=overwrite)
+    if format_ != "raw":
+        refuse_existing([dst], overwrite=overwrite)
 
 
 def _remove_stale(leftovers: str) -> None:
@@ -188,6 +211,7 @@ def _check_source(job: Job, plan: Plan, data: Data) -> None:
 
 
 def _told(checkpoint: Checkpoint, format_: str, plan: Plan, job: Job, data: Data) -> Conversion:
+    from transload.converting.notes import notes_of
     from transload.converting.rest import rest_of
 
     paths = frozenset(tensor.path for tensor in checkpoint.tensors)
@@ -218,7 +242,7 @@ def _told(checkpoint: Checkpoint, format_: str, plan: Plan, job: Job, data: Data
         leftovers=name if leftovers else "",
         others=plan.selection.others,
         renamed=(*plan.selection.renamed, *found.renamed),
-        notes=tuple(_notes(checkpoint, format_, plan, job.wish, versions=rest.versions)),
+        notes=tuple(notes_of(checkpoint, format_, plan, job, rest)),
     )
 
 
@@ -233,23 +257,3 @@ def _leftovers(data: Any, plan: Plan, format_: str) -> dict[str, Any]:
 
 def _leftovers_name(dst: str) -> str:
     return f"{dst.rstrip('/' + os.sep)}.leftovers.json"
-
-
-def _notes(checkpoint: Checkpoint, format_: str, plan: Plan, wish: Wish, *, versions: bool) -> list[str]:
-    notes = []
-    if checkpoint.format in PROGRAMS:
-        notes.append("the program itself is not converted, only its weights")
-    notes += [f"{name} is kept as the tensors it is made of" for name in plan.found.in_parts[:_SHOWN]]
-    as_they_are = [slot.named for slot in plan.carried if is_cast(slot.named.tensor.dtype, wish.dtype)]
-    notes += [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in as_they_are[:_SHOWN]]
-    if versions:
-        notes.append("the versions of its modules, which state_dict() records (_metadata), are not kept")
-    opaque = sorted({entry.dtype for entry in plan.found.entries if to_npz.is_opaque(entry.dtype)})
-    if format_ == "npz" and opaque:
-        notes.append(
-            f"numpy has no {' and no '.join(opaque)}: kept as raw bytes; --dtype float32 makes numbers of them"
-        )
-    return notes
-
-
-_SHOWN = 20

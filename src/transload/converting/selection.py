@@ -35,12 +35,16 @@ class Left(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What is converted, in the order of the file; ``others`` counts tensors that were not chosen."""
+    """What is converted, in the order of the file; ``others`` counts tensors that were not chosen.
+
+    ``unmatched`` are prefixes to strip that no name has.
+    """
 
     tensors: tuple[Named, ...]
     left: tuple[Left, ...]
     others: int = 0
     renamed: tuple[tuple[str, str], ...] = ()
+    unmatched: tuple[str, ...] = ()
 
 
 class Distinct:
@@ -57,9 +61,9 @@ class Distinct:
         self._used: set[str] = set()
         self._next: dict[str, int] = {}  # a file can have fifty thousand tensors of one name
 
-    def __call__(self, name: str) -> str:
-        """The name, or another one."""
-        if name not in self._used:
+    def __call__(self, name: str, *, made: bool = False) -> str:
+        """The name, or another one; one that was ``made`` here gives way to the same as it stands in the file."""
+        if name not in self._used and not (made and name in self._taken):
             self._used.add(name)
             return name
         number = self._next.get(name, 2)
@@ -76,17 +80,27 @@ def select(checkpoint: Checkpoint, wish: Wish) -> Selection:
     chosen = [Named(_below(tensor.name, wish.key), tensor) for tensor in checkpoint.tensors if _is_below(tensor, wish)]
     if wish.key and not chosen:
         raise _no_such_key(checkpoint, wish.key)
-    left: list[Left] = []
+    left = _unseen(checkpoint)
     modules = module_paths(checkpoint.tensors)
     kept = []
+    unmatched = dict.fromkeys(wish.strip)
     for each in chosen:
         why = _why_not(checkpoint, each.tensor, modules, wish)
         if why:
             left.append(Left(each.tensor.name, why))
         else:
-            kept.append(each._replace(name=_stripped(each.name, wish.strip)))
+            name, prefix = _stripped(each.name, wish.strip)
+            kept.append(each._replace(name=name))
+            unmatched.pop(prefix, None)
     named, renamed = _apart(kept, wish)
-    return Selection(tuple(named), tuple(left), len(checkpoint.tensors) - len(chosen), tuple(renamed))
+    others = len(checkpoint.tensors) - len(chosen)
+    return Selection(tuple(named), tuple(left), others, tuple(renamed), tuple(unmatched))
+
+
+def _unseen(checkpoint: Checkpoint) -> list[Left]:
+    """Where the reader has stopped, for there is more than it goes through: what lies there may be tensors."""
+    stopped = [problem for problem in checkpoint.problems if problem.code in ("tree-too-deep", "tree-too-large")]
+    return [Left(each.where or "…", f"not all of it was looked through: {each.detail}", lost=True) for each in stopped]
 
 
 def _flat(text: str) -> str:
@@ -156,15 +170,15 @@ def _beginnings(path: tuple[Key, ...]) -> Iterator[tuple[Key, ...]]:
         yield path[:length]
 
 
-def _stripped(name: str, prefixes: tuple[str, ...]) -> str:
-    """A name without the first prefix it begins with: as a whole, or its last part where it is nested."""
+def _stripped(name: str, prefixes: tuple[str, ...]) -> tuple[str, str]:
+    """A name without the first prefix that it, or the last part of a nested one, begins with; and that prefix."""
     lead, slash, last = name.rpartition("/")
     for prefix in prefixes:
         if name.startswith(prefix):
-            return name[len(prefix) :]
+            return name[len(prefix) :], prefix
         if last.startswith(prefix):
-            return f"{lead}{slash}{last[len(prefix) :]}"
-    return name
+            return f"{lead}{slash}{last[len(prefix) :]}", prefix
+    return name, ""
 
 
 def _apart(named: list[Named], wish: Wish) -> tuple[list[Named], list[tuple[str, str]]]:
@@ -174,7 +188,7 @@ def _apart(named: list[Named], wish: Wish) -> tuple[list[Named], list[tuple[str,
     distinct = Distinct(each.name for each in named)
     for each in named:
         wanted = _writable(each.name)
-        name = distinct(wanted)
+        name = distinct(wanted, made=wanted != each.name)
         if name != wanted and wish.strip:
             raise ConvertError(f"two tensors would be called {wanted!r} without the prefix", fix="Strip another one.")
         if name != each.name:

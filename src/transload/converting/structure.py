@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transload.converting.scalars import attributes
 from transload.dtypes import ITEMSIZE
 from transload.read.nodes import Big, Call, Dict, Global, Set
 from transload.read.values import called, short_key
@@ -58,9 +59,9 @@ class Structure(NamedTuple):
     dropped: tuple[Dropped, ...]
 
 
-def flat(named: tuple[Named, ...]) -> Structure:
-    """A dictionary of tensors by their names."""
-    slots = [Slot(each, state=True) for each in named]
+def flat(named: tuple[Named, ...], calls: dict[tuple[Key, ...], Call]) -> Structure:
+    """A dictionary of tensors by their names; ``calls`` are those of tensors that are taken over as they are."""
+    slots = [Slot(each, state=True, call=calls.get(each.tensor.path)) for each in named]
     return Structure(Dict([part for slot in slots for part in (slot.named.name, slot)]), tuple(slots), ())
 
 
@@ -98,6 +99,8 @@ class _Walk:
     def keep(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
         """A node as the target has it, or nothing."""
         if path in self.known:
+            if (set_on_it := attributes(node)).items:
+                self.dropped.append(Dropped((*path, "$attributes"), set_on_it))
             return self._slot(path)
         if path in self.modules:
             self.dropped.append(Dropped(path, node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from struct import unpack
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -58,15 +59,18 @@ def is_opaque(dtype: str) -> bool:
 def member_name(name: str) -> str:
     """The name of a tensor in the archive: one that no unpacker takes for a place outside of its folder.
 
-    >>> member_name("fc.weight"), member_name("../a"), member_name("/b")
-    ('fc.weight', '%2E%2E/a', '%2Fb')
+    numpy takes ``a.npy`` for the file of ``a``.
+
+    >>> member_name("fc.weight"), member_name("../a"), member_name("/b"), member_name("a.npy")
+    ('fc.weight', '%2E%2E/a', '%2Fb', 'a%2Enpy')
     """
-    safe = "".join(f"%{ord(letter):02X}" if letter in _UNSAFE or ord(letter) < 32 else letter for letter in name)
+    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", name)
     steps = ["%2E" * len(step) if step in (".", "..") else step or "%2F" for step in safe.split("/")]
-    return "/".join(steps).replace("%2F/", "%2F")
+    made = "/".join(steps).replace("%2F/", "%2F")
+    return f"{made.removesuffix('.npy')}%2Enpy" if made.endswith(".npy") else made
 
 
-_UNSAFE = '\\:%\0"'
+_UNSAFE = re.compile(r'[\\:%"\x00-\x1f]')
 
 
 def write_npz(job: Job, found: Sorted, data: Data) -> list[Back]:

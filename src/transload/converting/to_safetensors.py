@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transload.converting.comparing import Back
 from transload.converting.errors import ConvertError
 from transload.converting.moving import Descriptor, Writer
+from transload.converting.old_set import clear_parts
 from transload.converting.pouring import can_pour, pour
 from transload.dtypes import ITEMSIZE, SAFETENSORS
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transload.converting.job import Job
     from transload.writing.atomic import Beside
 
-__all__ = ["holds", "shard_names", "write_safetensors"]
+__all__ = ["holds", "index_name", "shard_names", "write_safetensors"]
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _RESERVED = "__metadata__"
@@ -38,6 +39,7 @@ def write_safetensors(job: Job, found: Sorted, data: Data, metadata: dict[str, s
     """Write the file, or the shards and their index; where everything is now."""
     shards = [_shard(entries, found.aliases, metadata) for entries in _cut(found.entries, job.wish.max_shard)]
     names = shard_names(job.dst, len(shards))
+    clear_parts(index_name(job.dst))
     places: list[Back] = []
     for name, shard in zip(names, shards, strict=True):
         file = job.bundle.add(name)
@@ -54,6 +56,8 @@ def write_safetensors(job: Job, found: Sorted, data: Data, metadata: dict[str, s
         places += _found(file, shard)
     if len(shards) > 1:
         _write_index(job, names, shards)
+        if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:  # noqa: PTH113 - texts throughout, as given
+            job.bundle.remove(job.dst)  # loaders would take it for the weights, rather than the shards
     return places
 
 
@@ -101,19 +105,25 @@ def _shard(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata:
     entries = sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype])
     here = {entry.name for entry in entries}
     said = {"format": "pt", **metadata, **{name: kept for name, kept in aliases if kept in here}}
-    table: dict[str, object] = {_RESERVED: said}
+    lines = [f'"{_RESERVED}":{_json(said)}']
     at = 0
-    for entry in entries:
+    for entry in entries:  # line by line: a dictionary of all of them takes five times as much
         shape = list(entry.shape)
         if entry.dtype == "float4_e2m1fn_x2" and shape:  # counted in pairs by torch, one by one here
             shape[-1] *= 2
-        table[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": shape, "data_offsets": [at, at + entry.nbytes]}
-        at += entry.nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        ends = [at, at := at + entry.nbytes]
+        lines.append(
+            f'{_json(entry.name)}:{{"dtype":"{_NAMES[entry.dtype]}","shape":{_json(shape)},"data_offsets":{_json(ends)}}}'
+        )
+    text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise ConvertError(f"its table would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
     return _Shard(entries, len(text).to_bytes(8, "little") + text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _found(file: Beside, shard: _Shard) -> list[Back]:
@@ -137,7 +147,7 @@ def _found(file: Beside, shard: _Shard) -> list[Back]:
 
 def _write_index(job: Job, names: list[str], shards: list[_Shard]) -> None:
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
-    base = [os.path.basename(name) for name in names]  # noqa: PTH119 - texts throughout, as given
+    base = [os.path.basename(name) for name in names]  # noqa: PTH119 - as above
     held = {entry.name: name for name, shard in zip(base, shards, strict=True) for entry in shard.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))}
     file = job.bundle.add(index_name(job.dst), leads=True)

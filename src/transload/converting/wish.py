@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transload.errors import UsageError
 
-__all__ = ["DTYPES", "FORMATS", "Wish", "dtype_of", "format_of", "size_of"]
+__all__ = ["DTYPES", "FORMATS", "Wish", "dtype_of", "format_of", "named_format", "size_of"]
 
 FORMATS: dict[str, str] = {
     "safetensors": "safetensors, one file or shards",
@@ -33,6 +33,7 @@ _SHORT.update({"f64": "float64", "f32": "float32", "f16": "float16", "fp64": "fl
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = ("", "K", "M", "G", "T")
+_MOST = float(1 << 63)
 
 
 class Wish(NamedTuple):
@@ -55,14 +56,17 @@ def format_of(dst: str, to: str = "") -> str:
         if to not in FORMATS:
             raise UsageError(f"there is no format {to!r}", fix=f"It is one of {', '.join(FORMATS)}.")
         return to
-    name = dst.lower()
-    for suffix, found in _SUFFIXES.items():
-        if name.endswith(suffix):
-            return found
-    if name.endswith(("/", os.sep)):
-        return "raw"
+    if found := named_format(dst):
+        return found
     fix = "Let its name end in .safetensors, .pt, .npz or a slash, or say --to torch|safetensors|npz|raw."
     raise UsageError("the name of the target does not say which format it shall have", where=dst, fix=fix)
+
+
+def named_format(dst: str) -> str:
+    """The format that a name tells; empty if it tells none."""
+    name = dst.lower()
+    found = next((found for suffix, found in _SUFFIXES.items() if name.endswith(suffix)), "")
+    return found or ("raw" if name.endswith(("/", os.sep)) else "")
 
 
 def dtype_of(text: str) -> str:
@@ -87,7 +91,7 @@ def size_of(size: str | int | None) -> int:
     if size is None or size == "":
         return 0
     found = _SIZE.fullmatch(str(size).strip())
-    if not found or float(found[1]) <= 0 or (found[3] and not found[2]):
+    if not found or not 0 < float(found[1]) < _MOST or (found[3] and not found[2]):
         raise UsageError(f"{size!r} is no size", fix="Write it like 5GB, 500MB or 2GiB.")
     unit = 1024 if found[3] else 1000
     return max(1, int(float(found[1]) * unit ** _POWERS.index(found[2].upper())))

@@ -31,19 +31,22 @@ class CannotPickleGraphError(TransloadError, ValueError):
     """There is something in the graph that no stream can hold."""
 
 
-def dumps(root: object, protocol: int = 2) -> bytes:
+def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], object]] | None = None) -> bytes:
     """The pickle of a graph of inert nodes and plain values (``read.nodes``).
 
     What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as
     protocol 2 does it. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for
     anything that is no node. ``protocol`` is only what the stream says of itself: a class inside a class (``A.B``) is
-    found by its name from 4 on.
+    found by its name from 4 on. ``expand`` is a type of nodes, each of which is made another one only when it is
+    written: a graph of its own, which is not kept.
     """
     writer = _Writer()
-    writer.out.append(b"\x80%c" % protocol)
+    if expand is not None:
+        writer.writers[expand[0]] = lambda node: writer.expanded(expand[1](node))
+    writer.out.extend(b"\x80%c" % protocol)
     writer.run(root)
-    writer.out.append(b".")
-    return b"".join(writer.out)
+    writer.out.extend(b".")
+    return bytes(writer.out)
 
 
 class _Do:
@@ -59,18 +62,20 @@ class _Writer:
     """The stream so far, and what is still to be written: a stack, because a graph can be deeper than Python's own."""
 
     def __init__(self) -> None:
-        self.out: list[bytes] = []
+        self.out = bytearray()
         self.memo: dict[int, int] = {}
+        self.numbers = 0
         self.todo: list[Any] = []
         self.open: set[int] = set()
         self.made: list[object] = []  # keeps alive what was made here: the memo knows things by their number
+        self.passing: list[object] | None = None  # the same of a graph that is forgotten when it is written
         self.named: dict[str, Global] = {}
         self.again = 0
         self.writers: dict[type, Callable[[Any], None]] = {
-            type(None): lambda _: self.out.append(b"N"),
-            bool: lambda value: self.out.append(b"\x88" if value else b"\x89"),
-            int: lambda value: self.out.append(_integer(value)),
-            float: lambda value: self.out.append(pack(">cd", b"G", value)),
+            type(None): lambda _: self.out.extend(b"N"),
+            bool: lambda value: self.out.extend(b"\x88" if value else b"\x89"),
+            int: lambda value: self.out.extend(_integer(value)),
+            float: lambda value: self.out.extend(pack(">cd", b"G", value)),
             str: self._text,
             bytes: self._bytes,
             bytearray: self._bytearray,
@@ -82,7 +87,7 @@ class _Writer:
             Call: self._call,
             Persistent: self._persistent,
             Extension: self._extension,
-            OutOfBand: lambda _: self.out.append(b"\x97"),
+            OutOfBand: lambda _: self.out.extend(b"\x97"),
             _Do: lambda do: do.act(do.argument),
         }
 
@@ -94,7 +99,7 @@ class _Writer:
             node = todo.pop()
             number = memo.get(id(node))
             if number is not None:
-                out.append(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
+                out.extend(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
                 continue
             write = writers.get(type(node))
             if write is None:
@@ -102,11 +107,26 @@ class _Writer:
             write(node)
 
     def _emit(self, code: bytes) -> None:
-        self.out.append(code)
+        self.out.extend(code)
+
+    def expanded(self, node: object) -> None:
+        """Write a graph that nobody else has, and forget it."""
+        self.passing = []
+        self._then(node, _Do(self._forget, None))
+
+    def _forget(self, _: None) -> None:
+        for node in self.passing or ():
+            del self.memo[id(node)]
+            self.open.discard(id(node))
+        self.passing = None
 
     def _put(self, node: object) -> None:
-        number = self.memo[id(node)] = len(self.memo)
-        self.out.append(b"q%c" % number if number < 256 else pack("<cI", b"r", number))
+        if self.passing is not None and type(node) is not Global:
+            # Texts are kept: nearly all of them are the same in every such graph.
+            (self.made if type(node) is str else self.passing).append(node)
+        number = self.memo[id(node)] = self.numbers
+        self.numbers += 1
+        self.out.extend(b"q%c" % number if number < 256 else pack("<cI", b"r", number))
 
     def _then(self, *steps: Any) -> None:
         self.todo += steps[::-1]
@@ -114,13 +134,13 @@ class _Writer:
     def _text(self, text: str) -> None:
         raw = text.encode("utf-8", "surrogatepass")
         long = len(raw) > 0xFFFFFFFF
-        self.out.append((b"\x8d" + pack("<Q", len(raw)) if long else b"X" + pack("<I", len(raw))) + raw)
+        self.out.extend((b"\x8d" + pack("<Q", len(raw)) if long else b"X" + pack("<I", len(raw))) + raw)
         self._put(text)
 
     def _global(self, node: Global) -> None:
         line = f"c{node.module}\n{node.name}\n"
         if line.count("\n") == 2 and _is_utf8(line):
-            self.out.append(line.encode())
+            self.out.extend(line.encode())
             self._put(node)
         else:
             self._then(node.module, node.name, _Do(self._emit, b"\x93"), _Do(self._put, node))
@@ -134,37 +154,37 @@ class _Writer:
         if not 0 < code <= _MAX_EXTENSION:
             raise CannotPickleGraphError(f"there is no extension {code}")
         forms = ((0xFF, "<cB", b"\x82"), (0xFFFF, "<cH", b"\x83"), (0x7FFFFFFF, "<ci", b"\x84"))
-        self.out.append(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
+        self.out.extend(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
         self._put(node)
 
     # -- containers: those that can change are in the memo before what they hold is written
 
     def _list(self, node: list[Any]) -> None:
-        self.out.append(b"]")
+        self.out.extend(b"]")
         self._put(node)
         self._fill(node, b"a", b"e", 1)
 
     def _dict(self, node: Dict) -> None:
-        self.out.append(b"}")
+        self.out.extend(b"}")
         self._put(node)
         self._fill(node.items, b"s", b"u", 2)
 
     def _fill(self, items: list[Any], single: bytes, many: bytes, width: int) -> None:
         items = items[: len(items) // width * width]
         if len(items) > width:
-            self.out.append(b"(")
+            self.out.extend(b"(")
         if items:
             self._then(*items, _Do(self._emit, single if len(items) == width else many))
 
     def _tuple(self, node: tuple[Any, ...]) -> None:
         if not node:
-            self.out.append(b")")
+            self.out.extend(b")")
             return
         self._begin(node, len(node))
         if len(node) < len(_SMALL_TUPLES):
             ended = (node, _SMALL_TUPLES[len(node)], len(node))
         else:
-            self.out.append(b"(")
+            self.out.extend(b"(")
             ended = (node, b"t", 0)
         self._then(*node, _Do(self._end, ended))
 
@@ -184,10 +204,10 @@ class _Writer:
         node, opcode, taken = ended
         number = self.memo.get(id(node))
         if number is None:
-            self.out.append(opcode)
+            self.out.extend(opcode)
             self._put(node)
         else:
-            self.out.append((b"0" * taken if taken else b"1") + pack("<cI", b"j", number))
+            self.out.extend((b"0" * taken if taken else b"1") + pack("<cI", b"j", number))
 
     # -- calls
 
@@ -196,7 +216,7 @@ class _Writer:
         self._begin(node, 4)
         steps: list[Any]
         if kind in ("obj", "inst") and type(args) is tuple:
-            self.out.append(b"(")
+            self.out.extend(b"(")
             steps = [node.callee, *args, _Do(self._end, (node, b"o", 0))]
         elif kind == "newobj_ex":
             steps = [node.callee, args, node.kwargs, _Do(self._end, (node, b"\x92", 3))]
