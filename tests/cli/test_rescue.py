@@ -158,11 +158,22 @@ def test_in_any_width(half: Path, program: Transload, columns: str) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_a_folder_of_files(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Advice of several lines is shown as lines."""
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / name).write_bytes(b"x")
+    assert main(["rescue", str(tmp_path / "__0_0.distcp"), str(tmp_path / "out.pt")]) == 2
+    _, advice, command = capsys.readouterr().err.splitlines()
+    assert advice == "  Rescue the directory."
+    assert command == f"    $ transload rescue {tmp_path} NEW.pt"
+
+
+def test_several_files(half: Path, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     half.rename(folder / "model-00001-of-00001.pt")
-    assert main(["rescue", str(folder), str(tmp_path / "out.pt")]) == 2
-    _, advice, command = capsys.readouterr().err.splitlines()
-    assert advice == "  Rescue its files one by one."
-    assert command == f"    $ transload rescue {folder}/model-00001-of-00001.pt NEW.pt"
+    assert main(["rescue", str(folder), str(tmp_path / "out.safetensors"), "--json"]) == 1
+    told = valid(capsys.readouterr().out)
+    assert (told["format"], told["counts"]["whole"]) == ("sharded", 26)
+    assert told["counts"]["lost"] > 0
+    assert len(whole) > told["nbytes"]

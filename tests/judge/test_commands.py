@@ -17,7 +17,6 @@ import transload
 from transload.checkpoint import Checkpoint
 from transload.judge.commands import CONVERT, RESCUE
 from transload.judge.problems import RULES
-from transload.rescuing.errors import RescueError
 
 DATA = Path(__file__).parent.parent / "data"
 WHOLE = DATA / "h200" / "whole_custom_module_cuda0.pt"
@@ -80,21 +79,25 @@ def test_a_safetensors_file_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["", "model.safetensors.index.json"])
-def test_of_several_files_the_damaged_one_is_named(named: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [10, None], ids=["cut", "missing"])
+def test_of_several_files_what_is_left_is_saved(
+    named: str, cut: int | None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = path.parent / "it is"
     folder.mkdir()
     transload.convert(path, folder / "model.safetensors", max_shard_size=13_000)
     assert commands(transload.inspect(folder)) == []
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) == 3
-    shards[1].write_bytes(shards[1].read_bytes()[:-10])
+    if cut is None:
+        shards[1].unlink()
+    else:
+        shards[1].write_bytes(shards[1].read_bytes()[:-cut])
     monkeypatch.chdir(path.parent)
-    command = f"$ transload rescue 'it is/{shards[1].name}' NEW.safetensors"
-    assert commands(transload.inspect(Path("it is") / named)) == [command]
-    with pytest.raises(RescueError, match="one by one") as refused:
-        transload.rescue("it is", "new.pt")
-    assert refused.value.fix.splitlines()[1:] == [command]
+    (command,) = commands(transload.inspect(Path("it is") / named))
+    assert shlex.split(command)[1:] == ["transload", "rescue", str(Path("it is") / named), "NEW.safetensors"]
     assert run(command, path.parent) == 1  # a part of it
+    assert len(transload.inspect("NEW.safetensors").tensors) == (4 if cut is None else 5)
 
 
 def test_bytes_have_no_name() -> None:

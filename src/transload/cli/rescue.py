@@ -19,6 +19,7 @@ examples:
   transload rescue half.pt whole.pt --fill zeros     keep lost tensors, as zeros
   transload rescue model.pt.gz model.pt              also out of gz, bz2, xz, zst and zip
   transload rescue unzipped/ model.pt                or a directory it was unpacked into
+  transload rescue step_1000/ new.safetensors        of shards or ranks, all that is whole
 
 exit codes:
   0  everything was recovered
@@ -31,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``rescue``."""
     parser.epilog = _EPILOG
     # Not `path`: a command's `path` may be put right before it is read, and the source of a rescue is never written.
-    parser.add_argument("src", metavar="SRC", help="a damaged checkpoint; it is never written")
+    parser.add_argument("src", metavar="SRC", help="a damaged checkpoint, file or directory; it is never written")
     parser.add_argument("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json says what is in it")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
     parser.add_argument("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")

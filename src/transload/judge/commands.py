@@ -8,21 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding
 
-__all__ = [
-    "CONVERT",
-    "RESCUE",
-    "RESCUED",
-    "WITHOUT_CODE",
-    "command_lines",
-    "convert_command",
-    "rescue_commands",
-    "with_commands",
-]
+__all__ = ["CONVERT", "RESCUE", "RESCUED", "SETS", "WITHOUT_CODE", "command_lines", "convert_command", "with_commands"]
 
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
@@ -30,11 +20,13 @@ WITHOUT_CODE = "This takes its tensors alone, without its code, so that no trust
 """What leads to the command that takes them out."""
 
 _SEVERITIES = ("error", "warning", "note")
-RESCUED = frozenset({"torch-zip", "torch-legacy", "safetensors", "torchscript", "torch-export"})
+SETS = frozenset({"sharded", "dcp", "deepspeed", "megatron"})
+"""The formats of several files."""
+
+_ARCHIVES = frozenset({"torch-zip", "torchscript", "torch-export"})
+RESCUED = SETS | _ARCHIVES | {"torch-legacy", "safetensors"}
 """The formats that a rescue takes."""
 
-_ARCHIVES = RESCUED - {"torch-legacy", "safetensors"}
-_MOST_FILES = 4  # that are named; the next time there are fewer
 _CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory", "torchscript"})
 
 
@@ -62,11 +54,11 @@ def _advice(fix: tuple[str, ...], checkpoint: Checkpoint, told: set[str]) -> Ite
     lines = iter(zip(fix, (*fix[1:], ""), strict=False))
     for line, following in lines:
         if following in _COMMANDS:
-            commands = [command for command in _COMMANDS[following](checkpoint) if command not in told]
+            command = _COMMANDS[following](checkpoint)
             next(lines)
-            if commands:
-                told.update(commands)
-                yield from (line, *commands)
+            if command and command not in told:
+                told.add(command)
+                yield from (line, command)
         elif line not in told or not line.endswith("."):
             told.add(line)
             yield line
@@ -87,38 +79,14 @@ def convert_command(checkpoint: Checkpoint) -> str:
     return _convert(checkpoint) if sound and checkpoint.format in _CONVERTED and checkpoint.storages else ""
 
 
-def rescue_commands(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """One for each damaged file; none for what a rescue does not take, for attacks, and where nothing is left."""
-    if checkpoint.safety == "dangerous":
-        return ()
-    if checkpoint.format in RESCUED:
-        return (_rescue(checkpoint.path, checkpoint.format),) if _is_something_left(checkpoint) else ()
-    folder = os.path.dirname(checkpoint.path) if _is_index(checkpoint) else checkpoint.path  # noqa: PTH120 - as below
-    found = ((os.path.join(folder, name), format_) for name, format_ in _damaged_files(checkpoint))  # noqa: PTH118 - same
-    return tuple(_rescue(path, format_) for path, format_ in islice(found, _MOST_FILES))
-
-
-def _rescue(path: str, format_: str) -> str:
+def _rescue(checkpoint: Checkpoint) -> str:
+    """Empty for what a rescue does not take, for attacks, and where nothing is left to save."""
+    if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous" or not _is_something_left(checkpoint):
+        return ""
     from transload.read.foreign.kinds import rescue_command
 
-    return rescue_command(path, ".safetensors" if format_ == "safetensors" else ".pt")
-
-
-def _is_index(checkpoint: Checkpoint) -> bool:
-    """Whether shards were read by naming their index, not their folder."""
-    return any(part.kind == "index" and checkpoint.path.endswith(part.name) for part in checkpoint.parts)
-
-
-def _damaged_files(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The files of a checkpoint of several that are damaged and have a tensor left, and their formats."""
-    from transload.judge.problems import rule_of
-
-    hurt = {each.where.partition(" › ")[0] for each in checkpoint.problems if rule_of(each.code).integrity == "damaged"}
-    left = {each.file for each in checkpoint.storages if each.nbytes and each.stored >= each.nbytes}
-    for part in checkpoint.parts:
-        format_ = dict(part.facts).get("format", "")
-        if part.name in hurt & left and format_ in RESCUED:
-            yield part.name, format_
+    formats = {checkpoint.format, *(dict(part.facts).get("format") for part in checkpoint.parts)}
+    return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt")
 
 
 def _is_something_left(checkpoint: Checkpoint) -> bool:
@@ -139,7 +107,4 @@ def _convert(checkpoint: Checkpoint) -> str:
     return f"$ transload convert {quoted(checkpoint.path)} {quoted(new)}"
 
 
-_COMMANDS: dict[str, Callable[[Checkpoint], tuple[str, ...]]] = {
-    RESCUE: rescue_commands,
-    CONVERT: lambda checkpoint: (_convert(checkpoint),),
-}
+_COMMANDS: dict[str, Callable[[Checkpoint], str]] = {RESCUE: _rescue, CONVERT: _convert}

@@ -31,6 +31,8 @@ _LOADS = ("It loads as it is.", *_RIGHT)
 _ANEW = ("This writes its tensors into a new file, as safetensors wants them.", CONVERT)
 _SHARDS = ("Download the whole repository again: hf download REPOSITORY --local-dir DIR",)
 _RANKS = ("Copy the missing files from the machine that wrote them, or use an earlier step.",)
+_LEFT_OF_SHARDS = (*_SHARDS, *_LEFT)
+_LEFT_OF_RANKS = (*_RANKS, *_LEFT)
 
 RULES: dict[str, Rule] = {
     # -- the container: two readers would see two files
@@ -231,9 +233,11 @@ RULES: dict[str, Rule] = {
     "index-invalid": Rule("the index of the shards cannot be used", "error", "unknown", "damaged", _SHARDS),
     "index-missing": Rule("the shards have no index to compare with", "warning", "data-only", "whole", _SHARDS),
     "index-total-size": Rule("the index gives another total size", "warning"),
-    "shard-missing": Rule("a shard is missing", "error", "data-only", "damaged", _SHARDS),
+    "shard-missing": Rule("a shard is missing", "error", "data-only", "damaged", _LEFT_OF_SHARDS),
     "shard-outside": Rule("the index names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
-    "shard-tensor-missing": Rule("tensors are missing from their shard", "error", "data-only", "damaged", _SHARDS),
+    "shard-tensor-missing": Rule(
+        "tensors are missing from their shard", "error", "data-only", "damaged", _LEFT_OF_SHARDS
+    ),
     "shard-tensor-unlisted": Rule("shards hold tensors that the index does not know", "warning"),
     "shard-tensor-twice": Rule("a tensor stands in two shards", "warning", "data-only", "damaged", _SHARDS),
     "shard-stray": Rule(
@@ -243,7 +247,7 @@ RULES: dict[str, Rule] = {
         "whole",
         ("Remove the files of the older save.",),
     ),
-    "part-unreadable": Rule("a file of the checkpoint cannot be read", "error", "unknown", "damaged", _SHARDS),
+    "part-unreadable": Rule("a file of the checkpoint cannot be read", "error", "unknown", "damaged", _LEFT_OF_SHARDS),
     "dcp-metadata-missing": Rule(
         ".metadata is missing: the save never finished",
         "error",
@@ -256,15 +260,15 @@ RULES: dict[str, Rule] = {
     ),
     "dcp-metadata-invalid": Rule(".metadata does not describe a checkpoint", "error", "unknown", "damaged", _RANKS),
     "dcp-path-outside": Rule(".metadata names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
-    "dcp-file-missing": Rule("a rank's file is missing", "error", "unknown", "damaged", _RANKS),
-    "dcp-file-cut": Rule("a rank's file is cut short", "error", "unknown", "damaged", _RANKS),
+    "dcp-file-missing": Rule("a rank's file is missing", "error", "unknown", "damaged", _LEFT_OF_RANKS),
+    "dcp-file-cut": Rule("a rank's file is cut short", "error", "unknown", "damaged", _LEFT_OF_RANKS),
     "dcp-items-overlap": Rule(
         "entries of a rank's file share bytes; they were not read", "error", "unknown", "damaged", _REFUSE
     ),
     "dcp-items-unread": Rule("there are too many entries to read them all", "warning", "unknown"),
     "dcp-transformed": Rule("entries are packed in a form that is not read here", "warning", "unknown"),
-    "dcp-piece-missing": Rule("a tensor lacks some of its pieces", "error", "data-only", "damaged", _RANKS),
-    "dcp-piece-mismatch": Rule("a piece is not what .metadata says", "error", "data-only", "damaged", _RANKS),
+    "dcp-piece-missing": Rule("a tensor lacks some of its pieces", "error", "data-only", "damaged", _LEFT_OF_RANKS),
+    "dcp-piece-mismatch": Rule("a piece is not what .metadata says", "error", "data-only", "damaged", _LEFT_OF_RANKS),
     "rank-missing": Rule("some ranks' files are missing", "error", "data-only", "damaged", _RANKS),
     "latest-missing": Rule("the step it calls the latest is not here", "error", "data-only", "damaged", _RANKS),
     "directory-unknown": Rule(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.read import FORMATS
 from transload.render.escape import printable
 from transload.render.lines import BLANK, Block, Line, Prose, Table, heading, layout, note, plain
 from transload.render.sizes import count, plural, size
-from transload.render.text import findings
 from transload.render.words import INTEGRITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from transload.findings import Finding
     from transload.verifying.result import Verification
 
 __all__ = ["as_text", "report", "several", "written"]
@@ -57,11 +56,11 @@ def details(verification: Verification, *, hashes: bool = True) -> Iterator[Bloc
     for finding in verification.findings:
         rest = tuple(line for line in finding.evidence if line not in told)
         yield BLANK
-        yield from next(findings([replace(finding, evidence=rest)]))
+        yield from _finding(replace(finding, evidence=rest))
     if _can_be_rescued(verification):
         yield BLANK
         yield note("all that is whole, and what can be undone with proof, as a new file:")
-        yield Prose(((f"$ transload rescue {_quoted(verification.path)} NEW", ""),), lead=(("    ", ""),), whole=True)
+        yield Prose(((printable(_rescue(verification), None), ""),), lead=(("    ", ""),), whole=True)
     yield from _values(verification)
     if hashes:
         yield from _hashes(verification)
@@ -75,6 +74,18 @@ def _can_be_rescued(verification: Verification) -> bool:
     senseless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
     hurt = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
     return hurt and not advised and not senseless
+
+
+def _finding(finding: Finding) -> Sequence[Block]:
+    from transload.render.text import findings  # which knows how to draw trees, too
+
+    return next(findings([finding]))
+
+
+def _rescue(verification: Verification) -> str:
+    from transload.read.foreign.kinds import rescue_command
+
+    return rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
 
 
 def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
@@ -120,10 +131,6 @@ def written(path: str, tensors: int) -> Block:
     """That a manifest was written."""
     words = f"the hashes of {plural(tensors, 'tensor')}, for --against"
     return Prose(((f"{printable(path, None)}: {words}", ""),), lead=((f"  {'written':<{_LABEL}}", "dim"),))
-
-
-def _quoted(path: str) -> str:
-    return printable(quote(path if not path.startswith("-") else f"./{path}"), None)
 
 
 def _named(name: str) -> str:

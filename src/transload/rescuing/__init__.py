@@ -33,16 +33,17 @@ def rescue(  # noqa: PLR0913 - what a user may ask for
 ) -> Rescue:
     """Save what is whole, or can be mended with proof, of a damaged checkpoint into a new file.
 
-    ``src`` is a file, bytes, a file object, or the directory an archive was unpacked into. Lost tensors are left out,
-    or filled if ``fill`` is ``zeros`` or ``nan``. ``dry_run`` only plans; ``dst`` may then be omitted. ``member`` names
-    one of several checkpoints in an archive. Beside ``dst`` a report is written, ``dst`` with ``.rescue.json``, that
-    says what is original, mended or lost. If nothing can be saved, nothing is written. Raises ``RescueError`` if the
-    file is no checkpoint at all.
+    ``src`` is a file, bytes, a file object, the directory an archive was unpacked into, or a checkpoint of several
+    files (shards by their directory or index, ``torch.distributed.checkpoint``), which becomes one. Lost tensors are
+    left out, or filled if ``fill`` is ``zeros`` or ``nan``. ``dry_run`` only plans; ``dst`` may then be omitted.
+    ``member`` names one of several checkpoints in an archive. Beside ``dst`` a report is written, ``dst`` with
+    ``.rescue.json``, that says what is original, mended or lost. If nothing can be saved, nothing is written. Raises
+    ``RescueError`` if the file is no checkpoint at all.
 
     >>> transload.rescue("broken.pt", "mended.pt").exit_code  # doctest: +SKIP
     0
     """
-    from transload.rescuing.saving import saved
+    from transload.rescuing.saving import saved, write_report
 
     target = "" if dst is None else os.fspath(dst)
     if fill not in (None, "zeros", "nan"):
@@ -52,7 +53,34 @@ def rescue(  # noqa: PLR0913 - what a user may ask for
     if target:
         _refuse(src, target, overwrite=overwrite)
     with ExitStack() as stack:
-        return saved(src, target, stack, fill=fill, dry_run=dry_run, member=member, progress=progress)
+        several = _several_files(src)
+        if several:
+            from transload.rescuing.sets import saved_set
+
+            _refuse_options(several, fill, member)
+            made = saved_set(several, target, stack, dry_run=dry_run, overwrite=overwrite, progress=progress)
+        else:
+            made = saved(src, target, stack, fill=fill, dry_run=dry_run, member=member, progress=progress)
+        if made.done:
+            write_report(made)
+        return made
+
+
+def _several_files(src: SourceLike) -> str:
+    """The path of a checkpoint of several files; empty if it is none."""
+    path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
+    if not (path.endswith(".index.json") or os.path.isdir(path)):  # noqa: PTH112 - texts throughout, as given
+        return ""
+    from transload.judge.commands import SETS
+    from transload.read import inspect
+
+    return path if inspect(path).format in SETS else ""
+
+
+def _refuse_options(path: str, fill: Fill | None, member: str) -> None:
+    if fill or member:
+        what = "several files become a new one, without what is lost; that is not filled, and no archive is opened"
+        raise UsageError(what, where=path, fix="Leave --fill and --member out.")
 
 
 def _refuse(src: SourceLike, target: str, *, overwrite: bool) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.rescuing.filling import Fill
 
-__all__ = ["saved"]
+__all__ = ["saved", "write_report"]
 
 _PIECE = 4 << 20
 _SHOWN = 8
@@ -71,7 +71,6 @@ def saved(  # noqa: PLR0913 - what a user may ask for
     )
     if writes and out is not None:
         _written(out, target, progress)
-        _report(made)
     return made
 
 
@@ -94,6 +93,8 @@ def _mended(src: SourceLike, member: str, stack: ExitStack, notes: list[str]) ->
     """The source, and what it should be."""
     if isinstance(src, str | os.PathLike) and os.path.isdir(src):  # noqa: PTH112 - texts throughout, as given
         return _directory(os.fspath(src))
+    if isinstance(src, str | os.PathLike):
+        _refuse_rank(os.fspath(src))
     source = open_source(src)
     stack.callback(source.close)
     if not source.size:
@@ -115,14 +116,19 @@ def _directory(path: str) -> tuple[Source, Mended]:
 
     mended = recover_directory(path)
     if mended is None:
-        from transload.judge.commands import rescue_commands
-        from transload.read import inspect
-
-        what = "it is a directory, and not one that an archive was unpacked into"
-        raise RescueError(
-            what, where=path, fix="\n".join(("Rescue its files one by one.", *rescue_commands(inspect(path))))
-        )
+        what = "it is a directory, and neither a checkpoint of several files nor an archive that was unpacked"
+        raise RescueError(what, where=path, fix="Rescue its files one by one.")
     return mended.source, mended._replace(nbytes=mended.source.size)
+
+
+def _refuse_rank(path: str) -> None:
+    """A rank's file is a row of small archives, and what they hold stands in another file."""
+    folder, name = os.path.split(path)
+    if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as below
+        from transload.read.foreign.kinds import rescue_command
+
+        what = "it is one of the files of a torch.distributed.checkpoint directory"
+        raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")
 
 
 def _as_it_is(source: Source) -> Mended:
@@ -238,7 +244,8 @@ def _written(out: Source, target: str, progress: Callable[[int, int], object] | 
                 tell(len(data))
 
 
-def _report(made: Rescue) -> None:
+def write_report(made: Rescue) -> None:
+    """Write the report that lies beside a new file."""
     import json
 
     from transload.writing.atomic import Beside

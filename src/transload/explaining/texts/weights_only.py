@@ -17,8 +17,8 @@ _SINCE = {
     "add_safe_globals": "2.4",
     "get_safe_globals": "2.4",
     "clear_safe_globals": "2.4",
-    "safe_globals": "2.5",
-    "skip_data": "2.5",
+    "safe_globals": "2.6",
+    "skip_data": "2.6",
     "get_unsafe_globals_in_checkpoint": "2.6",
 }
 _NO_NEED = (
