@@ -101,6 +101,21 @@ def test_a_program_finds_itself_as_ever(folder: Path, arguments: list[str]) -> N
     assert same(*arguments, cwd=folder).returncode == 0
 
 
+def test_a_program_may_be_piped_in(folder: Path) -> None:
+    assert same("-", "x", "--help", cwd=folder, stdin=PROBE).returncode == 0
+    assert same("-", cwd=folder, stdin="def f():\n    return 1 / 0\nf()\n").returncode == 1
+    assert same("-", cwd=folder, stdin="def f(:\n").returncode == 1
+
+
+def test_the_builtins_of_the_main_module_are_a_module(folder: Path) -> None:
+    """Programs put things there, and look for what a profiler has put there."""
+    (folder / "builtin.py").write_text(
+        'print(type(__builtins__).__name__, "profile" in dir(__builtins__))\n__builtins__.mine = 1\nprint(mine)\n',
+        encoding="utf-8",
+    )
+    assert same("builtin.py", cwd=folder).returncode == 0
+
+
 def test_a_link_leads_to_the_folder_of_the_script(folder: Path) -> None:
     try:
         (folder / "link.py").symlink_to(folder / "other" / "probe.py")
