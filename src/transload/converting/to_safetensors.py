@@ -111,10 +111,8 @@ def _shard(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata:
         shape = list(entry.shape)
         if entry.dtype == "float4_e2m1fn_x2" and shape:  # counted in pairs by torch, one by one here
             shape[-1] *= 2
-        ends = [at, at := at + entry.nbytes]
-        lines.append(
-            f'{_json(entry.name)}:{{"dtype":"{_NAMES[entry.dtype]}","shape":{_json(shape)},"data_offsets":{_json(ends)}}}'
-        )
+        held = f'"dtype":"{_NAMES[entry.dtype]}","shape":[{",".join(map(str, shape))}]'
+        lines.append(f'{_json(entry.name)}:{{{held},"data_offsets":[{at},{(at := at + entry.nbytes)}]}}')
     text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
@@ -122,8 +120,7 @@ def _shard(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata:
     return _Shard(entries, len(text).to_bytes(8, "little") + text)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def _found(file: Beside, shard: _Shard) -> list[Back]:
