@@ -19,6 +19,7 @@ from tests import forge
 from tests.retagging.makers import planned, save, state
 
 import transload
+from transload.cli.main import main
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.retagging import has_journal, recover, retag, undo
 from transload.retagging.applying import apply
@@ -227,6 +228,53 @@ def test_a_folder_of_somebody_else(path: Path) -> None:
         assert isinstance(refused(path), CannotWriteError)
     finally:
         path.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("out", ["", "a\0b"], ids=["empty", "nul"])
+def test_a_copy_without_a_name_is_no_change_in_place(out: str, path: Path) -> None:
+    """As `-o "$COPY"` is where the variable was never set."""
+    old = path.read_bytes()
+    with pytest.raises(UsageError, match="no file can have the name"):
+        retag(path, "cpu", out=out)
+    assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "cpu", "-o", ""], "no file can have the name"),
+        (["--to", "cpu", "--map", "*=cuda:0"], "two devices: cuda:0 and cpu"),
+        (["--to", "x=cpu"], "'x=cpu' is no device"),
+    ],
+    ids=["no name", "two for all others", "a map"],
+)
+def test_command_lines_that_mean_something_else(
+    arguments: list[str], said: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = path.read_bytes()
+    assert main(["retag", str(path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("x")], ids=["pipe", "dir", "link"]
+)
+def test_what_is_no_journal_is_not_waited_for(make: Any, path: Path) -> None:
+    """Anybody can make one in a folder such as /tmp: every command looks at it."""
+    make(Path(names_of(str(path)).journal))
+    assert recover(path) == "stale"
+    assert transload.load(path, map_location="cpu")
+    assert "journal" in refused(path).what
+
+
+def test_undo_does_not_advise_what_was_just_tried(path: Path) -> None:
+    Path(names_of(str(path)).journal).write_bytes(b"TLRETAG2" + bytes(100))
+    assert "--undo" in refused(path).fix
+    with pytest.raises(RetagError, match="not the journal of this file, or of a version") as caught:
+        undo(path)
+    assert "--undo" not in caught.value.fix
+    assert "rm -- " in caught.value.fix
 
 
 def test_a_file_that_somebody_has_locked(path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from torch import nn
 
 from transload.errors import UsageError
 from transload.saving import background as module
-from transload.saving import save, save_async
+from transload.saving import save, save_async, snapshot
 from transload.saving.background import MAX_IN_FLIGHT, background
 from transload.saving.errors import SaveError, SaveWarning
+from transload.saving.snapshot import Snapshot, snapshot_of
 from transload.writing.errors import NoDirectoryError
 
 
@@ -147,6 +151,88 @@ def test_to_a_file_object(tmp_path: Path) -> None:
     assert int(torch.load(tmp_path / "a.pt")["n"]) == 3
 
 
+def test_a_plain_save_waits_for_those_to_its_file_object(gate: threading.Event) -> None:
+    held = io.BytesIO()
+    save_async({"n": torch.tensor(1)}, held)
+    threading.Timer(0.2, gate.set).start()
+    save({"n": torch.tensor(2)}, held)
+    length = held.getvalue().rindex(b"PK\x05\x06") - held.getvalue().index(b"PK\x05\x06")
+    assert torch.load(io.BytesIO(held.getvalue()[:-length]))["n"] == 1
+    assert torch.load(io.BytesIO(held.getvalue()[-length:]))["n"] == 2
+
+
+def test_a_function_that_is_called_when_a_save_is_done_may_save(tmp_path: Path, gate: threading.Event) -> None:
+    """It runs in the thread that writes: what it waits for, nobody else would write."""
+    called: list[str] = []
+    first = save_async({"n": torch.tensor(0)}, tmp_path / "a.pt")
+    save_async({"n": torch.tensor(1)}, tmp_path / "a.pt")
+
+    def more(_: Any) -> None:
+        for number in range(2, 5):
+            save_async({"n": torch.tensor(number)}, tmp_path / "b.pt")
+        save({"n": torch.tensor(5)}, tmp_path / "b.pt")
+        save({"n": torch.tensor(6)}, tmp_path / "a.pt")
+        called.append("done")
+
+    first.add_done_callback(more)
+    gate.set()
+    background.wait()
+    assert called == ["done"]
+    assert (int(torch.load(tmp_path / "a.pt")["n"]), int(torch.load(tmp_path / "b.pt")["n"])) == (6, 5)
+
+
+def test_a_function_that_is_told_the_progress_may_save(tmp_path: Path, gate: threading.Event) -> None:
+    def more(_: int, __: int) -> None:
+        save({"n": torch.tensor(2)}, tmp_path / "b.pt")
+
+    save_async({"n": torch.tensor(0)}, tmp_path / "a.pt", progress=more)
+    save_async({"n": torch.tensor(1)}, tmp_path / "b.pt")
+    gate.set()
+    background.wait()
+    assert int(torch.load(tmp_path / "b.pt")["n"]) == 2
+
+
+def test_a_save_that_failed_holds_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Snapshot]] = []
+
+    def noted(storages: Any) -> Snapshot:
+        found = snapshot_of(storages)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(snapshot, "snapshot_of", noted)
+    gc.disable()
+    try:
+        future = save_async({"w": torch.rand(10)}, tmp_path / "gone" / "a.pt")
+        assert isinstance(future.exception(30), NoDirectoryError)
+        background.wait()
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_function_that_fails_stops_nothing(kind: Any, tmp_path: Path, gate: threading.Event) -> None:
+    def fail(_: Any) -> None:
+        raise kind
+
+    save_async({}, tmp_path / "a.pt").add_done_callback(fail)
+    last = save_async({}, tmp_path / "b.pt")
+    gate.set()
+    last.result(30)
+
+
+def test_without_threads_the_caller_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert save_async({"n": torch.arange(2_000_000)}, tmp_path / "a.pt").done()
+    assert torch.load(tmp_path / "a.pt")["n"][-1] == 1_999_999
+    with pytest.raises(NoDirectoryError):
+        save_async({}, tmp_path / "gone" / "a.pt").result(0)
+
+
 def test_no_thread_stays(tmp_path: Path) -> None:
     save_async({"n": torch.rand(3_000_000)}, tmp_path / "a.pt").result(30)
     background.wait()
@@ -182,6 +268,41 @@ def test_a_program_that_ends_tells_what_failed(tmp_path: Path) -> None:
     done = run(tmp_path / "gone" / "a.pt", PROGRAM.replace("range(3)", "range(1)"))
     assert "an earlier save in the background failed" in done.stderr
     assert "its directory does not exist" in done.stderr
+
+
+AT_EXIT = """
+import atexit, sys, torch
+from transload.saving import save_async
+atexit.register(lambda: save_async({"w": torch.full((2_000_000,), 2.0)}, sys.argv[1]))
+"""
+
+
+def test_a_program_may_save_while_it_ends(tmp_path: Path) -> None:
+    done = run(tmp_path / "a.pt", AT_EXIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert float(torch.load(tmp_path / "a.pt")["w"][-1]) == 2.0
+    assert "its directory does not exist" in run(tmp_path / "gone" / "a.pt", AT_EXIT).stderr
+
+
+IMPORTING = """
+import builtins, sys, threading, torch
+from transload.saving import save_async
+true, found = builtins.__import__, []
+def watched(name, *rest, **more):
+    if name not in sys.modules and threading.current_thread() is not threading.main_thread():
+        found.append(name)
+    return true(name, *rest, **more)
+builtins.__import__ = watched
+save_async({"w": torch.rand(3_000_000), "b": torch.rand(3)}, sys.argv[1]).result()
+save_async({"w": torch.rand(3)}, sys.argv[1]).result()
+print(*found)
+"""
+
+
+def test_nothing_is_imported_in_a_thread(tmp_path: Path) -> None:
+    """A child that is forked meanwhile would wait for ever where it imports the same."""
+    done = run(tmp_path / "a.pt", IMPORTING)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "\n")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

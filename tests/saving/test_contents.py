@@ -6,16 +6,21 @@ import ctypes
 import io
 import threading
 import time
+import types
 import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from transload.loading.transfer.driver import DriverError
 from transload.saving import contents, snapshot
 from transload.saving.contents import Ring, Span, records_of
+from transload.saving.cuda import CudaFetcher
 from transload.saving.desk import Stored
+from transload.saving.errors import SaveError
 from transload.writing.archive import AHEAD, write_archive
 from transload.writing.sinks import FileObject
 
@@ -165,3 +170,44 @@ def test_a_snapshot_fetches_what_is_small_at_once() -> None:
     snapshot.fetch_all(device, list(zip(copies, storages, strict=True)))
     assert device.asked == [200]
     assert [each.small() for each in copies] == [bytes([number]) for number in range(200)]
+
+
+class Unpinned(TorchFunctionMode):
+    """While this lasts, memory can be had that is said to be pinned, on a machine that has nothing to pin it for."""
+
+    def __torch_function__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        return function(*given, **{name: value for name, value in (named or {}).items() if name != "pin_memory"})
+
+
+def test_the_default_device_is_not_where_memory_of_the_host_is_asked_for() -> None:
+    """Nothing can be pinned elsewhere, and `torch.set_default_device("cuda")` is what many programs begin with."""
+    with torch.device("meta"), Unpinned():
+        slot, address = CudaFetcher.slot(CudaFetcher.__new__(CudaFetcher), 100)
+    assert (slot.device.type, bool(address)) == ("cpu", True)
+
+
+class Refusing:
+    """A driver whose copies fail; it remembers what the thread speaks to."""
+
+    context = 7
+
+    def current(self) -> int:
+        return self.context
+
+    def enter(self, device: int) -> None:
+        self.context = device + 100
+
+    def back(self, context: int) -> None:
+        self.context = context
+
+    def copy(self, _: object, __: int) -> None:
+        raise DriverError("the device is gone")
+
+
+def test_a_copy_that_fails_leaves_the_thread_where_it_was() -> None:
+    driver = Refusing()
+    fetcher = CudaFetcher.__new__(CudaFetcher)
+    fetcher._device, fetcher.stream = torch.device("cuda:1"), types.SimpleNamespace(cuda_stream=0)
+    with pytest.raises(SaveError, match="the device is gone"):
+        fetcher._by_driver(driver, torch.empty(8), [])  # type: ignore[arg-type]
+    assert driver.context == 7

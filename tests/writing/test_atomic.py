@@ -75,6 +75,33 @@ def test_rights_of_the_old_file_are_kept(tmp_path: Path, mode: int) -> None:
 
 
 @posix
+def test_the_group_of_the_old_file_is_kept_by_who_does_not_own_it() -> None:
+    """In a folder that a group shares, its files stay the group's, whoever of it has saved last."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.pt"
+        path.write_bytes(b"old")
+        for each in (Path(folder), path):
+            os.chown(each, 1001, 2000)
+            each.chmod(0o770)
+        child = os.fork()
+        if not child:
+            answer = 1
+            try:
+                os.setgroups([2000])
+                os.setresgid(1002, 1002, 1002)
+                os.setresuid(1002, 1002, 1002)
+                put(path, b"new")
+                answer = 0
+            finally:
+                os._exit(answer)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert path.read_bytes() == b"new"
+        assert (path.stat().st_gid, stat.S_IMODE(path.stat().st_mode)) == (2000, 0o770)
+
+
+@posix
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     true, link, second = tmp_path / "there" / "true.pt", tmp_path / "link.pt", tmp_path / "second.pt"

@@ -83,8 +83,8 @@ def _wish(arguments: Namespace) -> dict[str, str]:
             raise UsageError(f"--map takes two devices, such as cuda:1=cuda:0, not {pair!r}")
         if wish.setdefault(old, new) != new:
             raise UsageError(f"--map gives {old} two devices: {wish[old]} and {new}")
-    if arguments.to:
-        wish["*"] = arguments.to
+    if arguments.to and wish.setdefault("*", arguments.to) != arguments.to:
+        raise UsageError(f"all others are given two devices: {wish['*']} and {arguments.to}")
     if not wish:
         raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
     return wish

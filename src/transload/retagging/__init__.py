@@ -47,7 +47,7 @@ def retag(  # noqa: PLR0913 - what a user may ask for
     from transload.retagging.wish import wish_of
 
     wish, path = wish_of(to), _path(path)
-    target = "" if out is None else _path(out)
+    target = _target(out)
     recovered = _ready(path, target, keep_undo=keep_undo, hard_links=hard_links)
     source = FileSource(path)
     try:
@@ -72,7 +72,7 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
     refuse_in_place(path, hard_links=True)
     recovered = applying.recover(path, anywhere=True)
     if recovered == "stale":
-        raise applying.stale_journal(path)
+        raise applying.stale_journal(path, tried=True)
     if recovered == "restored":
         return Retag(path, "", "", "undo", (), 0, 0, done=True, recovered=recovered)
     changes, seen = applying.undo_changes(path)
@@ -98,6 +98,14 @@ def recover(path: str | os.PathLike[str]) -> str:
 def _path(path: object) -> str:
     if not isinstance(path, str | os.PathLike) or isinstance(name := os.fspath(path), bytes):
         raise UsageError(f"expected the path of a file, not {type(path).__name__}", fix="Save it to a file first.")
+    return name
+
+
+def _target(out: str | os.PathLike[str] | None) -> str:
+    """Where a copy goes; nothing for a change in place, which nobody asks for by an empty name."""
+    name = "" if out is None else _path(out)
+    if out is not None and (not name or "\0" in name):
+        raise UsageError(f"no file can have the name {name!r}", fix="Name the copy, or leave -o out.")
     return name
 
 

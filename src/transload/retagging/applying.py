@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
+from errno import ELOOP
 
 from transload.errors import CannotReadError
 from transload.retagging.changes import Changes
-from transload.retagging.disk import Disk
+from transload.retagging.disk import Disk, read_at
 from transload.retagging.errors import RetagError
 from transload.retagging.guard import cannot_write, lock, refuse_changed, refuse_replaced
 from transload.retagging.journal import Journal, journal_of, state_of
@@ -17,6 +19,7 @@ from transload.writing.errors import CannotWriteError
 __all__ = ["apply", "recover", "stale_journal", "undo_changes"]
 
 _PRIVATE = 0o600
+_READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK"))
 
 
 def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
@@ -148,24 +151,38 @@ def _put_right(disk: Disk, names: Names, descriptor: int, *, anywhere: bool) -> 
 def _read_journal(path: str, descriptor: int) -> Journal | None:
     """The journal of an open file, ``None`` if it is none, or that of somebody who has no say over the file.
 
-    In a folder that all may write to, such as /tmp, a stranger could leave one that changes the file as he likes.
+    In a folder that all may write to, such as /tmp, a stranger could leave one that changes the file as he likes; or
+    a pipe of that name, for which everybody would wait.
     """
-    journal = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0))
-    with open(journal, "rb") as file:  # noqa: PTH123 - pathlib costs ten milliseconds to import
+    try:
+        journal = os.open(path, _READ)
+    except OSError as error:
+        if error.errno == ELOOP:  # a symbolic link
+            return None
+        raise
+    try:
+        status = os.fstat(journal)
         trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
-        return journal_of(file.read()) if os.fstat(journal).st_uid in trusted else None
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
+            return None
+        return journal_of(read_at(journal, 0, status.st_size))
+    finally:
+        os.close(journal)
 
 
-def stale_journal(path: str) -> RetagError:
-    """What to say of a file whose journal is that of another, or no journal."""
+def stale_journal(path: str, *, tried: bool = False) -> RetagError:
+    """What to say of a file whose journal is that of another, or no journal; ``tried`` is whether undo was."""
     from shlex import quote
 
-    journal = names_of(path).journal
+    remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
+    if tried:
+        what = "what lies beside it is not the journal of this file, or of a version of transload that is not this one"
+        return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
     return RetagError(
         "beside it lies the journal of an interrupted retag, and the file has been replaced or copied since",
         where=path,
         fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo puts it back; "
-        f"if it is as it should be, remove the journal: rm -- {quote(journal)}",
+        f"if it is as it should be, {remove}",
     )
 
 

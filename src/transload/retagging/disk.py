@@ -22,10 +22,6 @@ class Disk:
         """Open an empty file: a new one, or what is there cut to nothing."""
         return os.open(path, _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
 
-    def close(self, descriptor: int) -> None:
-        """Close a file."""
-        os.close(descriptor)
-
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
         view = memoryview(data)

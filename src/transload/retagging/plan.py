@@ -146,7 +146,7 @@ def _changes(file: _File, found: Found, offset: int, data: bytes) -> tuple[str, 
         return "append", appended(source, data_pickle(file.checkpoint), new)
     if not file.copy:
         raise RetagError(
-            "the new tags take more room than the old ones, and the legacy format has none to give",
+            "the new tags do not fit into the place of the old ones, and the legacy format has no other",
             where=source.name,
             fix="Write a copy: -o COPY.",
         )

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from transload.loading.errors import NoTorchError
-from transload.loading.progress import telling
-from transload.read import no_collecting
-from transload.saving.arguments import (
-    Progressing,
-    alignment,
-    check_device,
-    check_protocol,
-    check_skip,
-    path_of,
-)
+from transload.saving.arguments import path_of
 from transload.saving.errors import SaveWarning
-from transload.saving.origin import ORIGIN, Origin, origin_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from transload.saving.desk import Stored
-    from transload.saving.snapshot import Snapshot
+    from transload.saving.arguments import Progressing
+    from transload.saving.job import Prepared
+    from transload.saving.origin import Origin
 
 __all__ = ["save", "save_async"]
 
@@ -58,10 +47,11 @@ def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP
     """
-    from transload.saving.background import settle
+    from transload.saving.background import background
+    from transload.saving.job import Wish, prepare, write
 
     path = path_of(f)
-    settle(path)
+    background.settle(path or f)
     wish = Wish(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
     prepared = prepare(obj, wish)
     _warn(prepared, path)
@@ -89,19 +79,27 @@ def save_async(  # noqa: PLR0913 - as above
 
     >>> future = transload.save_async(checkpoint, "step-1000.pt")  # doctest: +SKIP
     """
+    from transload.read.checksum import fastest_crc32
     from transload.saving.background import background
+    from transload.saving.job import Wish, prepare, write
     from transload.saving.snapshot import snapshot_of
 
     path = path_of(f)
-    place = None if path is None else os.path.abspath(path)  # noqa: PTH100 - a text; the directory may change meanwhile
-    background.settle(None)
+    place = None if path is None else _absolute(path)
+    background.raise_unnoticed()
     background.make_room()
     wish = Wish(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
     prepared = prepare(obj, wish)
     _warn(prepared, path)
     snapshot = snapshot_of(prepared.storages)
     prepared = prepared._replace(storages=[], snapshot=snapshot)
-    return background.submit(place, lambda: write(prepared, f, place, wish))
+    fastest_crc32()  # it imports a package, which is not for a thread: see saving/job.py
+    return background.submit(place or f, partial(write, prepared, f, place, wish))
+
+
+def _absolute(path: str) -> str:
+    """A path as it is meant now: the directory may change meanwhile. One that ends with a slash does so still."""
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - a text
 
 
 def _warn(prepared: Prepared, path: str | None) -> None:
@@ -109,87 +107,3 @@ def _warn(prepared: Prepared, path: str | None) -> None:
 
     if prepared.warning:
         warnings.warn(f"{path}: {prepared.warning}" if path else prepared.warning, SaveWarning, stacklevel=3)
-
-
-class Wish(NamedTuple):
-    """The arguments of a save."""
-
-    pickle_module: Any
-    pickle_protocol: int
-    device: str
-    origin: Origin
-    compact: bool
-    atomic: bool
-    progress: Progressing
-
-
-class Prepared(NamedTuple):
-    """An object taken apart: what is written, and what there is to say about it."""
-
-    data: bytes
-    storages: list[Stored]
-    origin: bytes
-    alignment: int
-    warning: str
-    total: int
-    """Bytes of all storages."""
-    snapshot: Snapshot | None = None
-    """Copies of the storages, to be written instead."""
-
-
-def prepare(obj: Any, wish: Wish) -> Prepared:
-    """Take an object apart. Nothing is written yet."""
-    portable, protocol = check_device(wish.device), check_protocol(wish.pickle_protocol)
-    try:
-        import torch  # noqa: F401 - from here on it is needed
-    except ImportError as error:
-        raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
-    from transload.saving.bloat import bloat_words
-    from transload.saving.pickled import pickled
-
-    check_skip()
-    with no_collecting():
-        data, storages = pickled(obj, wish.pickle_module, protocol, portable=portable, compact=wish.compact)
-        warning = "" if wish.compact else bloat_words(obj, storages)
-        record = origin_of(wish.origin, storages)
-        return Prepared(data, storages, record, alignment(), warning, sum(each.nbytes for each in storages))
-
-
-def write(prepared: Prepared, f: Any, path: str | None, wish: Wish) -> None:
-    """Write what was prepared."""
-    from transload.writing.atomic import Beside, Straight, is_atomic
-    from transload.writing.sinks import FileObject, SystemFile
-
-    if path is None:
-        _write_archive(prepared, FileObject(f), wish)
-        if callable(getattr(f, "flush", None)):
-            f.flush()
-        return
-    whole = wish.atomic and is_atomic(path)
-    with (Beside if whole else Straight)(path) as file:
-        _write_archive(prepared, SystemFile(file.descriptor, push=whole), wish)
-
-
-def _write_archive(prepared: Prepared, sink: Any, wish: Wish) -> None:
-    from transload.saving.archive import ROOT, closing_records, opening_records, threads_for
-    from transload.saving.contents import records_of
-    from transload.saving.cuda import rings_for
-    from transload.writing.archive import write_archive
-
-    rings = rings_for(prepared.storages)
-    with ExitStack() as last:
-        if prepared.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
-            last.enter_context(no_collecting())
-        for ring in rings.values():
-            last.callback(ring.fetcher.finish)
-        opening = opening_records(prepared.data, prepared.alignment)
-        storages = prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings)
-        write_archive(
-            sink,
-            ROOT,
-            chain(opening, storages),
-            lambda checksums: closing_records(checksums, (ORIGIN, prepared.origin)),
-            threads=threads_for(prepared.total),
-            alignment=prepared.alignment,
-            tell=telling(wish.progress, prepared.total, "saving"),
-        )

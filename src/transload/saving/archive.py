@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from zlib import crc32
 
+from transload.cores import cores
 from transload.writing.archive import Record
 
 __all__ = ["ROOT", "closing_records", "opening_records", "threads_for"]
@@ -35,8 +37,6 @@ def closing_records(checksums: Sequence[int], origin: tuple[bytes, bytes]) -> It
 
     The origin is not part of the id: equal contents have equal ids.
     """
-    from zlib import crc32
-
     version = b"3\n"
     known = serialization_id([*checksums, crc32(version)])
     if origin[1]:
@@ -61,7 +61,5 @@ def serialization_id(checksums: Sequence[int]) -> bytes:
 
 def threads_for(nbytes: int) -> int:
     """Threads for the checksums of so many bytes, beside the one that writes."""
-    from transload.cores import cores
-
     count = min(cores() - 1, _MAX_THREADS)
     return count if nbytes >= _LITTLE and count else 0

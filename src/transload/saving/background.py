@@ -9,14 +9,16 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Condition, Thread
+from contextlib import suppress
+from functools import partial
+from threading import Condition, Thread, get_ident, main_thread
+from traceback import clear_frames
 
 from transload.saving.errors import SaveError
 
-__all__ = ["MAX_IN_FLIGHT", "Saving", "background", "settle"]
+__all__ = ["MAX_IN_FLIGHT", "Saving", "background"]
 
 MAX_IN_FLIGHT = 2
 """Saves that are written or wait to be: each is a copy of everything it saves. One more waits for the first."""
@@ -27,11 +29,14 @@ def _nothing() -> None:
 
 
 class Saving(Future[None]):
-    """The future of a save. Whether its error was seen is known, so that none gets lost."""
+    """The future of a save. Whether its error was seen is known, so that none gets lost.
 
-    def __init__(self, path: str | None, write: Callable[[], None]) -> None:
+    ``target`` is where to: an absolute path, or a file object.
+    """
+
+    def __init__(self, target: object, write: Callable[[], None]) -> None:
         super().__init__()
-        self.path = path
+        self.target = target
         self.seen = False
         self._write = write
 
@@ -48,14 +53,17 @@ class Saving(Future[None]):
 
     def run(self) -> None:
         """Write what was taken apart, and let go of it."""
-        write, self._write = self._write, _nothing
         self.set_running_or_notify_cancel()  # it is never cancelled: what was promised is written
         try:
-            write()
+            self._write()
         except BaseException as error:  # noqa: BLE001 - it is raised where the save is asked about
-            self.set_exception(error)
+            clear_frames(error.__traceback__)  # else the copy of everything lives as long as the error
+            done = partial(self.set_exception, error)
         else:
-            self.set_result(None)
+            done = partial(self.set_result, None)
+        self._write = _nothing
+        with suppress(BaseException):  # of a function that is called now: it ends that one alone
+            done()
 
     def cancel(self) -> bool:
         """A save that was begun is finished."""
@@ -67,57 +75,88 @@ class Background:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._waiting: deque[Saving] = deque()
-        self._current: Saving | None = None
+        self._pending: list[Saving] = []  # in the order of the calls
         self._failed: list[Saving] = []
-        self._working = False
+        self._writer: int | None = None  # the thread that writes; 0 until it has begun
 
-    def submit(self, path: str | None, write: Callable[[], None]) -> Saving:
+    def submit(self, target: object, write: Callable[[], None]) -> Saving:
         """Enter a save."""
-        saving = Saving(path, write)
+        saving = Saving(target, write)
         with self._changed:
-            self._waiting.append(saving)
-            if not self._working:
-                self._working = True
-                # Not a daemon: a program does not end before its last save has.
-                Thread(target=self._work, name="transload save", daemon=False).start()
+            self._pending.append(saving)
+            begin = self._writer is None
+            if begin:
+                self._writer = 0
+        if begin:
+            self._begin()
         return saving
 
+    def _begin(self) -> None:
+        """Start the thread. Where there can be none, the caller does the work: nothing that was promised is lost."""
+        if not main_thread().is_alive():  # the program is ending: it waits for no more threads
+            self._work()
+            _tell_at_exit()
+            return
+        try:
+            # Not a daemon: a program does not end before its last save has.
+            Thread(target=self._work, name="transload save", daemon=False).start()
+        except RuntimeError:  # the system has no more of them
+            self._work()
+
     def _work(self) -> None:
+        self._writer = get_ident()
         while True:
             with self._changed:
-                self._current = self._waiting.popleft() if self._waiting else None
-                if self._current is None:
-                    self._working = False
+                if not self._pending:
+                    self._writer = None
                     self._changed.notify_all()
                     return
-            self._current.run()
-            with self._changed:
-                if Future.exception(self._current) is not None:
-                    self._failed.append(self._current)
-                self._current = None
-                self._changed.notify_all()
+            self._write_next()
+
+    def _write_next(self) -> None:
+        saving = self._left()[0]
+        saving.run()
+        with self._changed:
+            self._pending.remove(saving)
+            if Future.exception(saving) is not None:
+                self._failed.append(saving)
+            self._changed.notify_all()
+
+    def _left(self) -> list[Saving]:
+        """Saves under way; to a function that a save calls, those that are not begun: for its own it cannot wait."""
+        if self._writer == get_ident():
+            return [each for each in self._pending if not (each.running() or each.done())]
+        return self._pending
 
     def make_room(self) -> None:
         """Wait until one more save may be under way."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._pending()) < MAX_IN_FLIGHT)
+        self._until(lambda: len(self._left()) < MAX_IN_FLIGHT)
 
-    def settle(self, path: str | None) -> None:
-        """Wait for saves to a path, and raise what an earlier one to any path has raised unnoticed."""
+    def settle(self, target: object) -> None:
+        """Wait for saves to a path or a file object, and raise what an earlier one has raised unnoticed."""
+        place = _place(target)
+        self._until(lambda: all(_place(each.target) != place for each in self._left()))
+        self.raise_unnoticed()
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        self._until(lambda: not self._left())
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        """Wait. A function that a save calls runs in the thread that writes: nobody else would write meanwhile."""
+        if self._writer == get_ident():
+            while not ready():
+                self._write_next()
+        else:
+            with self._changed:
+                self._changed.wait_for(ready)
+
+    def raise_unnoticed(self) -> None:
+        """Raise what a save has raised while nobody looked."""
         with self._changed:
-            if path is not None:
-                place = os.path.realpath(path)
-                self._changed.wait_for(lambda: all(each != place for each in self._places()))
             failed = self.unnoticed()
         if failed:
             raise _lost(failed)
-
-    def _pending(self) -> list[Saving]:
-        return [*self._waiting, *([self._current] if self._current else [])]
-
-    def _places(self) -> list[str]:
-        return [os.path.realpath(each.path) for each in self._pending() if each.path is not None]
 
     def unnoticed(self) -> list[Saving]:
         """Saves that failed while nobody looked; they are told once."""
@@ -127,26 +166,21 @@ class Background:
             each.seen = True
         return failed
 
-    def wait(self) -> None:
-        """Wait for all of them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._working)
+
+def _place(target: object) -> object:
+    """What two targets have in common that are one: the file a path leads to, or the identity of an object."""
+    return os.path.realpath(target) if isinstance(target, str) else id(target)
 
 
 def _lost(failed: list[Saving]) -> SaveError:
     first = Future.exception(failed[0])
-    where = ", ".join(each.path or "a file object" for each in failed)
+    where = ", ".join(each.target if isinstance(each.target, str) else "a file object" for each in failed)
     error = SaveError(f"an earlier save in the background failed: {first}", where=where, fix="Save again.")
     error.__cause__ = first
     return error
 
 
 background = Background()
-
-
-def settle(path: str | None) -> None:
-    """Before a save: let those before it come first, and let no error get lost."""
-    background.settle(path)
 
 
 def _tell_at_exit() -> None:

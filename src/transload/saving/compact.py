@@ -37,6 +37,8 @@ class Cuts:
                 self._cut(storage, views)
 
     def _cut(self, storage: Any, views: list[Geometry]) -> None:
+        if any(each.run.end > storage.nbytes() for each in views):
+            return  # of a storage that was made smaller under its tensors, there is nothing to cut
         self._held.append(storage)
         data = storage._cdata  # noqa: SLF001 - by which torch tells storages apart
         step = max((each.itemsize for each in views), default=1)

@@ -28,7 +28,7 @@ class CudaFetcher:
         """Pinned memory; torch keeps it for the next save when it is given back."""
         import torch
 
-        made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return made, made.data_ptr()
 
     def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
@@ -50,9 +50,11 @@ class CudaFetcher:
         copies = [(to, storage.data_ptr() + start, count) for to, (storage, start, count) in zip(ends, parts)]  # noqa: B905 - there is an end more
         try:
             before = driver.current()
-            driver.enter(self._device.index)
-            driver.copy(copies, self.stream.cuda_stream)
-            driver.back(before)
+            try:
+                driver.enter(self._device.index)
+                driver.copy(copies, self.stream.cuda_stream)
+            finally:
+                driver.back(before)
         except DriverError as reason:
             raise SaveError(reason.what, fix="`transload doctor` looks for the cause.") from reason
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from transload.saving.compact import Cuts
-from transload.saving.errors import SaveError
+from transload.saving.errors import CannotPickleError, SaveError
 from transload.saving.views import Geometry
 
 __all__ = ["Desk", "NoHooks", "Ref", "Stored", "TorchNames", "Use", "torch_names"]
@@ -119,7 +119,7 @@ class Desk:
 
         if obj.device.type == "meta":
             what = "a storage on the meta device has no bytes to save"
-            raise SaveError(what, fix="Save the tensor instead of its storage.")
+            raise CannotPickleError(what, fix="Save the tensor instead of its storage.")
         if isinstance(obj, self._torch.typed):
             kind = getattr(torch, obj._pickle_storage_type())  # noqa: SLF001 - as torch.save asks
             use = Use(obj.dtype, kind, obj.element_size(), geometry)

@@ -13,8 +13,10 @@ class SaveError(TransloadError, RuntimeError):
     """The object cannot be saved as asked."""
 
 
-class CannotPickleError(SaveError, PicklingError, TypeError, AttributeError):
-    """Something in the object has no form in a file; it is also each of the errors that ``pickle`` raises for that."""
+class CannotPickleError(
+    SaveError, PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError, OverflowError, ValueError
+):
+    """Something in the object has no form in a file; it is each of the errors that ``pickle`` and torch raise."""
 
 
 class SaveWarning(UserWarning):

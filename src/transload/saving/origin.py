@@ -24,6 +24,7 @@ Origin = bool | Mapping[str, Any]
 
 _MAX_ENTRIES = 64 << 10  # bytes of JSON the caller may add: it is read whenever somebody looks at the file
 _MAX_DEPTH = 8
+_MAX_BITS = 64  # of a number: others who read JSON know no longer ones
 _FIX = "It takes names with plain values: texts, numbers, True, False, None, and lists and dicts of these."
 
 
@@ -121,6 +122,8 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         return [_plain(each, f"{place}[{index}]", depth + 1) for index, each in enumerate(value)]
     if isinstance(value, str):
         return _text(value, place)
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as a text.")
     if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
         return value
     raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON does not hold", fix=_FIX)

@@ -46,13 +46,13 @@ def _dump(obj: Any, desk: Desk, pickle_module: Any) -> bytes:
         return _stream(obj, desk, pickle_module)
     except SaveError:
         raise
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
+    except (pickle.PickleError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         from transload.saving.culprit import culprit
 
         def attempt(part: Any) -> None:
             _stream(part, Desk(desk.protocol, None, portable=True), pickle_module)
 
-        place, fix = culprit(obj, attempt)
+        place, fix = culprit(obj, attempt, error)
         raise CannotPickleError(f"{place} cannot be pickled: {error}", fix=fix) from error
 
 

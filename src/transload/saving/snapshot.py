@@ -7,11 +7,12 @@ pinned memory; what the program starts on its current stream afterwards waits fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, TypeVar
 
+from transload.cores import cores
 from transload.loading.transfer.memory import Pages, copy, view
 from transload.saving.contents import Fetcher, Span, bytes_at
 from transload.saving.desk import Stored
@@ -124,15 +125,17 @@ def _planned(made: Copy, source: int, blocks: _Blocks) -> Iterator[tuple[int, in
 
 
 def _copy_all(parts: Sequence[tuple[int, int, int]]) -> None:
-    from transload.cores import cores
+    threads = min(cores(), _MAX_THREADS, len(parts))
+    if threads > 1:
+        with suppress(RuntimeError):  # while a program ends there are no more threads, nor can this be imported
+            from concurrent.futures import ThreadPoolExecutor
 
-    if len(parts) < 2:
-        for part in parts:
-            copy(*part)
-        return
-    with ThreadPoolExecutor(min(cores(), _MAX_THREADS)) as pool:
-        for _ in pool.map(lambda part: copy(*part), parts):
-            pass
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(lambda part: copy(*part), parts):
+                    pass
+            return
+    for part in parts:
+        copy(*part)
 
 
 def _from_elsewhere(pairs: Sequence[tuple[Copy, Stored]]) -> None:

@@ -98,12 +98,13 @@ class _Part(NamedTuple):
 class _Write:
     """What is written at once."""
 
-    __slots__ = ("buffers", "nbytes", "parts", "sums")
+    __slots__ = ("buffers", "contents", "nbytes", "parts", "sums")
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
         self.parts: list[_Part] = []
         self.nbytes = 0
+        self.contents = 0  # bytes of records alone
         self.sums: Callable[[], list[int]] = list
 
     def is_full(self) -> bool:
@@ -153,6 +154,7 @@ class _Archive:
         parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
         write.buffers.append(b"".join(parts))
         write.nbytes += self.end - start
+        write.contents += sum(len(content) for _, content in records)
         self._entries.append(b"".join(entries))
         self._count += len(named)
 
@@ -170,6 +172,7 @@ class _Archive:
     def _add(write: _Write, entry: _Entry, chunk: Chunk, *, last: bool) -> None:
         write.buffers.append(chunk.view)
         write.nbytes += len(chunk.view)
+        write.contents += len(chunk.view)
         slot = len(write.buffers) if last else -1
         if last:
             write.buffers.append(b"")
@@ -203,7 +206,7 @@ def write_archive(  # noqa: PLR0913 - what to write, where to, and how
 ) -> None:
     """Write an archive of records in the folder ``root``; ``closing`` gets their checksums and names the last ones.
 
-    ``tell`` is called with numbers of bytes as they are written.
+    ``tell`` is called with numbers of bytes of records as they are written, those of the last ones left out.
     """
     archive = _Archive(root, alignment)
     waiting: deque[_Write] = deque()
@@ -216,7 +219,7 @@ def write_archive(  # noqa: PLR0913 - what to write, where to, and how
             if part.chunk.done is not None:
                 part.chunk.done()
         if tell is not None:
-            tell(write.nbytes)
+            tell(write.contents)
 
     with Checksums(threads) as sums:
         for write in archive.writes(records):

@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EACCES, EISDIR
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,18 @@ def place_of(path: str) -> str:
 
 
 def is_atomic(path: str) -> bool:
-    """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into."""
+    """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into.
+
+    So is a file that has no name of its own, to which ``/dev/fd/3`` may lead.
+    """
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - texts throughout, as given
+        found = os.stat(path)  # noqa: PTH116 - texts throughout, as given
     except OSError:
         return True
+    try:
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(place_of(path)))  # noqa: PTH116 - as above
+    except OSError:
+        return False
 
 
 class Straight:
@@ -98,7 +106,7 @@ class Beside(Straight):
         self._target = place_of(path)
         _REPLACED.wait(self._target)
         try:
-            before = _existing(self._target)
+            before = _existing(path, self._target)
             clear_debris(self._target)
             self._hidden, self.descriptor = _open_hidden(self._target)
             try:
@@ -187,18 +195,18 @@ def _opened_if_large(target: str) -> int | None:
     return None
 
 
-def _existing(target: str) -> os.stat_result | None:
+def _existing(path: str, target: str) -> os.stat_result | None:
     """What is at the place now. What may not be written may not be replaced either, though the system would let us."""
-    import errno
-
+    if not os.path.basename(path):  # noqa: PTH119 - it ends with a slash, as only that of a directory may
+        raise IsADirectoryError(EISDIR, "is a directory")
     try:
         found = os.stat(target)  # noqa: PTH116 - as above
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "is a directory")
+        raise IsADirectoryError(EISDIR, "is a directory")
     if not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, "not writable")
+        raise PermissionError(EACCES, "not writable")
     return found
 
 
@@ -250,8 +258,11 @@ def _adopt(descriptor: int, before: os.stat_result | None) -> None:
         return
     own = os.fstat(descriptor)
     if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
-        with suppress(OSError):
+        try:
             os.fchown(descriptor, before.st_uid, before.st_gid)
+        except OSError:  # only root gives files away; those who share a group keep it
+            with suppress(OSError):
+                os.fchown(descriptor, -1, before.st_gid)
     with suppress(OSError):  # file systems without rights
         os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
 

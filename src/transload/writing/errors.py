@@ -55,6 +55,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
     numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
     numbers.EROFS: (ForbiddenWriteError, "the file system is read-only", "Write to another place."),
     numbers.EISDIR: (CannotWriteError, "it is a directory", "Add the name of a file."),
+    numbers.EBUSY: (CannotWriteError, "it is a mount point, or in use by the system", "Write to another place."),
     numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
     numbers.ELOOP: (CannotWriteError, "its symbolic links point in a circle", "Check the path."),
 }

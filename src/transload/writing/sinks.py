@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import sys
 from collections.abc import Sequence
+from errno import EAGAIN, EIO
 from functools import cache
 from typing import Any
 
@@ -61,8 +63,12 @@ class FileObject:
             view = memoryview(buffer)
             while view.nbytes:
                 count = self._file.write(view)
-                if not isinstance(count, int) or count >= len(view):  # those who do not tell have written all
+                if count is None and isinstance(self._file, io.RawIOBase):
+                    raise BlockingIOError(EAGAIN, "it takes no more bytes for now, and does not wait")
+                if type(count) is not int or count >= len(view):  # those who do not tell have written all
                     break
+                if count < 1:
+                    raise OSError(EIO, "it takes no more bytes")
                 view = view[count:]
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "descriptor",
     "descriptor_size",
     "end_of_archive",
-    "header_size",
     "local_header",
     "small_records",
 ]
@@ -52,12 +51,6 @@ _FIELD = Struct("<2H")
 _END64 = Struct("<4sQ2H2L4Q")
 _LOCATOR64 = Struct("<4sLQL")
 _END = Struct("<4s4H2LH")
-
-
-def header_size(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> int:
-    """The length of the header of a record of ``size`` bytes which begins at ``offset``: its bytes come after it."""
-    least = _LOCAL.size + len(name) + len(_wide(size, 0, offset)) + _FIELD.size
-    return least + -(offset + least) % alignment
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
@@ -124,7 +117,7 @@ def small_records(
     """
     out: list[bytes] = []
     entries: list[bytes] = []
-    fillers = [_FIELD.pack(_FB, count) + b"Z" * count for count in range(alignment)]
+    fillers: dict[int, bytes] = {}
     lengths, describe, enter = _FIELD.pack, _DESCRIPTOR.pack, _CENTRAL_IN_SHORT.pack
     for name, content in named:
         size, length, checksum = len(content), len(name), crc32(content)
@@ -138,6 +131,8 @@ def small_records(
             continue
         least = offset + 34 + length
         padding = -least % alignment
+        if padding not in fillers:
+            fillers[padding] = _FIELD.pack(_FB, padding) + b"Z" * padding
         out += (
             _LOCAL_HEAD,
             lengths(length, padding + 4),
