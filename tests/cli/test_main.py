@@ -42,12 +42,16 @@ def test_bare_command_and_help_show_every_command_and_an_example_of_each(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in ([name, "--help"], ["help", name]):
         assert main(arguments) == 0
         shown = capsys.readouterr().out
         assert shown.startswith(f"usage: transload {name}")
         assert "examples:" in shown
+        assert max(map(len, shown.splitlines())) <= 80
         assert shown.isascii()
 
 

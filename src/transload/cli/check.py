@@ -13,7 +13,7 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload check model.pt                 will it load, and what would torch.load say
+  transload check model.pt                 will it load, and where to
   transload check model.pt --device cuda:1
   transload check model.pt --device none   each tensor where it was saved
   transload check model.pt --json | jq .plan

@@ -15,11 +15,11 @@ __all__ = ["add_arguments", "run"]
 _EPILOG = """\
 examples:
   transload convert model.pt model.safetensors
-  transload convert train.ckpt model.safetensors --key state_dict --strip module.
-  transload convert train.ckpt --list                what --key can choose
+  transload convert run.ckpt model.safetensors --key state_dict --strip module.
+  transload convert train.ckpt --list         what --key can choose
   transload convert model.pt out/model.safetensors --max-shard-size 5GB
   transload convert model.safetensors model.pt --dtype bfloat16
-  transload convert whole_model.pt weights/          raw tensors and a JSON index
+  transload convert whole_model.pt weights/   raw tensors and a JSON index
 
 exit codes:
   0  every tensor that was asked for is in DST

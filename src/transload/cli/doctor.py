@@ -21,9 +21,9 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload doctor                         the cause and the fix, for this machine
+  transload doctor                         why there is no GPU, and the fix
   transload doctor --python .venv          for another environment
-  transload doctor --json > machine.json   a report for a bug thread, without names
+  transload doctor --json > machine.json   a report for a bug thread
   transload doctor --from machine.json     judge a report that somebody sent
   transload doctor --require cuda && python train.py
   transload doctor --explain U04           all about one cause

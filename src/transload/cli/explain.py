@@ -17,7 +17,7 @@ _EPILOG = """\
 examples:
   python train.py 2>&1 | transload explain   the cause, and what to do
   transload explain train.log
-  transload explain                          paste a traceback, then press Ctrl-D
+  transload explain                          paste a traceback, then Ctrl-D
   transload explain train.log --json | jq .answers[].cause
 
 exit codes:

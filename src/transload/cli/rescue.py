@@ -14,12 +14,12 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload rescue broken.pt mended.pt               save what is whole or can be mended
-  transload rescue broken.pt --dry-run               only say what that is
-  transload rescue half.pt whole.pt --fill zeros     keep lost tensors, as zeros
-  transload rescue model.pt.gz model.pt              also out of gz, bz2, xz, zst and zip
-  transload rescue unzipped/ model.pt                or a directory it was unpacked into
-  transload rescue step_1000/ new.safetensors        of shards or ranks, all that is whole
+  transload rescue broken.pt mended.pt             all that can be had again
+  transload rescue broken.pt --dry-run             only say what that is
+  transload rescue half.pt whole.pt --fill zeros   keep lost tensors, as zeros
+  transload rescue model.pt.gz model.pt            out of gz, bz2, xz, zst, zip
+  transload rescue unzipped/ model.pt              a directory of its records
+  transload rescue shards/ new.safetensors         what is whole of shards
 
 exit codes:
   0  everything was recovered

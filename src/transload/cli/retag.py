@@ -16,11 +16,11 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload retag model.pt --to cpu                  plain torch.load(path) works anywhere
-  transload retag model.pt --to cpu --dry-run        show what would be done
+  transload retag model.pt --to cpu             torch.load works anywhere
+  transload retag model.pt --to cpu --dry-run   show what would be done
   transload retag model.pt --map cuda:1=cuda:0 -o other.pt
   transload retag model.pt --to cuda:0 --keep-undo
-  transload retag model.pt --undo                    take the last one back
+  transload retag model.pt --undo               take the last one back
 
 exit codes:
   0  the tags are as asked

@@ -13,10 +13,10 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload run infer.py --weights model.pt     what it loads lands where it can
-  transload run -m package.train --epochs 3     as python -m
-  transload run --device cpu infer.py           in place of a GPU that is absent, the CPU
-  transload run - < infer.py                    the program from stdin
+  transload run infer.py --weights model.pt   what it loads lands where it can
+  transload run -m package.train --epochs 3   as python -m
+  transload run --device cpu infer.py         the CPU for absent GPUs
+  transload run - < infer.py                  the program from stdin
   torchrun --nproc-per-node 2 -m transload run train.py
 
 exit codes:

@@ -19,11 +19,11 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload verify model.pt                      compare every checksum
+  transload verify model.pt                  compare every checksum
   transload verify checkpoints/*.pt --json
-  transload verify model.pt --write m.json       keep the hashes of its tensors
+  transload verify model.pt --write m.json   keep the hashes of its tensors
   transload verify model.safetensors --against m.json
-  transload verify model.pt --values             count NaN and infinities
+  transload verify model.pt --values         count NaN and infinities
 
 exit codes:
   0  nothing is wrong; where a format has no checksums, that is said
