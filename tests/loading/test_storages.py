@@ -6,7 +6,7 @@ import io
 import struct
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from tests import forge
 from tests.forge import Entry, archive, entries, legacy, remade
 from tests.loading.equal import same
-from tests.loading.zoo import ZOO, saved
+from tests.loading.zoo import saved
 
 from transload.loading import load
 from transload.loading.errors import BrokenFileError, DoesNotFitError
@@ -280,12 +280,3 @@ def test_memory_that_is_not_in_the_file_is_not_made_up() -> None:
     missing = [entry for entry in entries() if not entry.name.endswith(b"data/1")]
     with pytest.raises(BrokenFileError, match="w1"):
         load(archive(missing))
-
-
-def test_large_specimens_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import files
-
-    monkeypatch.setattr(files, "_AT_ONCE", 100)
-    data = saved(ZOO["large"].make())
-    same(torch.load(io.BytesIO(data)), load(data))
-    same(torch.load(io.BytesIO(data)), load(cast(Any, io.BytesIO(data))))

@@ -82,7 +82,7 @@ def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
     settings = check_settings(threads, pinned_mb, direct)
     encoding = pickle_load_args.get("encoding", "utf-8")
     for tree in (True,) if trusted else (False, True):
-        with no_collecting(), _open(f, tree=tree) as files:
+        with no_collecting(strangers=trusted), _open(f, tree=tree) as files:
             checkpoint = files.checkpoint
             _refuse(checkpoint, trusted=trusted)
             plan = _placed(checkpoint, map_location, checkpoint.tensor_nbytes, mapped=mapped)
@@ -94,6 +94,7 @@ def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
                 if checkpoint.counted and isinstance(error.__cause__, Wrong):
                     continue  # once more, with the tree, which has the names to say what is wrong
                 raise
+            files.check_unchanged()
             files.stay_behind()
             break
     _warn(checkpoint, plan)

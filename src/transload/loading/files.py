@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from transload.errors import UsageError
 from transload.frozen import facts
+from transload.loading.errors import BrokenFileError
 from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
 
-__all__ = ["Files", "Piece", "fill"]
-
-_AT_ONCE = 64 << 20  # between two parts of this size progress is told, and a signal is seen
+__all__ = ["Files", "Piece", "open_beside"]
 
 
 @facts(frozen=True)
@@ -36,9 +37,63 @@ class Piece:
 class _File(FileSource):
     """A file of the system."""
 
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._written = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round it once it has reached them
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody has written to it since it was opened."""
+        return self._now() != self._written
+
     def is_still(self, path: str) -> bool:
-        """Whether the path leads to this very file."""
-        return os.path.samestat(os.fstat(self._fd), os.stat(path))  # noqa: PTH116 - pathlib costs ten milliseconds
+        """Whether the path leads to this very file, and to as much of it."""
+        try:
+            status = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds
+        except OSError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
+
+
+class _Unkept:
+    """A file of the system that is opened for each reading: there are more of them than a process may have open."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        with closing(FileSource(path)) as file:
+            self.size = file.size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        with closing(FileSource(self.name)) as file:
+            return file.read(offset, count)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        with closing(FileSource(self.name)) as file:
+            return file.readinto(offset, buffer)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def open_beside(path: str, others: int) -> Source:
+    """One of many files; kept open, unless so many others are already that the program would have none left."""
+    return _File(path) if others < _most_open() else _Unkept(path)
+
+
+def _most_open() -> int:
+    """Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 256
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
 
 
 class _Object(ObjectSource):
@@ -51,14 +106,15 @@ class _Object(ObjectSource):
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
         into = getattr(self._file, "readinto", None)
-        if into is None:
-            return super().readinto(offset, buffer)
         done = 0
-        with self._lock:
-            self._file.seek(offset)
-            while done < len(buffer) and (count := into(buffer[done:])):
-                done += count
-        return done
+        try:
+            with self._lock:
+                self._file.seek(offset)
+                while into and done < len(buffer) and (count := into(buffer[done:])):
+                    done += count
+        except (OSError, ValueError):
+            into = None
+        return done if into else super().readinto(offset, buffer)  # which also has words for what goes wrong
 
 
 class _Rest(Slice):
@@ -71,19 +127,6 @@ class _Rest(Slice):
     def close(self) -> None:
         """Put the position back."""
         self._base.close()
-
-
-def fill(source: Source, offset: int, view: memoryview, tell: Callable[[int], None]) -> int:
-    """Read into ``view``, telling how many bytes came, again and again; how many came in all."""
-    done = 0
-    while done < len(view):
-        part = view[done : done + _AT_ONCE]
-        count = source.readinto(offset + done, part)
-        tell(count)
-        done += count
-        if count < len(part):
-            break
-    return done
 
 
 class Files:
@@ -117,6 +160,13 @@ class Files:
             source.close()
         self._open.clear()
 
+    def check_unchanged(self) -> None:
+        """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
+        for source, _ in self._open.values():
+            if isinstance(source, _File) and source.changed:
+                fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
+                raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
+
     def stay_behind(self) -> None:
         """Leave a file object behind what was read of it: several objects can be written one after the other."""
         source = self._open.get("", (None, None))[0]
@@ -148,7 +198,7 @@ class Files:
         """Read a file of a directory, and keep it open."""
         from transload.read import read_source
 
-        source = _File(path)
+        source = open_beside(path, len(self._open))
         self._open[path] = (source, None)
         checkpoint = read_source(source)
         self._open[path] = (source, checkpoint)
@@ -183,7 +233,7 @@ class Files:
     def _beside(self, folder: str, name: str) -> Source:
         path = _join(folder, name)
         if path not in self._open:
-            self._open[path] = (_File(path), None)
+            self._open[path] = (open_beside(path, len(self._open)), None)
         return self._open[path][0]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.loading.allowed import Unknown
 from transload.loading.objects import Args, Wrong
-from transload.loading.rebuild import Rebuilder, are_sizes
+from transload.loading.rebuild import Rebuilder, are_sizes, sparse_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -96,22 +96,16 @@ def _channels(maker: Rebuilder, part: Any, kind: torch.dtype, device: torch.devi
 
 
 def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
-    torch = maker.torch
-    parts = 2 if layout == torch.sparse_coo else 3
+    parts = 2 if layout == maker.torch.sparse_coo else 3
     most = 4  # of a COO tensor perhaps also whether it is coalesced
     if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
         raise Wrong("a sparse tensor whose parts are missing")
     for part in data[:parts]:
         maker.tensor(part, "a sparse tensor with a part")
     try:
-        if layout == torch.sparse_coo:
-            coalesced = data[3] if len(data) == most else None
-            made = torch.sparse_coo_tensor(*data[:3], check_invariants=False, is_coalesced=coalesced)
-        else:
-            made = torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
+        return maker.sparse(sparse_tensor(layout, data))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
-    return maker.sparse(made)
 
 
 def _sparse_csr(maker: Rebuilder, rows: object, columns: object, values: object, size: Any, _: object = None) -> Any:

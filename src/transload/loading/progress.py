@@ -41,6 +41,14 @@ class Progress:
         return f"{self._verb} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
 
 
+def _terminal() -> TextIO | None:
+    """The terminal, if there is one: a program without a console has no stderr, another may have closed it."""
+    try:
+        return sys.stderr if sys.stderr.isatty() else None
+    except (AttributeError, ValueError):
+        return None
+
+
 def telling(
     progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
 ) -> Callable[[int], None] | None:
@@ -50,7 +58,7 @@ def telling(
     """
     if progress is None or progress is False:
         return None
-    stream = sys.stderr if progress is True and sys.stderr.isatty() else None
+    stream = _terminal() if progress is True else None
     if progress is True and stream is None:
         return None
     show: Callable[[int, int], object] = Progress(stream, verb) if progress is True else progress

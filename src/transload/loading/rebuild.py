@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from transload.loading.arrival import Arrival
 
-__all__ = ["Rebuilder", "are_sizes"]
+__all__ = ["Rebuilder", "are_sizes", "is_fake_mode", "sparse_tensor", "validate"]
 
 _MAX_SIZE = 1 << 63
 _MAX_RANK = 1024
@@ -34,7 +34,8 @@ class Rebuilder:
         self.arrival = arrival
         self._makers = _makers()
         self._names: dict[Any, str] = {}
-        self._faked = _fake_mode(torch)
+        # What torch does with a tensor it loads while tensors are only pretended.
+        self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if is_fake_mode() else None  # noqa: SLF001 - torch has no public way
         self._sparse: list[torch.Tensor] = []
 
     def has(self, name: str) -> bool:
@@ -165,11 +166,7 @@ class Rebuilder:
     # -- sparse tensors, whose indices can be looked at only when their bytes are there
 
     def sparse(self, made: torch.Tensor) -> torch.Tensor:
-        """A sparse tensor, noted for ``check_sparse``.
-
-        torch's own list of them, and its switch for looking at it, are those of the whole process: two loads at a time
-        would look at each other's, and leave the switch on.
-        """
+        """A sparse tensor, noted for ``check_sparse``."""
         self._sparse.append(made)
         return made
 
@@ -179,8 +176,7 @@ class Rebuilder:
             return
         try:
             for made in self._sparse:
-                if made.device.type != "meta":
-                    _validate(self.torch, made)
+                validate(made)
         except RuntimeError as error:
             raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
 
@@ -227,16 +223,35 @@ def _makers() -> Mapping[str, tuple[Callable[..., Any], int, int]]:
     return {**_MAKERS, **KINDS}
 
 
-def _fake_mode(torch: Any) -> Callable[[Any], Any] | None:
-    """What torch does with a tensor it loads while tensors are only pretended (``FakeTensorMode``); usually nothing."""
+def is_fake_mode() -> bool:
+    """Whether tensors are only pretended at the moment (``FakeTensorMode``)."""
+    import torch
+
     active = getattr(torch._guards, "active_fake_mode", None)  # noqa: SLF001 - torch has no public way
-    if active is None or active() is None:
-        return None
-    return getattr(torch._utils, "_restore_device_fake_mode", None)  # noqa: SLF001 - the same
+    return active is not None and active() is not None
 
 
-def _validate(torch: Any, made: Any) -> None:
+def sparse_tensor(layout: Any, data: Any) -> Any:
+    """What ``torch._utils._rebuild_sparse_tensor`` makes, without the list of the whole process that it puts it on.
+
+    ``check_invariants`` is as the program has it: any other value turns a switch of the whole process for a while, and
+    two loads at a time would leave it so; left out, torch warns of that.
+    """
+    import torch
+
+    switch = data[0].device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    if layout == torch.sparse_coo:
+        coalesced = data[3] if len(data) > 3 else None
+        return torch.sparse_coo_tensor(*data[:3], check_invariants=switch, is_coalesced=coalesced)
+    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=switch)
+
+
+def validate(made: Any) -> None:
     """``RuntimeError`` for a sparse tensor whose parts do not go together; torch has no public way to ask."""
+    import torch
+
+    if made.device.type == "meta":
+        return
     if made.layout == torch.sparse_coo:
         look = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
         indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced

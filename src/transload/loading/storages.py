@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.loading.errors import BrokenFileError, DoesNotFitError
+from transload.loading.rebuild import is_fake_mode
 from transload.loading.transfer import Ended, Settings, Sums, Want, bring
 from transload.loading.transfer.memory import view
 
@@ -65,7 +66,7 @@ class _Reader:
         self._piece = piece
         self._arrival = arrival
         self._how = how
-        self._faked = _is_fake_mode()
+        self._faked = is_fake_mode()
         self._skips = _skips_data()
         self._map = _mapping(piece) if how.mapped else None
         self._records: dict[str, dict[str, Record]] = {}
@@ -300,7 +301,10 @@ def _mapping(piece: Piece) -> torch.UntypedStorage | None:
     is_still = getattr(source, "is_still", None)
     if source is None or is_still is None or not source.size or not is_still(piece.path):
         return None
-    return torch.UntypedStorage.from_file(piece.path, _is_shared(), source.size)
+    try:
+        return torch.UntypedStorage.from_file(piece.path, _is_shared(), source.size)
+    except RuntimeError:  # a file system without maps, no room for one, or a file that was just cut: reading will tell
+        return None
 
 
 def _is_shared() -> bool:
@@ -320,14 +324,6 @@ def _skips_data() -> bool:
     import torch
 
     return bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
-
-
-def _is_fake_mode() -> bool:
-    """Whether tensors are only pretended at the moment (``FakeTensorMode``)."""
-    import torch
-
-    active = getattr(torch._guards, "active_fake_mode", None)  # noqa: SLF001 - torch has no public way
-    return active is not None and active() is not None
 
 
 def _byte_order(piece: Piece) -> str:

@@ -99,8 +99,9 @@ def _told(arrival: Arrival) -> Iterator[None]:
     if not hasattr(told, "map_location"):
         yield
         return
-    before, told.map_location = told.map_location, arrival.locations or None
+    before = told.map_location
     try:
+        told.map_location = arrival.locations or None
         yield
     finally:
         told.map_location = before

@@ -48,15 +48,11 @@ def load_trusted(
     """
     import pickle
 
-    import torch
-
     _check_module(pickle_module)
     arguments.setdefault("encoding", "utf-8")
     load = _Load(source, checkpoint, storage_of, unpickler_of(pickle_module or pickle, device_of), arguments)
     with _in_our_words(checkpoint.path):
-        value = load.run()
-        torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001 - as torch.load ends
-        return value
+        return load.run()
 
 
 def _check_module(pickle_module: Any) -> None:
@@ -232,14 +228,3 @@ def _in_our_words(path: str) -> Iterator[None]:
     except Exception as error:
         what = f"code that the file calls failed with {type(error).__name__}: {error}"
         raise LoadError(what, where=path) from error
-    finally:
-        _forget_sparse()
-
-
-def _forget_sparse() -> None:
-    """What torch has noted to check at the end of a load, where that was not reached."""
-    import torch
-
-    noted = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)  # noqa: SLF001 - since 2.15
-    held = noted() if noted else torch._utils._sparse_tensors_to_validate  # noqa: SLF001 - up to 2.14
-    held.clear()

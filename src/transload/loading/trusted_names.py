@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transload.loading.errors import LoadError
+from transload.loading.rebuild import sparse_tensor, validate
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ def unpickler_of(pickle_module: Any, device_of: Callable[[str], str]) -> type[An
             if kind is not None:
                 return kind
             module = _RENAMED.get(module, module)
+            if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
+                return _sparse
             found = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(name) if module == "torch._utils" else None
             return found if at is None else _landing(found, at, device_of)
@@ -116,6 +119,13 @@ def _landing(function: Callable[..., Any], at: int, device_of: Callable[[str], s
         return function(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
 
     return rebuild
+
+
+def _sparse(layout: Any, data: Any) -> Any:
+    """A sparse tensor, looked at as soon as it is made: its bytes are there already."""
+    made = sparse_tensor(layout, data)
+    validate(made)
+    return made
 
 
 def class_of(cls: Any, file: Any, source: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transload.errors import UsageError
 from transload.opening.destinations import Destinations
@@ -72,7 +72,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         if self._metadata is None:
             from transload.opening.metadata import metadata_of
 
-            self._check_open()
+            self._opened.check_open()
             self._metadata = metadata_of(self._opened)
         return dict(self._metadata)
 
@@ -88,13 +88,13 @@ class Handle(Mapping[str, "torch.Tensor"]):
         return Lazy(self, self._find(name))
 
     def _read(self, tensor: Tensor, index: Index) -> torch.Tensor:
-        self._check_open()
+        self._opened.check_open()
         return read_one(
             self._opened, tensor, index=index, device=self._landing.device(tensor.device), dtype=self._dtype
         )
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
-        self._check_open()
+        self._opened.check_open()
         found = self._paths.get(name) if isinstance(name, tuple) else self._names.get(name)
         if found is None:
             raise KeyError(self._unknown(name))
@@ -116,10 +116,6 @@ class Handle(Mapping[str, "torch.Tensor"]):
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
         return f"no tensor {text!r}" + (f"; close: {', '.join(near)}" if near else "")
 
-    def _check_open(self) -> None:
-        if self._opened.closed:
-            raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -135,6 +131,11 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def __repr__(self) -> str:
         closed = ", closed" if self._opened.closed else ""
         return f"<{self.checkpoint.path}: {len(self):,} tensors{closed}>"
+
+    def __reduce__(self) -> NoReturn:
+        """An open file does not travel between processes."""
+        fix = "Pass its path, and open it in each process."
+        raise UsageError("an open checkpoint is not pickled or copied", where=self.checkpoint.path, fix=fix)
 
     def close(self) -> None:
         """Close the file; what was read stays."""

@@ -99,7 +99,7 @@ def _device(opened: Opened, tensor: Tensor) -> torch.Tensor:
 def _sharded(opened: Opened, tensor: Tensor) -> torch.Tensor:
     import torch
 
-    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
     fill_sharded(opened, tensor, whole)
     return whole
 

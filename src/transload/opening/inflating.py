@@ -44,16 +44,22 @@ class Inflating:
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
-        wanted = max(0, min(len(buffer), self.size - offset))
-        done = 0
         with self._lock:
-            if offset < self._position:
+            try:
+                return self._fill(offset, buffer[: max(0, self.size - offset)])
+            except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
                 self._rewind()
-            while self._position < offset and self._next(min(_STEP, offset - self._position)):
-                pass
-            while done < wanted and (part := self._next(min(_STEP, wanted - done))):
-                buffer[done : done + len(part)] = part
-                done += len(part)
+                raise
+
+    def _fill(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        if offset < self._position:
+            self._rewind()
+        while self._position < offset and self._next(min(_STEP, offset - self._position)):
+            pass
+        while done < len(buffer) and (part := self._next(min(_STEP, len(buffer) - done))):
+            buffer[done : done + len(part)] = part
+            done += len(part)
         return done
 
     def _next(self, most: int) -> bytes:

@@ -109,7 +109,9 @@ def load_into(  # noqa: PLR0913 - options by name
     try:
         loading = _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast)
         loading.settings = settings
-        return loading.run(prefix)
+        loaded = loading.run(prefix)
+        opened.check_unchanged()
+        return loaded
     finally:
         opened.close()
 

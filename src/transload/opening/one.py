@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transload.dtypes import ITEMSIZE
 from transload.loading.errors import BrokenFileError, DoesNotFitError, LoadError
+from transload.loading.rebuild import is_fake_mode
 from transload.opening.views import View, pieces, select
 from transload.read.source import BytesSource, Source
 
@@ -83,7 +84,7 @@ def read_one(
     where = torch.device(device)
     run = _run(opened, tensor, index)
     wanted = dtype if dtype is not None and run.dtype.is_floating_point else run.dtype
-    if where.type == "meta":
+    if where.type == "meta" or is_fake_mode():
         return torch.empty_strided(run.view.shape, run.view.stride, dtype=wanted, device=where)
     if _is_reached(where) and wanted == run.dtype and run.as_it_lies and run.view.extent <= run.view.numel:
         return _straight(run, where)
@@ -167,7 +168,9 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     import torch
 
     plain = type(target) in (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))
-    return plain and target.layout is torch.strided and not target.is_quantized
+    if not plain or target.layout is not torch.strided or target.is_quantized:
+        return False
+    return not (target.is_conj() or target.is_neg())  # what is in memory is not yet the number
 
 
 def changed(target: torch.Tensor) -> None:
@@ -265,7 +268,8 @@ def _staged(run: _Run, target: torch.Tensor) -> None:
     import torch
 
     largest = min(STAGE, run.view.extent * run.itemsize)
-    buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=target.device.type == "cuda" and largest >= _PIN)
+    pinned = target.device.type == "cuda" and largest >= _PIN
+    buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     # Bytes are moved as integers of their size: not every dtype can be copied everywhere.
     carrier = run.dtype if target.dtype != run.dtype or run.flags else _carrier(run.itemsize)
     goal = target if target.dtype != run.dtype or run.flags else target.view(carrier)

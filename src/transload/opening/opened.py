@@ -7,13 +7,13 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from transload.errors import CannotReadError
+from transload.errors import CannotReadError, UsageError
 from transload.loading.errors import BrokenFileError, LoadError, NotACheckpointError, os_error
-from transload.loading.files import Files, Piece
+from transload.loading.files import Files, Piece, open_beside
 from transload.opening.inflating import Inflating
 from transload.opening.paths import NOWHERE, Paths
 from transload.read import no_collecting
-from transload.read.source import FileSource, Source, SourceLike
+from transload.read.source import Source, SourceLike
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Record, Storage
@@ -35,6 +35,11 @@ class Opened:
         self._inflating: dict[str, Source] = {}
         self._lock = Lock()
 
+    def check_open(self) -> None:
+        """``UsageError`` if it was closed."""
+        if self.closed:
+            raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
+
     def storage(self, id: str | None) -> Storage | None:
         """The storage of that id."""
         return self._storages.get(id or "")
@@ -42,6 +47,7 @@ class Opened:
     def file(self, name: str = "") -> Source:
         """One of its files, by the name storages give it; it stays open until all are closed."""
         with self._lock:
+            self.check_open()
             known = self._sources.get(name)
             if known is None:
                 known = self._sources[name] = self._open(name)
@@ -51,7 +57,7 @@ class Opened:
         piece = self.piece(name)
         if piece is not None:
             return piece.open(name)
-        return FileSource(os.path.join(self._folder or "", name))  # noqa: PTH118 - pathlib costs ten milliseconds
+        return open_beside(os.path.join(self._folder or "", name), len(self._sources))  # noqa: PTH118 - pathlib costs ten milliseconds
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -101,6 +107,10 @@ class Opened:
 
         known = {record.name: record for record in self.checkpoint.records} if self._folder is None else {}
         return (known or read_index(source).records).get(storage.record)
+
+    def check_unchanged(self) -> None:
+        """``BrokenFileError`` if somebody wrote to a file since it was opened."""
+        self._files.check_unchanged()
 
     def close(self) -> None:
         """Close all files; twice does no harm."""

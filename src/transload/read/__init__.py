@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,26 +58,44 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
 
 
 @contextmanager
-def no_collecting() -> Iterator[None]:
+def no_collecting(*, strangers: bool = False) -> Iterator[None]:
     """Hold the garbage collector off while a graph is built.
 
     The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting
     meanwhile takes as long as the reading itself. Nor is it worth a look right afterwards, so what is young is handed
     to the oldest generation: freezing and thawing moves it there without looking (not where somebody else has
-    frozen).
+    frozen). What comes there so is not counted, and garbage in it may never be looked for. So the program's own is
+    collected before; and with ``strangers``, objects that may hold one another, nothing is moved.
     """
-    import gc
-
     collecting = gc.isenabled()
-    gc.disable()
+    if collecting:
+        gc.collect(1)
+        _holding.append(None)
     try:
+        gc.disable()
         yield
     finally:
         if collecting:
-            if hasattr(gc, "freeze") and not gc.get_freeze_count():
+            if not strangers and hasattr(gc, "freeze") and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+            del _holding[-1:]
+
+
+_holding: list[None] = []
+"""One for each that holds the garbage collector off at the moment."""
+
+
+def _collect_again() -> None:
+    """In a child process, which has none of the threads that held the collector off and would let it go."""
+    if _holding:
+        _holding.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_collect_again)
 
 
 def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:

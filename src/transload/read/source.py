@@ -184,7 +184,7 @@ class ObjectSource:
 
     def close(self) -> None:
         """Put the position back; the object stays the caller's."""
-        if not self._file.closed:
+        if not getattr(self._file, "closed", False):  # not every object that reads and seeks has it
             self._file.seek(self._home)
 
 

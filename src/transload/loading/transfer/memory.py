@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from typing import Any
 
+from transload.loading.errors import DoesNotFitError
+
 __all__ = ["PAGE", "Pages", "copy", "huge_pages_pay", "in_huge_pages", "view"]
 
 PAGE = 4096
@@ -54,7 +56,10 @@ class Pages:
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes + _HUGE, **_PRIVATE)
+        try:
+            self._map = mmap.mmap(-1, nbytes + _HUGE, **_PRIVATE)
+        except OSError as error:
+            raise DoesNotFitError(f"there is no memory for a buffer of {nbytes:,} bytes: {error.strerror}") from error
         self._held: Any = ctypes.c_char.from_buffer(self._map)
         address = ctypes.addressof(self._held)
         self.address = (address + _HUGE - 1) // _HUGE * _HUGE

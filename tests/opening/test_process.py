@@ -1,0 +1,137 @@
+"""What an open checkpoint shares with the process: torch's modes, interrupts, other threads and processes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.loading.zoo import saved
+
+from transload.errors import UsageError
+from transload.opening import inflating
+from transload.opening import open as open_
+from transload.opening.into import load_into
+
+VALUE = torch.arange(64.0).reshape(8, 8)
+
+
+class Buffers(torch.nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
+
+
+# -- modes
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"])
+def test_what_has_to_be_converted_is_read_in_any_mode(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """The buffer between is on the CPU, whatever new tensors are on by default."""
+    data = io.BytesIO(saved({"a": VALUE, "b": VALUE[:, ::2]}))
+    model = Buffers(a=torch.zeros(8, 8, dtype=torch.float64), b=torch.zeros(8, 4, dtype=torch.float64))
+    with mode(), open_(data, dtype=torch.float64) as handle:
+        found = dict(handle)
+        load_into(model, data, cast=True)
+    for read in (found, dict(model.named_buffers())):
+        assert torch.equal(read["a"], VALUE.double())
+        assert torch.equal(read["b"], VALUE[:, ::2].double())
+
+
+def test_pieces_are_put_together_in_any_mode(tmp_path: Path) -> None:
+    from tests.opening.test_open import save_pieces
+
+    save_pieces(tmp_path, "w", VALUE, {(0, 0): VALUE[:4], (4, 0): VALUE[4:]})
+    with torch.device("meta"), open_(tmp_path) as handle:
+        found = handle["w"]
+    assert torch.equal(found, VALUE)
+
+
+def test_tensors_that_are_only_pretended() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    if not hasattr(torch._guards, "active_fake_mode"):
+        pytest.skip("this torch does not say whether it pretends")
+    data = io.BytesIO(saved({"weight": VALUE}))
+    with FakeTensorMode():
+        model = torch.nn.Linear(8, 8, bias=False)
+        load_into(model, data)
+        for dtype in (None, torch.float64):
+            with open_(data, dtype=dtype) as handle:
+                found = handle["weight"]
+            assert type(found) is FakeTensor
+            assert (found.shape, found.dtype, found.device.type) == ((8, 8), dtype or torch.float32, "cpu")
+
+
+# -- memory that is not yet the number
+
+
+def test_a_buffer_that_is_conjugated_when_it_is_read() -> None:
+    wanted = torch.complex(VALUE, -VALUE)
+    model = Buffers(a=torch.zeros(8, 8, dtype=torch.complex64).conj())
+    load_into(model, io.BytesIO(saved({"a": wanted})))
+    assert model.a.is_conj()
+    assert torch.equal(model.a.resolve_conj(), wanted)
+
+
+def test_a_buffer_that_is_negated_when_it_is_read() -> None:
+    model = Buffers(a=torch.zeros(8, 8, dtype=torch.complex64).conj().imag)
+    load_into(model, io.BytesIO(saved({"a": VALUE})))
+    assert model.a.is_neg()
+    assert torch.equal(model.a.resolve_neg(), VALUE)
+
+
+# -- interrupts, other threads and processes
+
+
+def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when some bytes are unpacked and not counted yet: that is where the time goes."""
+    value, packed = torch.arange(600_000.0), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved({"a": value}))) as old, zipfile.ZipFile(packed, "w", 8) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+    class Interrupted(inflating.Inflating):
+        calls = 0
+
+        def _next(self, most: int) -> bytes:
+            Interrupted.calls += 1
+            if Interrupted.calls == 2:
+                self._machine.decompress(self._machine.unconsumed_tail, most)
+                raise KeyboardInterrupt
+            return super()._next(most)
+
+    monkeypatch.setattr("transload.opening.opened.Inflating", Interrupted)
+    with open_(packed) as handle:
+        with pytest.raises(KeyboardInterrupt):
+            handle["a"]
+        assert torch.equal(handle.slice("a")[400_000:], value[400_000:])
+        assert torch.equal(handle["a"], value)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_open_checkpoint_stays_in_its_process(copied: Callable[[object], object]) -> None:
+    with open_(saved({"a": VALUE})) as handle:
+        for each in (handle, handle.slice("a")) if copied is not copy.copy else (handle,):
+            with pytest.raises(UsageError, match="not pickled or copied\nPass its path"):
+                copied(each)
+
+
+def test_nothing_is_opened_after_closing(tmp_path: Path) -> None:
+    """Not even by a reader that had begun when another thread closed it."""
+    with zipfile.ZipFile(io.BytesIO(saved({"a": VALUE}))) as archive:
+        archive.extractall(tmp_path)
+    handle = open_(tmp_path)
+    opened = handle._opened
+    (storage,) = handle.checkpoint.storages
+    handle.close()
+    with pytest.raises(UsageError, match="was closed"):
+        opened.bytes_of(storage)
