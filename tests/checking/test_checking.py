@@ -392,3 +392,17 @@ def test_dtypes_that_an_old_torch_does_not_have_are_named(release: str, loads: b
     if not loads:
         assert not result.ok
         assert "uint16" in result.refusal
+
+
+@pytest.mark.parametrize("index", [2, 3])
+def test_indices_of_sparse_tensors_are_looked_at_as_load_does(tmp_path: Path, here: Machine, index: int) -> None:
+    made = torch.sparse_coo_tensor(torch.tensor([[index]]), torch.ones(1), (3,), check_invariants=False)
+    torch.save({"s": made}, tmp_path / "model.pt")
+    result = valid(check(tmp_path / "model.pt", machine=here))
+    assert result.ok is (index < 3)
+    assert ("sparse-outside" in codes(result)) is (index >= 3)
+    if result.ok:
+        assert load(tmp_path / "model.pt")["s"].to_dense()[2] == 1
+    else:
+        with pytest.raises(RuntimeError, match="sparse"):
+            load(tmp_path / "model.pt")

@@ -863,3 +863,14 @@ def test_what_torch_holds_is_kept_beside_what_it_does_not(tmp_path: Path) -> Non
     assert back["packed"].dequantize().tolist() == [1, 1, 1]
     assert back["sparse"].to_dense().equal(torch.eye(3))
     assert back["jagged/values"].tolist() == [1] * 5
+
+
+def test_one_rank_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "iter_0000010" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save({"model": {"w": torch.ones(5)}, "iteration": 10}, folder / "model_optim_rng.pt")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10", encoding="utf-8")
+    made = convert(tmp_path / "run", tmp_path / "out.safetensors")
+    assert (made.tensors, made.listed) == (1, ())
+    data = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+    assert data == {"iter_0000010/mp_rank_00/model_optim_rng.pt": {"iteration": 10}}

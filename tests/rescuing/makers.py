@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
@@ -33,12 +34,11 @@ def flipped(data: bytes, position: int, bit: int) -> bytes:
     return bytes(out)
 
 
-def hashes(data: bytes) -> dict[str, str]:
-    """The content of each tensor that has bytes of its own, by name."""
+def hashes(data: bytes, names: Collection[str] | None = None) -> dict[str, str]:
+    """The content of each tensor that has bytes of its own, by name; or of those that are asked for."""
     with open_content(io.BytesIO(data)) as content:
-        return {
-            tensor.name: _hash(content, tensor) for tensor in content.checkpoint.tensors if tensor.kind == "strided"
-        }
+        held = [tensor for tensor in content.checkpoint.tensors if tensor.kind == "strided"]
+        return {each.name: _hash(content, each) for each in held if names is None or each.name in names}
 
 
 def _hash(content: Content, tensor: Tensor) -> str:

@@ -160,3 +160,15 @@ def test_retagged_in_place(tmp_path: Path) -> None:
 def _is_dead(position: int) -> bool:
     index = next(record for record in inspect(DATA).records if record.name == "data.pkl")
     return position < (index.offset or 0) + index.size + 16
+
+
+@pytest.mark.parametrize("size", [4, 30, 46, 100], ids=str)
+@pytest.mark.parametrize("data", [DATA, SCRIPT], ids=["archive", "script"])
+def test_a_place_in_the_directory_is_overwritten(data: bytes, size: int, tmp_path: Path) -> None:
+    """A record whose line is gone is none that was replaced: the end record tells how many lines there were."""
+    start = struct.unpack_from("<L", data, len(data) - 6)[0]
+    for number, at in enumerate(range(start, len(data) - 98 - size, 61)):
+        broken = data[:at] + bytes(range(1, size + 1)) + data[at + size :]
+        made = rescue(broken, tmp_path / f"{number}.pt")
+        assert made.exit_code or (tmp_path / f"{number}.pt").read_bytes() == data, at
+        assert made.exit_code < 2, at

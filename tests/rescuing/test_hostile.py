@@ -20,7 +20,7 @@ from tests.forge import FUZZ
 from tests.rescuing.makers import FILES, ROOT
 from tests.rescuing.test_streams import SAFE
 
-from transload.errors import TransloadError
+from transload.errors import TransloadError, UsageError
 from transload.read import inspect
 from transload.rescuing import mending, rescue
 from transload.rescuing.errors import RescueError
@@ -170,3 +170,34 @@ def test_a_table_of_nonsense(tmp_path: Path) -> None:
             tried(struct.pack("<Q", len(raw)) + raw + bytes(50), tmp_path, fill="zeros")
     deep = b"[" * 100_000
     assert tried(struct.pack("<Q", len(deep)) + deep, tmp_path) == 2
+
+
+def test_the_report_writes_nothing_over(tmp_path: Path) -> None:
+    """Neither a file of somebody else, nor the source; but the report of an earlier rescue."""
+    (tmp_path / "model.pt").write_bytes(STATE)
+    report = tmp_path / "new.pt.rescue.json"
+    report.write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match="exists"):
+        rescue(tmp_path / "model.pt", tmp_path / "new.pt")
+    assert report.read_text(encoding="utf-8") == "mine"
+    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt", overwrite=True).exit_code == 0
+    (tmp_path / "new.pt").unlink()
+    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
+    source = (tmp_path / "model.pt").rename(report)
+    before = source.read_bytes()
+    with pytest.raises(UsageError, match="never written"):
+        rescue(source, tmp_path / "new.pt", overwrite=True)
+    assert source.read_bytes() == before
+
+
+def test_no_file_of_an_unpacked_archive_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(STATE)
+    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
+        archive.extractall(tmp_path / "unpacked")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    index = folder / "data.pkl"
+    before = index.read_bytes()
+    with pytest.raises(UsageError, match="never written"):
+        rescue(folder, index, overwrite=True)
+    assert index.read_bytes() == before
+    assert rescue(folder, folder / "new.pt").exit_code == 0

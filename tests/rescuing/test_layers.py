@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.rescuing.makers import ROOT, flipped, hashes
+from tests.rescuing.test_streams import SAFE
 
 from transload.errors import TransloadError
 from transload.read.source import FileSource
@@ -202,3 +203,22 @@ def test_what_is_no_checkpoint(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(TransloadError):
         rescue(content, tmp_path / "out.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_the_archive_around_it_has_the_checksum_it_lacks(compression: int, tmp_path: Path) -> None:
+    """A safetensors file has none of its own: a flipped bit in it is undone by that of the zip, other damage told."""
+    plain = SAFE[:-540] + bytes(540)
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", compression) as archive:
+        archive.writestr("m.safetensors", plain)
+    data = held.getvalue()
+    at = data.index(SAFE[:1] + b"\2") if compression == zipfile.ZIP_STORED else 43
+    at += 700 if compression == zipfile.ZIP_STORED else (data.index(b"PK\1\2") - 43) // 2
+    out = tmp_path / "out.safetensors"
+    made = rescue(flipped(data, at, 3), out)
+    assert (made.exit_code, out.read_bytes()) == (0, plain)
+    assert "flipped bit" in made.notes[-1]
+    if compression == zipfile.ZIP_STORED:
+        made = rescue(data[:at] + b"overwritten" + data[at + 11 :], out, overwrite=True)
+        assert (made.exit_code, len(made.warnings)) == (1, 1)

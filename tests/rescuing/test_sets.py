@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.rescuing.makers import rezipped
 
 import transload
 from transload.errors import UsageError
@@ -121,6 +124,74 @@ def test_a_damaged_index_is_not_believed(tmp_path: Path) -> None:
     assert set(held) == set(STATE) - set(list(STATE)[1::3])
 
 
+@pytest.mark.parametrize("left", [-1, 0, 10], ids=["gone", "empty", "cut"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_without_an_index_a_shard_that_says_nothing_is_missed(suffix: str, left: int, tmp_path: Path) -> None:
+    """By the number in its name: what was in it, nobody knows."""
+    files = shards(tmp_path / "set", suffix)
+    next((tmp_path / "set").glob("*.json")).unlink()
+    files[1].unlink() if left < 0 else cut(files[1], left)
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (made.exit_code, made.how) == (1, "left-out")
+    assert files[1].name in made.warnings[0]
+    assert same(tmp_path / "new.pt", [name for name in STATE if name not in list(STATE)[1::3]])
+
+
+@pytest.mark.parametrize("change", [b"", b"sixteen bytes..."], ids=["taken out", "put in"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["archive", "stream"])
+def test_bytes_that_were_moved_within_a_shard(legacy: bool, change: bytes, tmp_path: Path) -> None:
+    """Behind them no checksum, and no count, is where it should be."""
+    files = shards(tmp_path / "set", ".bin")
+    if legacy:
+        torch.save(torch.load(files[1]), files[1], _use_new_zipfile_serialization=False)
+    data = files[1].read_bytes()
+    first = min(transload.inspect(files[1]).tensors, key=lambda each: each.file_offset or 0).name
+    at = data.index(STATE[first].numpy().tobytes()) + 800
+    files[1].write_bytes(data[:at] + change + data[at if change else at + 16 :])
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    held = loaded(tmp_path / "new.pt")
+    assert made.exit_code == 1
+    assert first in {fate.name for fate in made.lost}
+    assert all(torch.equal(value, STATE[name]) for name, value in held.items())
+    assert set(held) == {fate.name for fate in made.whole} >= {*list(STATE)[::3], *list(STATE)[2::3]}
+    assert first in {damage.name for damage in transload.verify(tmp_path / "set").damaged}
+
+
+def test_an_index_that_cannot_be_read(tmp_path: Path) -> None:
+    shards(tmp_path / "set", ".bin")
+    cut(next((tmp_path / "set").glob("*.json")), 100)
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (made.exit_code, made.done) == (2, False)
+    assert "move it away" in made.warnings[-1]
+
+
+def test_of_two_tensors_of_one_name_both_are_told(tmp_path: Path) -> None:
+    """One key has the slash that joins two others: which of them is hurt, a name does not tell."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    file = folder / "model-00001-of-00001.bin"
+    torch.save({"a/b": torch.zeros(9), "a": {"b": torch.ones(9)}, "c": torch.ones(2)}, file)
+    at = file.read_bytes().index(torch.ones(9).numpy().tobytes())
+    for place in range(at, at + 9):
+        flip(file, place)
+    made = rescue(folder, tmp_path / "new.pt")
+    assert [(fate.name, fate.state) for fate in made.tensors] == [("a/b", "lost"), ("a/b", "lost"), ("c", "whole")]
+    assert set(loaded(tmp_path / "new.pt")) == {"c"}
+
+
+def test_a_compressed_shard(tmp_path: Path) -> None:
+    """What was undone in it is told, though a packed storage does not know where it lies."""
+    files = shards(tmp_path / "set", ".bin")
+    torch.save({name: torch.arange(600.0).view(20, 30) for name in list(STATE)[1::3]}, files[1])
+    files[1].write_bytes(rezipped(files[1].read_bytes(), compression=zipfile.ZIP_DEFLATED))
+    record = next(each for each in transload.inspect(files[1]).records if each.name == "data/1")
+    flip(files[1], (record.offset or 0) + record.stored // 2)
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (made.exit_code, [fate.name for fate in made.mended]) == (0, ["layer4.weight"])
+    assert all(fate.checked for fate in made.tensors)
+    assert torch.equal(loaded(tmp_path / "new.pt")["layer4.weight"], torch.arange(600.0).view(20, 30))
+
+
 def test_whole_files_become_one(tmp_path: Path) -> None:
     shards(tmp_path / "set", ".bin")
     assert rescue(tmp_path / "set", tmp_path / "new.pt").exit_code == 0
@@ -161,6 +232,47 @@ def test_a_distributed_checkpoint_with_a_flipped_bit(tmp_path: Path) -> None:
     assert same(tmp_path / "new.safetensors", list(STATE), "model.")
     leftovers = tmp_path / "new.safetensors.leftovers.json"
     assert json.loads(leftovers.read_text(encoding="utf-8"))["data"] == {"epoch": 3}
+
+
+def test_the_pickle_of_one_tensor_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """It has a stride in it: nothing else in the directory says that the elements are in another order."""
+    file = distributed(tmp_path / "whole")
+    data = file.read_bytes()
+    begin = data.rfind(b"\x80\x02", 0, data.index(b"_rebuild_tensor_v2"))
+    for at in range(begin, data.index(b"PK\x07\x08", begin), 3):
+        shutil.copytree(tmp_path / "whole", tmp_path / "set", dirs_exist_ok=True)
+        flip(tmp_path / "set" / file.name, at)
+        made = rescue(tmp_path / "set", tmp_path / "new.pt", overwrite=True)
+        held = loaded(tmp_path / "new.pt")
+        assert made.exit_code == 1, at
+        assert all(torch.equal(value, STATE[name.removeprefix("model.")]) for name, value in held.items()), at
+        assert len(held) == len(STATE) - 1, at
+
+
+def test_a_value_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    file = distributed(tmp_path / "set")
+    flip(file, file.read_bytes().index(b"\x80\x02K\x03.") + 3)
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (made.exit_code, len(made.records)) == (1, 1)
+    assert made.records[0].name.endswith("data.pkl")
+
+
+def test_many_tensors_lack_a_rank(tmp_path: Path) -> None:
+    """More than the reader names: those that are whole are saved all the same."""
+    reader = pytest.importorskip("torch.distributed.checkpoint.metadata")
+    file = distributed(tmp_path / "set")
+    path = file.parent / ".metadata"
+    table = pickle.loads(path.read_bytes())
+    for number in range(30):
+        chunks = [reader.ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 2)]
+        described = table.state_dict_metadata["model.layer0.weight"]
+        entry = reader.TensorStorageMetadata(described.properties, torch.Size([4]), chunks)
+        table.state_dict_metadata[f"sharded{number}"] = entry
+    path.write_bytes(pickle.dumps(table))
+    made = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (made.exit_code, len(made.lost), len(made.whole)) == (1, 30, 9)
+    assert same(tmp_path / "new.pt", list(STATE), "model.")
+    assert len(transload.verify(tmp_path / "set").damaged) == 30
 
 
 def test_a_file_of_one_rank_is_not_rescued_alone(tmp_path: Path) -> None:

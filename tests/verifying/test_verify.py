@@ -378,3 +378,15 @@ def test_it_is_public() -> None:
 def test_a_path_that_no_file_can_have(path: str) -> None:
     with pytest.raises(CannotReadError):
         verify(path)
+
+
+def test_a_tensor_whose_header_is_gone_is_named() -> None:
+    """Its bytes may be there; where, nothing tells. With hashes it is named as well, and with the same words."""
+    data = bytearray(saved(state()))
+    name = next(tensor.name for tensor in inspect(bytes(data)).tensors if tensor.nbytes)
+    at = data.rindex(b"PK\x03\x04", 0, data.index(b"/data/0"))
+    data[at : at + 4] = b"\0\0\0\0"
+    for hashes in (False, True):
+        (damage,) = [each for each in verify(bytes(data), hashes=hashes).damaged if each.name == name]
+        assert damage.kind == "cut"
+        assert "where its record begins" in damage.detail

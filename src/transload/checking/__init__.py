@@ -92,7 +92,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     from transload.diagnose import judge_machine
     from transload.read import inspect
 
-    checkpoint = inspect(path)
+    checkpoint = _with_indices(inspect(path), path)
     here = machine is None
     if machine is None:
         from transload.diagnose.probe import probe
@@ -101,6 +101,20 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     environ = dict(os.environ) if here else machine.variables.values
     made = checked(checkpoint, judge_machine(machine), device, environ, cwd=os.curdir if here else "")
     return replace(made, plan=replace(made.plan, how=_how(path, made.plan))) if here else made
+
+
+def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Checkpoint:
+    """With what is wrong with the indices of sparse tensors: the only bytes of tensors that ``load`` looks at."""
+    if not any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
+        return checkpoint
+    from transload.content import open_content
+    from transload.findings import Problem
+    from transload.judge import judge
+    from transload.verifying.indices import misplaced
+
+    with open_content(path) as content:
+        found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
+    return judge(replace(checkpoint, problems=(*checkpoint.problems, *found))) if found else checkpoint
 
 
 def _how(path: str | os.PathLike[str], plan: Plan) -> str:

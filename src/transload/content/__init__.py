@@ -90,6 +90,8 @@ class Content:
         for part in tensor.parts:
             if why := self.missing(part):
                 return why
+        if tensor.kind == "sharded" and sum(part.numel for part in tensor.parts) != tensor.numel:
+            return f"{len(tensor.parts):,} of its parts are there, and they do not cover it"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
@@ -143,8 +145,10 @@ class Content:
             return Place(BytesSource(b""), 0, storage, width)
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
         end = itemsize(tensor.dtype, tensor.offset + last + 1)
-        if end > storage.stored or (storage.offset is None and not storage.compressed):
+        if end > storage.stored:
             raise self._lost(tensor, f"{storage.stored:,} of {storage.nbytes:,} bytes of its storage are in the file")
+        if storage.offset is None and not storage.compressed:
+            raise self._lost(tensor, "where its record begins, the file does not tell")
         if storage.offset is not None:
             return Place(self.open_file(storage.file), storage.offset, storage, width)
         return Place(self._inflating(tensor, storage), 0, storage, width)

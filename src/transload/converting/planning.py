@@ -126,7 +126,8 @@ def _everything(checkpoint: Checkpoint, selection: Selection, wish: Wish) -> tup
     """All of the source's object, or what is below the key: its tensors are kept, the rest is looked through."""
     from transload.converting.structure import Dropped
 
-    if not wish.key and sum(pickle.main for pickle in checkpoint.pickles) > 1:
+    main = [pickle for pickle in checkpoint.pickles if pickle.main]
+    if not wish.key and (len(main) > 1 or any(pickle.path for pickle in main)):
         return tuple(Dropped(path, root) for path, root in _items(checkpoint))
     root, path = _root(checkpoint, selection, wish)
     return () if root is None or checkpoint.format in PROGRAMS else (Dropped(path, root),)

@@ -119,6 +119,10 @@ _AT_ONCE: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
         lambda checkpoint: bool(_TWO_READINGS & {problem.code for problem in checkpoint.problems}),
         "may load it without a word, and something else than another program reads from the same file",
     ),
+    (
+        lambda checkpoint: {"sparse-outside"} == {problem.code for problem in checkpoint.problems} - _UNNOTICED,
+        "refuses it, or loads it, and using it crashes: that depends on the release (2.6 and 2.15 refuse, 2.13 loads)",
+    ),
     (_unreadable, "fails: the file is damaged"),
 )
 

@@ -131,6 +131,13 @@ RULES: dict[str, Rule] = {
     "storage-malformed": Rule("a storage is described wrongly", "error", "unknown", "damaged", _AGAIN),
     "storage-conflict": Rule("a storage is described in two ways", "error", "unknown", "damaged", _AGAIN),
     "tensor-broken": Rule("a tensor cannot be what it says it is", "error", "unknown", "damaged", _AGAIN),
+    "sparse-outside": Rule(
+        "a sparse tensor has indices outside of itself",
+        "error",
+        "unknown",
+        "damaged",
+        ("No release of torch writes that, not all look for it, and using it crashes. Get the file again.",),
+    ),
     "tensor-unloadable": Rule(
         "torch wrote a tensor that it cannot load",
         "error",

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["rescue"]
 
+_REPORT = b'{\n "schema": 1,\n "path":'
+"""How every report begins."""
+
 
 def rescue(  # noqa: PLR0913 - what a user may ask for
     src: SourceLike,
@@ -85,9 +88,29 @@ def _refuse_options(path: str, fill: Fill | None, member: str) -> None:
 
 def _refuse(src: SourceLike, target: str, *, overwrite: bool) -> None:
     """The source is never written, and nothing else is written over unasked."""
-    if isinstance(src, str | os.PathLike) and os.path.realpath(src) == os.path.realpath(target):
-        raise UsageError("the source of a rescue is never written", where=target, fix="Name another file.")
     if os.path.isdir(target):  # noqa: PTH112 - texts throughout, as given
         raise UsageError("it is a directory", where=target, fix="Add the name of a file.")
-    if os.path.lexists(target) and not overwrite:
-        raise UsageError("it exists already", where=target, fix="Name another file, or pass --force.")
+    report = f"{target}.rescue.json"
+    for path in (target, report):
+        if isinstance(src, str | os.PathLike) and os.path.lexists(path) and _is_of(os.fspath(src), path):
+            raise UsageError("the source of a rescue is never written", where=path, fix="Name another file.")
+    for path in (target, *(() if _is_report(report) else (report,))):
+        if os.path.lexists(path) and not overwrite:
+            raise UsageError("it exists already", where=path, fix="Name another file, or pass --force.")
+
+
+def _is_of(src: str, path: str) -> bool:
+    """Whether a path is a source, or a file in the directory that is one."""
+    whole, part = os.path.realpath(src), os.path.realpath(path)
+    return part == whole or part.startswith(whole + os.sep)
+
+
+def _is_report(path: str) -> bool:
+    """Whether a rescue has written a file: its next one may write it anew."""
+    if not os.path.isfile(path):  # noqa: PTH113 - as above; a pipe would be waited for
+        return False
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
+            return file.read(len(_REPORT)) == _REPORT
+    except OSError:
+        return False

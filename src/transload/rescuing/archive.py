@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from zlib import crc32
 
 from transload.read.source import Source
 from transload.rescuing.inflated import Inflated
@@ -12,19 +11,17 @@ from transload.rescuing.judging import Judged, are_summed, judged_records
 from transload.rescuing.layout import Item, laid_out
 from transload.rescuing.mended import Gone, Lost, Mend, Mended
 from transload.rescuing.mending import Certainty, Verdict
-from transload.rescuing.parts import Assembly, Filler, Part, literal, patched
+from transload.rescuing.parts import Assembly, Filler, Part, patched
 from transload.rescuing.placing import Found
+from transload.rescuing.small import with_byteorder, with_version
 from transload.rescuing.survey import Survey, survey
 from transload.rescuing.tidy import tidied
 
-__all__ = ["MINOR", "assembled", "recover_archive", "with_version"]
+__all__ = ["MINOR", "assembled", "recover_archive"]
 
-_UNKNOWN = "its size is not known"
 _MOST_MENDS = 4096
 MINOR = frozenset({"version", ".data/serialization_id", ".data/version", ".transload/origin.json"})
 """Records that say nothing of the content: one can be made anew, torch does not need the others."""
-
-_VERSION = b"3\n"
 
 
 def recover_archive(source: Source) -> Mended | None:
@@ -40,27 +37,15 @@ def recover_archive(source: Source) -> Mended | None:
     notes: list[str] = []
     after: list[Part] = []
     if by_torch:
-        after = _gap(source, found, found.directory.start) if found.directory.start > 0 else []
+        after = _gap(source, found, _directory_start(found)) if found.directory.start > 0 else []
     else:
         items = tidied(items, notes)
-    items = with_version(items, notes)
-    lost += [Lost(_text(line.name), "it is not in the file") for line in found.missing]
+    items = with_version(with_byteorder(items, lost), notes)
+    lost += [Lost(_below(line.name), "it is not in the file") for line in found.missing]
     made = assembled(source, items, {each.name: each for each in judged}, lost, after)
     if not found.directory.lines and not made.exact:
         notes.insert(0, "the file ends before the directory of the archive: the records were found one by one")
     return made._replace(notes=(*notes, *made.notes))
-
-
-def with_version(items: list[Item], notes: list[str]) -> list[Item]:
-    """The same records and, where it is missing, the one without which torch refuses an archive."""
-    below = {item.name.partition(b"/")[2]: item for item in items}
-    index = below.get(b"data.pkl")
-    if index is None or b"version" in below or b".data/version" in below:
-        return items
-    name = index.name[: -len(b"data.pkl")] + b"version"
-    notes.append("the record `version` is missing, and was added: torch refuses an archive without it")
-    order = 1 + max(item.order for item in items)
-    return [*items, Item(name, (literal(_VERSION),), len(_VERSION), len(_VERSION), crc32(_VERSION), order=order)]
 
 
 def _by_torch(records: Sequence[Found]) -> bool:
@@ -74,14 +59,18 @@ def _items(source: Source, found: Survey, judged: Sequence[Judged], *, by_torch:
     items: list[Item] = []
     lost: list[Lost] = []
     orders = _orders(judged)
+    root = Counter(each.name.partition(b"/")[0] for each in judged).most_common(1)[0][0]
     reached = 0
     for each in judged:
         record = each.found
         if not each.usable:
             why = "the file ends within it" if each.verdict.state == "cut" else "its bytes are damaged"
             lost.append(Lost(each.text, why))
+        named = not by_torch or _is_named(each.name, root)
+        if each.usable and not named:
+            lost.append(Lost(each.text, "its name is damaged"))
         content = _content(source, each, keep=by_torch)
-        if content is None or (each.text in MINOR and not each.usable):
+        if content is None or not named or (each.text in MINOR and not each.usable):
             continue
         kept = by_torch and each.method in (0, 8)
         stored = sum(part.length for part in content)
@@ -108,8 +97,17 @@ def _items(source: Source, found: Survey, judged: Sequence[Judged], *, by_torch:
     return items, lost
 
 
+def _is_named(name: bytes, root: bytes) -> bool:
+    """Whether a record has a name as torch gives it, below the folder of all: others are the work of damage."""
+    below = name[len(root) + 1 :].decode("utf-8", "backslashreplace")
+    return name.startswith(root + b"/") and below.isprintable() and "\\" not in below
+
+
 def _orders(judged: Sequence[Judged]) -> dict[bytes, int]:
+    """The place of each record in the directory: as they lie in the file, as torch has it, unless it is another."""
     lined = sorted((each for each in judged if each.found.line), key=lambda each: each.found.line.position)  # type: ignore[union-attr]
+    if lined == [each for each in judged if each.found.line]:
+        return {each.name: number for number, each in enumerate(judged)}
     rest = [each for each in judged if not each.found.line]
     return {each.name: number for number, each in enumerate([*lined, *rest])}
 
@@ -131,6 +129,13 @@ def _padding(each: Judged) -> int | None:
     return padding if 0 <= padding < 0xFFFF else None
 
 
+def _directory_start(found: Survey) -> int:
+    """Where the directory begins: before the first line that was found, if the end record says so."""
+    start, stated = found.directory.start, found.directory.stated
+    reached = max((record.end for record in found.records), default=0)
+    return stated if reached <= stated < start else start
+
+
 def _gap(source: Source, found: Survey, until: int, since: int | None = None) -> list[Part]:
     """Bytes between records that belong to none, as a retagged file has where its index was before."""
     if since is None:
@@ -142,7 +147,7 @@ def _content(source: Source, each: Judged, *, keep: bool) -> tuple[Part, ...] | 
     """The bytes of a record: as they are, mended, unpacked, or filled up; ``None`` if nobody knows how many."""
     record, verdict = each.found, each.verdict
     if not each.usable:
-        if each.method or (record.described is None and record.line is None and _is_unknown(record)):
+        if each.method or record.endless:
             return None
         fill = Part(Filler(record.stored), 0, record.stored - record.present)
         return (Part(source, record.payload, record.present), fill)
@@ -151,10 +156,6 @@ def _content(source: Source, each: Judged, *, keep: bool) -> tuple[Part, ...] | 
     if not each.method or keep:
         return parts
     return (Part(Inflated(Assembly(parts, each.text), verdict.size, each.text), 0, verdict.size),)
-
-
-def _is_unknown(record: Found) -> bool:
-    return record.present < record.stored and record.stored == record.present + 1
 
 
 def assembled(
@@ -262,5 +263,6 @@ def _notes(source: Source, whole: Assembly, *, in_place: bool, mends: int) -> It
         yield f"{extra:,} bytes from byte {whole.size:,} on are left out: {what}"
 
 
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")
+def _below(name: bytes) -> str:
+    """A name without the folder of the archive."""
+    return (name.partition(b"/")[2] or name).decode("utf-8", "backslashreplace")

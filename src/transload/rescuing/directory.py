@@ -44,7 +44,8 @@ def find_directory(source: Source) -> Directory:
     tail = source.read(base, _TAIL)
     best = _NONE
     tried: set[int] = set()
-    for position, size, start, count in _ends(tail, base):
+    ends = _ends(tail, base)
+    for position, size, start, count in ends:
         for place in (start, position - size):
             if place in tried or len(tried) >= _MOST_ENDS or not 0 <= place < position:
                 continue
@@ -54,7 +55,10 @@ def find_directory(source: Source) -> Directory:
                 if found.complete and len(found.lines) == count:
                     return found
                 best = max(best, found, key=lambda each: len(each.lines))
-    return best if best.lines else _without_end(source, tail, base)
+    if best.lines:
+        return best
+    found = _without_end(source, tail, base)  # or the end record is there, and the first line is not
+    return found._replace(stated=ends[0][2], told=ends[0][3]) if ends and found.lines else found
 
 
 def _without_end(source: Source, tail: bytes, base: int) -> Directory:

@@ -33,7 +33,7 @@ class Fates:
         self._gone = sorted(mended.gone)
         self._touched = sorted(mended.touched)
         self._unchecked = mended.unchecked
-        self._all_unchecked = mended.all_unchecked
+        self._all_unchecked = mended.all_unchecked or any(lost.name == "data.pkl" for lost in mended.lost)
         cut = [storage.record for storage in checkpoint.storages if self._is_cut(storage)] if self._gone else []
         self._cut = frozenset(cut)
 

@@ -23,6 +23,8 @@ _NAN = {
     "float8_e5m2": b"\x7f",
     "float8_e4m3fnuz": b"\x80",
     "float8_e5m2fnuz": b"\x80",
+    "float8_e8m0fnu": b"\xff",
+    "bcomplex32": b"\xc0\x7f",
 }
 
 

@@ -12,11 +12,15 @@ from transload.rescuing.names import Knowledge, chosen_names
 from transload.rescuing.placing import Found
 from transload.rescuing.survey import Survey
 
-__all__ = ["Judged", "are_summed", "judged_records"]
+__all__ = ["Judged", "are_summed", "claim_of", "judged_records"]
 
 _MOST_SEARCHED = 1 << 30
 _LARGEST_TEXT = 8 << 20
 _DEFLATE = 1032  # no compressed byte unpacks to more
+_FOLLOWS = 8  # the flag that says that checksum and sizes follow the bytes
+_DESCRIPTOR = 24  # bytes of one, at most
+_ALIGNMENT = 64
+_FLIPPED = 2  # bits in which two copies of a checksum may differ
 
 
 class Judged(NamedTuple):
@@ -51,8 +55,11 @@ def judged_records(source: Source, found: Survey) -> list[Judged]:
     records, names = _last_of_each(records, [each.name for each in chosen])
     methods = [_method(record) for record in records]
     summed = are_summed(records)
-    claims = [_claim(record, method, summed=summed) for record, method in zip(records, methods, strict=True)]
+    claims = [claim_of(record, method, summed=summed) for record, method in zip(records, methods, strict=True)]
     made = [_other_size(source, *each) for each in zip(records, claims, verdicts(source, claims), strict=True)]
+    made = [_vouched(source, *each) for each in zip(records, made, strict=True)]
+    fitted = [_fitted(source, found, *each) for each in zip(records, names, made, strict=True)]
+    records, made = [record for record, _ in fitted], [verdict for _, verdict in fitted]
     settled = [name not in unsettled for name in names]
     return [Judged(*each) for each in zip(records, names, methods, made, settled, strict=True)]
 
@@ -102,20 +109,58 @@ def _method(record: Found) -> int:
 
 
 def _checksums(record: Found) -> tuple[int, ...]:
-    """The copies of its checksum: in the directory, behind its bytes, and in its header if that has one."""
-    told = [each.crc32 for each in (record.line, record.described) if each is not None]
-    if record.local is not None and record.local.crc32 and not record.local.flags & 8:
-        told.append(record.local.crc32)
-    return tuple(told)
+    """The copies of its checksum: in the directory, behind its bytes, and in its header if that has one.
+
+    What lies by its bytes moves with them: where it is another one altogether, and the line of the directory is right
+    about everything else, these are the bytes of another record. An index may be so, too, if it was being edited.
+    """
+    line, described, local = record.line, record.described, record.local
+    told = [each.crc32 for each in (line, described) if each is not None]
+    if local is not None and local.crc32 and not local.flags & _FOLLOWS:
+        told.append(local.crc32)
+    if line is None or described is None or line.name.endswith(b".pkl") or not line.crc32:
+        return tuple(told)
+    sized = (line.stored, line.size) == (described.stored, described.size)
+    renamed = local is not None and local.name != line.name
+    moved = (line.crc32 ^ described.crc32).bit_count() > _FLIPPED
+    return (line.crc32,) if moved and (sized or renamed) else tuple(told)
 
 
-def _claim(record: Found, method: int, *, summed: bool) -> Claim:
+def claim_of(record: Found, method: int, *, summed: bool) -> Claim:
+    """What is said of the bytes of a record; ``summed`` is whether its checksums mean something."""
     sizes = [each.size for each in (record.line, record.described, record.local) if each is not None and each.size]
     size = record.stored
     if method:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, _DEFLATE * record.stored + 64)
     checksums = _checksums(record) if summed and record.stored else ()
     return Claim(record.payload, record.stored, record.present, size, method, checksums)
+
+
+def _vouched(source: Source, record: Found, verdict: Verdict) -> Verdict:
+    """The verdict; on a record without a checksum, only if what must follow its bytes does, or the file ends before.
+
+    Else that was overwritten, or lies elsewhere; and so may the bytes.
+    """
+    told = record.described or (record.local and not record.local.flags & _FOLLOWS)
+    if verdict.state == "unchecked" and record.stored and not told and record.end + _DESCRIPTOR < source.size:
+        return Verdict("damaged")
+    return verdict
+
+
+def _fitted(source: Source, found: Survey, record: Found, name: bytes, verdict: Verdict) -> tuple[Found, Verdict]:
+    """A storage that no checksum vouches for, as long as the index says.
+
+    One that has none, and is not so long or not where its header ends, is damaged: bytes were put in or taken out.
+    """
+    folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
+    if verdict.state in ("whole", "mended") or record.endless or not folder.endswith(("/data", "/tensors")):
+        return record, verdict
+    slot = found.measure.slots.get(key)
+    placed = record.payload % _ALIGNMENT == 0 or (record.local is not None and record.local.payload == record.payload)
+    if slot is None or (placed and slot.nbytes == record.stored):
+        return record, verdict
+    present = max(0, min(slot.nbytes, source.size - record.payload))
+    return record._replace(stored=slot.nbytes, present=present), Verdict("damaged")
 
 
 def _other_size(source: Source, record: Found, claim: Claim, verdict: Verdict) -> Verdict:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from transload.read.source import BytesSource, Slice, Source
 from transload.rescuing.errors import RescueError
 from transload.rescuing.headers import LOCAL, is_sign
 from transload.rescuing.inflated import Inflated
+from transload.rescuing.judging import claim_of
 from transload.rescuing.legacy import looks_like_a_stream
+from transload.rescuing.mending import verdicts
+from transload.rescuing.parts import Assembly, patched
 from transload.rescuing.placing import Found
 from transload.rescuing.survey import survey
 from transload.rescuing.unpacking import Spool, most_of, unpacked
@@ -62,11 +66,13 @@ def _inside(source: Source, member: str, stack: ExitStack, notes: list[str]) -> 
         what = f"{len(held)} checkpoints are in it: {shown}"
         raise RescueError(what, where=source.name, fix="Name one of them: --member NAME.")
     notes.append(f"taken out of an archive: {held[0].names[0].decode('utf-8', 'backslashreplace')}")
-    return _taken(source, held[0], stack)
+    return _taken(source, held[0], stack, notes)
 
 
-def _plain(source: Source, record: Found) -> Source:
-    packed = Slice(source, record.payload, record.present, source.name)
+def _plain(source: Source, record: Found, changes: Sequence[tuple[int, int]] = ()) -> Source:
+    packed: Source = Slice(source, record.payload, record.present, source.name)
+    if changes:
+        packed = Assembly(patched(source, record.payload, record.present, changes), source.name)
     method = record.line.method if record.line else record.local.method if record.local else 0
     if method != 8:
         return packed
@@ -84,8 +90,32 @@ def _is_checkpoint(source: Source, record: Found) -> bool:
     return name.lower().endswith(_ENDINGS) and record.present > 64
 
 
-def _taken(source: Source, record: Found, stack: ExitStack) -> Source:
-    plain = _plain(source, record)
+def _taken(source: Source, record: Found, stack: ExitStack, notes: list[str]) -> Source:
+    """The bytes of a record, with a flipped bit undone. Where it has no checksums inside, its own speaks for them."""
+    head = _plain(source, record).read(0, 4)
+    if is_sign(head, LOCAL):
+        return _unpacked(_plain(source, record), source, stack)
+    method = record.line.method if record.line else record.local.method if record.local else 0
+    (verdict,) = verdicts(source, [claim_of(record, method, summed=True)])
+    changes = [(bit.byte, source.read(bit.byte, 1)[0] ^ 1 << bit.bit) for bit in verdict.bits]
+    if verdict.state == "mended":
+        notes.append(f"a flipped bit in it was undone, {verdict.certainty} by its checksum: byte {changes[0][0]:,}")
+    taken = _unpacked(_plain(source, record, changes), source, stack)
+    if verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous":
+        return _Broken(taken)
+    return taken
+
+
+class _Broken(Slice):
+    """What was taken out of a record that is not as it was saved."""
+
+    whole = False
+
+    def __init__(self, inner: Source) -> None:
+        super().__init__(inner, 0, inner.size, inner.name)
+
+
+def _unpacked(plain: Source, source: Source, stack: ExitStack) -> Source:
     if not isinstance(plain, Inflated):
         return plain
     spool = Spool(source.name)

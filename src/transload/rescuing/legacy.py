@@ -1,7 +1,8 @@
 """A damaged legacy stream: its pickles come first, so what is before a cut is all there.
 
 There is no checksum in it. What can be put right is what is there twice: the number at its beginning, which is always
-the same, and the count before each storage, which the object names, too.
+the same, and the count before each storage, which the object names, too. A count that is not where it should be tells
+that bytes were put in or taken out before it.
 """
 
 from __future__ import annotations
@@ -50,14 +51,27 @@ def recover_legacy(source: Source) -> Mended | None:
     if any(key not in slots for key in keys):
         return None
     end = position + sum(_COUNT + slots[key].nbytes for key in keys)
-    mends = [*opening, *_counts(view, position, [slots[key] for key in keys])]
+    held = [slots[key] for key in keys]
+    mends = [*opening, *_counts(view, position, held)]
     parts = list(patched(source, 0, min(end, source.size), [(mend.position, mend.new) for mend in mends]))
-    gone: tuple[Gone, ...] = ()
+    gone = list(_displaced(view, position, held, steady=end == source.size))
     if end > source.size:
-        parts += _missing(source.size, position, [slots[key] for key in keys])
-        gone = (Gone(source.size, end, "the file ends before its last byte"),)
-    notes = [f"{source.size - end:,} bytes after the last storage are left out"] if source.size > end else []
-    return Mended(Assembly(parts, source.name), not gone, gone, tuple(mends), notes=tuple(notes), all_unchecked=True)
+        parts += _missing(source.size, position, held)
+        gone.append(Gone(source.size, end, "the file ends before its last byte"))
+    notes, warnings = _behind(source, end)
+    made = Mended(Assembly(parts, source.name), not gone, tuple(gone), tuple(mends), notes=notes, all_unchecked=True)
+    return made._replace(warnings=warnings)
+
+
+def _behind(source: Source, end: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is to be said of bytes after the last storage, and what is not sure for their sake."""
+    if source.size <= end:
+        return (), ()
+    notes = (f"{source.size - end:,} bytes after the last storage are left out",)
+    follows = source.read(end, len(_OPENING)) == _OPENING  # another stream: whole ones end where they should
+    return notes, () if follows else (
+        "it is longer than its counts say: unless that is at its end, the last storage is wrong",
+    )
 
 
 def _opened(source: Source) -> list[Mend]:
@@ -98,6 +112,29 @@ def _counts(view: Source, position: int, slots: list[Slot]) -> Iterator[Mend]:
                 if old != new:
                     yield Mend(position + index, old, new, "", "proven")
         position += _COUNT + slot.nbytes
+
+
+def _displaced(view: Source, position: int, slots: list[Slot], *, steady: bool) -> Iterator[Gone]:
+    """Storages that do not lie between two counts that are right.
+
+    In a ``steady`` file, as long as it should be, only these were overwritten, and a bit or two of a count may be
+    others; else all that follows is displaced.
+    """
+    most = _FLIPPED if steady else 0
+    starts: list[int] = []
+    right: list[bool] = []
+    for slot in slots:
+        here = view.read(position, _COUNT)
+        starts.append(position + _COUNT)
+        right.append(len(here) < _COUNT or _distance(here, _count(slot)) <= most)
+        position += _COUNT + slot.nbytes
+    lost = False
+    for index, slot in enumerate(slots):
+        hurt = not all(right[index : index + 2])
+        lost = hurt or (lost and not steady)
+        end = min(starts[index] + slot.nbytes, view.size)
+        if lost and starts[index] < end:
+            yield Gone(starts[index], end, "its bytes are not where they should be")
 
 
 def _missing(size: int, position: int, slots: list[Slot]) -> Iterator[Part]:

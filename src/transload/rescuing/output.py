@@ -57,7 +57,7 @@ def filled(mended: Mended, checkpoint: Checkpoint, fill: Fill) -> Source:
 
 
 def laid(mended: Mended, items: Sequence[Item]) -> Source:
-    """An archive of these records; the checksums of those that are filled are computed now."""
+    """An archive of these records; the checksums of those that are filled, or have none, are computed now."""
     refuse_growth(sum(item.stored for item in items), mended)
     name = mended.source.name
     return Assembly((part for part, _, _ in laid_out([_summed(item) for item in items])), name)
@@ -71,7 +71,7 @@ def refuse_growth(nbytes: int, mended: Mended) -> None:
 
 
 def _summed(item: Item) -> Item:
-    if item.crc32 or not any(isinstance(part.source, Filler) for part in item.content):
+    if item.crc32 or item.method or not item.stored:
         return item
     return item._replace(crc32=_checksum(Assembly(item.content, "")))
 

@@ -22,7 +22,7 @@ class Found(NamedTuple):
     """A record: its headers as they are, where its bytes lie, and how many of them the file has.
 
     ``wide`` is whether its descriptor has sizes of eight bytes. A record that the directory does not know is ``dead``
-    where the directory is whole.
+    where the directory is whole. Of an ``endless`` one nothing tells where it ends.
     """
 
     header: int
@@ -34,6 +34,7 @@ class Found(NamedTuple):
     described: Descriptor | None
     wide: bool
     dead: bool = False
+    endless: bool = False
 
     @property
     def end(self) -> int:
@@ -175,10 +176,10 @@ class Places:
 
     def _cut(self, header: int, local: Local, line: Line | None) -> Found:
         """A record that the file ends within, or whose end nothing tells."""
-        known = self.measure.known(local)
+        known = self.measure.known(local) if line is None else line.stored
         left = max(0, self.source.size - local.payload)
-        if known is None:
-            known = left + 1  # at least its descriptor is missing, and nobody knows how much of it
+        if known is None:  # at least its descriptor is missing, and nobody knows how much of it
+            return Found(header, local.payload, left + 1, left, local, line, None, local.wide, endless=True)
         return Found(header, local.payload, known, min(known, left), local, line, None, local.wide)
 
 

@@ -31,9 +31,13 @@ def recover_safetensors(source: Source) -> Mended | None:
     if end > source.size:
         parts.append(Part(Filler(end - source.size), 0, end - source.size))
         gone = (Gone(source.size, end, "the file ends before its last byte"),)
-    notes = [f"{source.size - end:,} bytes after the last tensor are left out"] if source.size > end else []
-    whole = Assembly(parts, source.name)
-    return Mended(whole, not gone, gone, tuple(mends), notes=tuple(notes), all_unchecked=True)
+    made = Mended(Assembly(parts, source.name), not gone, gone, tuple(mends), all_unchecked=True)
+    if source.size <= end:
+        return made
+    notes = (f"{source.size - end:,} bytes after the last tensor are left out",)
+    return made._replace(
+        notes=notes, warnings=("it is longer than its table says: unless that is at its end, tensors are wrong",)
+    )
 
 
 def _data_size(table: dict[str, object]) -> int:

@@ -28,6 +28,7 @@ __all__ = ["saved", "write_report"]
 
 _PIECE = 4 << 20
 _SHOWN = 8
+_VERSIONS = (b"version", b".data/version", b"archive_version")
 
 
 def saved(  # noqa: PLR0913 - what a user may ask for
@@ -107,7 +108,8 @@ def _mended(src: SourceLike, member: str, stack: ExitStack, notes: list[str]) ->
     if mended is None:
         mended = _as_it_is(inner)
     if mended.all_unchecked and not getattr(inner, "whole", True):
-        mended = mended._replace(warnings=("the packed data is damaged, and what it unpacks to has no checksums",))
+        broken = "the packed data is damaged, and what it unpacks to has no checksums"
+        mended = mended._replace(warnings=(*mended.warnings, broken))
     return source, mended._replace(nbytes=inner.size)
 
 
@@ -171,7 +173,7 @@ def _output(
     kept = any(fate.nbytes for fate in fates if fate.state != "lost")
     if not kept and (lost or not _is_readable(checkpoint)):
         return None, "nothing"
-    if checkpoint.format == "torchscript" and fill is None and not _has_code(mended):
+    if kept and checkpoint.format in ("torchscript", "torch-export") and _lacks_code(checkpoint, mended):
         return left_out(mended, checkpoint, judge, lost), "weights"
     if not lost and mended.exact:
         return mended.source, "exact"
@@ -180,6 +182,12 @@ def _output(
     if fill is not None:
         return filled(mended, checkpoint, fill), "filled"
     return left_out(mended, checkpoint, judge, lost), "weights" if is_program(checkpoint) else "left-out"
+
+
+def _lacks_code(checkpoint: Checkpoint, mended: Mended) -> bool:
+    """Whether a program lacks something without which it is none: all but notes on where its lines come from."""
+    lost = [each.name for each in _records(checkpoint, mended)]
+    return not all(name.endswith((".debug_pkl", "version")) for name in lost)
 
 
 def _has_code(mended: Mended) -> bool:
@@ -200,10 +208,14 @@ def _is_readable(checkpoint: Checkpoint) -> bool:
 
 def _records(checkpoint: Checkpoint, mended: Mended) -> tuple[Lost, ...]:
     """What is lost beside tensors."""
-    held = {storage.record for storage in checkpoint.storages if storage.tensors}
+    used = [storage for storage in checkpoint.storages if storage.tensors]
+    held = {name for s in used for name in (s.record, f"data/{s.key}", f"tensors/{s.key}")}
     lost = [each for each in mended.lost if each.name not in held and each.name not in MINOR]
-    if mended.items and is_program(checkpoint) and not _has_code(mended):
-        lost.append(Lost("code", "the program itself is not in the file; its tensors are"))
+    if mended.items and is_program(checkpoint):
+        if not _has_code(mended):
+            lost.append(Lost("code", "the program itself is not in the file; its tensors are"))
+        if not any(item.origin for item in mended.items if item.name.partition(b"/")[2] in _VERSIONS):
+            lost.append(Lost("version", "it tells what the operators of the program mean"))
     return tuple(lost)
 
 
@@ -214,6 +226,8 @@ def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> lis
     found = [*mended.warnings]
     if any(lost.name == "data.pkl" for lost in mended.lost):
         found.append("the index does not have the checksum it was saved with: names and shapes may be wrong")
+    if mended.all_unchecked and any(storage.nbytes and not storage.tensors for storage in checkpoint.storages):
+        found.append("there are storages that no tensor uses: what names the tensors may be damaged")
     broken = [problem for problem in checkpoint.problems if problem.code == "tensor-broken"]
     found += [f"{problem.where}: {problem.detail}" for problem in broken[:_SHOWN]]
     if len(broken) > _SHOWN:

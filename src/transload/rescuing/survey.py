@@ -107,7 +107,7 @@ class _Walk:
         taken = {record.line.position for record in self.records if record.line}
         missing = [line for line in self.directory.lines if line.position not in taken]
         records = self.records
-        if self.directory.complete and not missing:
+        if self.directory.complete and not missing and self.directory.told == len(self.directory.lines):
             records = [record if record.line else record._replace(dead=True) for record in records]
         return Survey(records, self.directory, missing, self.position, self.measure)
 
@@ -128,6 +128,9 @@ class _Walk:
             return not signed and self._leap()
         self.records.append(record)
         self.measure.learn(record.names, record.payload, record.present, record.stored, _checksum(record))
+        if record.endless:
+            self.position = record.payload
+            return self._leap()
         self.position = record.end
         return record.present == record.stored
 

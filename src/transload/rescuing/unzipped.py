@@ -44,7 +44,7 @@ class _Closed:
 
 def recover_directory(path: str) -> Mended | None:
     """The archive a directory was unpacked from; ``None`` if it was none. Its files have no checksums."""
-    from transload.rescuing.archive import with_version
+    from transload.rescuing.small import with_version
     from transload.rescuing.tidy import tidied
 
     problems: list[Problem] = []
@@ -74,4 +74,6 @@ def _item(name: str, source: _Closed, order: int) -> Item:
         value = crc32(source.read(start, _CHUNK), value)
     raw = os.fsencode(name)
     flags = 0x0808 if source.size else 0x0800
-    return Item(raw, (Part(source, 0, source.size),), source.size, source.size, value, flags=flags, order=order)
+    return Item(
+        raw, (Part(source, 0, source.size),), source.size, source.size, value, flags=flags, order=order, origin=raw
+    )

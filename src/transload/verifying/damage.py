@@ -18,6 +18,7 @@ __all__ = ["damages"]
 
 _NAMED = {"tensor-broken": "broken", "dcp-piece-missing": "missing"}
 _MAX_INDEX = 100_000_000
+_DESCRIPTOR = 24  # bytes behind a record, at most, that hold its checksum
 
 
 def damages(
@@ -27,7 +28,7 @@ def damages(
     if content.checkpoint.counted and not bad:  # of what is ordinary, all sizes were compared when it was counted
         return ()
     storages = _bad_storages(content, every, bad)
-    sound = {each.id for each in content.checkpoint.storages if each.stored >= each.nbytes and each.id not in storages}
+    sound = {each.id for each in content.checkpoint.storages if _is_there(each) and each.id not in storages}
     found: dict[str, Damage] = {}
     for tensor in content.checkpoint.tensors:
         if tensor.storage in sound and not failed and not tensor.parts:  # nearly all of them, nearly always
@@ -43,11 +44,16 @@ def damages(
     return tuple(found.values())
 
 
+def _is_there(storage: Storage) -> bool:
+    return storage.stored >= storage.nbytes and (storage.offset is not None or storage.compressed)
+
+
 def _bad_storages(content: Content, every: list[Region], bad: Mapping[Key, Problem]) -> dict[str, Damage]:
     """What is wrong with each storage whose record is not what was saved, or not as long as it should be."""
     records = {key_of(region.file, record): record for region in every for record in region.records}
     packed = {key[:2]: key for key in records}  # a packed storage does not know where it lies
-    out: dict[str, Damage] = {}
+    summed = _summed(content, every)
+    out = dict(_displaced(content))
     for storage in content.checkpoint.storages:
         name = storage.record or storage.key
         key = packed.get((storage.file, name)) if storage.compressed else (storage.file, name, storage.offset or 0)
@@ -57,10 +63,36 @@ def _bad_storages(content: Content, every: list[Region], bad: Mapping[Key, Probl
         if problem is not None:
             kind = "unreadable" if problem.code == "record-unreadable" else "checksum"
             out[storage.id] = Damage("", kind, f"{_within(storage, name)}: {problem.detail}")
+        elif record is not None and storage.file in summed and _is_unvouched(content, storage.file, record):
+            out[storage.id] = Damage("", "checksum", f"{_within(storage, name)}: its checksum is overwritten")
         elif record is not None and _misfits(record, storage):
             detail = f"{_within(storage, name)} holds {record.size:,} bytes, the index wants {storage.nbytes:,}"
             out[storage.id] = Damage("", "cut" if record.size < storage.nbytes else "broken", detail)
     return out
+
+
+def _summed(content: Content, every: list[Region]) -> set[str]:
+    """The files whose storages all have checksums where those are not overwritten: torch writes them all, or none."""
+    archives = {name for name, checkpoint in content.parts if checkpoint.records}
+    found = {file for file, records in every if any(record.crc32 is not None for record in records)}
+    rows = {file for file, _ in every if file.endswith(".distcp")}  # of archives, by one program
+    return (found & archives) | (rows if found & rows else set())
+
+
+def _is_unvouched(content: Content, file: str, record: Record) -> bool:
+    """Whether its checksum is not where it was; of one that the file ends before, all bytes may be there."""
+    if record.crc32 is not None or not record.size:
+        return False
+    return (record.offset or 0) + record.stored + _DESCRIPTOR <= content.open_file(file).size
+
+
+def _displaced(content: Content) -> Iterator[tuple[str, Damage]]:
+    """Of each legacy stream in which a storage does not begin where it should, the one that ends there."""
+    for file, checkpoint in content.parts:
+        if checkpoint.format == "torch-legacy" and any(p.code == "storage-size" for p in checkpoint.problems):
+            held = [each for each in content.checkpoint.storages if each.file == file and each.offset is not None]
+            for last in sorted(held, key=lambda each: each.offset or 0)[-1:]:
+                yield last.id, Damage("", "broken", f"{_within(last, last.record)}: no other begins where it ends")
 
 
 def _misfits(record: Record, storage: Storage) -> bool:
