@@ -45,6 +45,14 @@ def test_a_bit_anywhere(path: Path) -> None:
     assert [place for place in places if not is_undone(whole, *place)] == []
 
 
+def test_a_name_that_reaches_into_what_follows_it() -> None:
+    """The filling then begins as the field does that stands for sizes of eight bytes."""
+    whole = next(path for path in ARCHIVES if path.match("h200/state_dict_cuda1.pt")).read_bytes()
+    length = whole.find(b"state_dict_cuda1/.format_versionFB\x01\x00") - 4
+    assert whole[length] == 32
+    assert is_undone(whole, length, 1)
+
+
 @pytest.mark.parametrize("path", ARCHIVES, ids=ident)
 def test_nothing_is_mended_that_is_whole(path: Path) -> None:
     whole = path.read_bytes()

@@ -117,8 +117,13 @@ def local_at(source: Source, header: int) -> Local | None:
     if _ALL32 in (stored, size):
         size, stored = widen(extra, size, stored)
     payload = header + _LOCAL.size + n_name + n_extra
-    wide = extra[:2] == b"\x01\x00"
+    wide = extra[:2] == b"\x01\x00" and _is_wide(int.from_bytes(extra[2:4], "little"))
     return Local(header, needed, flags, method, time, date, crc, stored, size, head[:n_name], extra, payload, wide)
+
+
+def _is_wide(length: int) -> bool:
+    """Whether a field of sizes in eight bytes may have a length; one bit of it may be flipped."""
+    return any((length ^ told).bit_count() <= 1 for told in (8, 16, 24, 28))
 
 
 def is_plausible(local: Local | None) -> bool:
