@@ -334,3 +334,18 @@ def test_under_torchrun(tmp_path: Path, data: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
     assert done.stderr.count("LandingWarning") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "gpu", "x.py"], "'gpu' is no device"),
+        (["python", "x.py"], "Leave it out: transload run SCRIPT."),
+    ],
+    ids=["device", "python"],
+)
+def test_mistakes(words: list[str], told: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print(1)", encoding="utf-8")
+    done = start(*RUN, *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr

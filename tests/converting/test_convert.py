@@ -15,7 +15,7 @@ import pytest
 from transload.content import ContentError
 from transload.converting import convert, names, parts
 from transload.converting.errors import ConvertError, OverflowRefusedError
-from transload.errors import UsageError
+from transload.errors import CannotReadError, UsageError
 from transload.read import inspect
 from transload.read.nodes import Call, Global
 
@@ -874,3 +874,10 @@ def test_one_rank_alone(tmp_path: Path) -> None:
     assert (made.tensors, made.listed) == (1, ())
     data = json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
     assert data == {"iter_0000010/mp_rank_00/model_optim_rng.pt": {"iteration": 10}}
+
+
+def test_a_source_that_is_not_there_comes_first(tmp_path: Path) -> None:
+    """Whoever mixed the two up must not be told to overwrite."""
+    (tmp_path / "train.pt").write_bytes(b"x")
+    with pytest.raises(CannotReadError, match="No such file"):
+        convert(tmp_path / "model.safetensors", tmp_path / "train.pt")

@@ -96,7 +96,7 @@ def test_directories_of_ranks_are_refused_with_what_gathers_them(tmp_path: Path)
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(LoadError, match=r"torch\.distributed\.checkpoint") as raised:
         load(tmp_path / "dcp")
-    assert "dcp_to_torch" in raised.value.fix
+    assert "transload convert DIR NEW.pt" in raised.value.fix
 
 
 # -- damage

@@ -14,6 +14,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import QUIET
 from torch import nn
 
+import transload
 from transload.loading.errors import LoadError
 from transload.loading.scripted import load_exported, load_script
 from transload.read import read_source
@@ -184,3 +185,15 @@ def test_a_program_that_torch_cannot_read_is_told_in_a_line(tmp_path: Path) -> N
             after.writestr(name, b"{}" if name.endswith(".json") else before.read(name))
     with pytest.raises(LoadError, match=r"torch\.export\.load cannot load this program"):
         load(load_exported, path, everything_to("cpu"))
+
+
+def test_an_exported_program_moved_for_good(data: Path, tmp_path: Path) -> None:
+    """What ``retag`` advises for one: torch's own loader then needs no GPU."""
+    path, moved = data / "h200" / "export_cuda0.pt2", tmp_path / "moved.pt2"
+    try:
+        program = transload.load(path, "cpu", weights_only=False)
+    except LoadError:
+        pytest.skip("this torch does not read what that one exported")
+    torch.export.save(program, moved)
+    again = torch.export.load(moved)
+    assert {value.device.type for value in again.state_dict.values()} == {"cpu"}

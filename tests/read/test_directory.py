@@ -643,3 +643,15 @@ def test_a_listing_is_sorted(tmp_path: Path) -> None:
     for name in "bca":
         (tmp_path / name).touch()
     assert list(list_directory(str(tmp_path)).files) == ["a", "b", "c"]
+
+
+def test_one_file_of_a_distributed_checkpoint_is_no_attack(tmp_path: Path) -> None:
+    """It is a row of archives, which would be two readings of one file anywhere else."""
+    for _ in range(2):
+        with (tmp_path / "__0_0.distcp").open("ab") as file:
+            torch.save(torch.ones(3), file)
+    alone = inspect(tmp_path / "__0_0.distcp")
+    (tmp_path / ".metadata").write_bytes(b"")
+    told = inspect(tmp_path / "__0_0.distcp")
+    assert (alone.safety, told.safety, told.integrity) == ("dangerous", "unknown", "not-a-checkpoint")
+    assert told.findings[0].fix[-1] == f"$ transload inspect {tmp_path}"

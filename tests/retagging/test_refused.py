@@ -49,7 +49,7 @@ def refused(path: Path, to: str = "cpu", **options: Any) -> TransloadError:
     ("name", "what", "fix"),
     [
         ("torchscript_cuda0.pt", "TorchScript", "torch.jit.load"),
-        ("export_cuda0.pt2", "torch.export", "move_to_device_pass"),
+        ("export_cuda0.pt2", "torch.export", "torch.export.save(transload.load(path, weights_only=False), other)"),
         ("aoti_cuda0.pt2", "AOTInductor", "Compile"),
     ],
 )

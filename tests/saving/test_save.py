@@ -689,3 +689,9 @@ def test_a_gpu_that_does_not_answer_does_not_matter(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", fails)
     assert "gpus" not in origin(saved([torch.rand(1)]))
+
+
+def test_a_name_that_says_safetensors(tmp_path: Path) -> None:
+    """torch goes by the name from 2.13 on."""
+    with pytest.warns(SaveWarning, match=r"model\.safetensors: torch from 2\.13 on .* Name it \.pt"):
+        save({"w": torch.ones(3)}, tmp_path / "model.safetensors")

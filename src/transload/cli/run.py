@@ -35,7 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> Callable[[], int]:
     """Look for the program; return what runs it."""
+    from transload.patching import checked
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    return program_of(words, module=arguments.module, device=arguments.device)
+    return program_of(words, module=arguments.module, device=checked(arguments.device))

@@ -46,7 +46,6 @@ def run(  # noqa: PLR0913 - as asked for
 
     dst = _placed(dst, format_)
     _refuse_same(src, dst)
-    _refuse_there(dst, format_, overwrite=overwrite)
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
         return convert_content(

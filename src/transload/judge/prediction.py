@@ -16,8 +16,8 @@ _OTHER_LOADER: dict[str, str] = {
     "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
     "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
     "sharded": "loads the shards one at a time only: read the index for which file holds what",
-    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it with "
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
+    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or make a file of it: transload convert DIR "
+    "NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested ones)",
     "deepspeed": "fails on a directory: gather it with the zero_to_fp32.py inside",
     "megatron": "fails on a directory: load it with Megatron",
     "directory": "fails on a directory",

@@ -26,14 +26,14 @@ PROGRAMS = {
 }
 _PROGRAM_FIXES = {
     "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
-    "torch-export": "Load it with torch.export.load(path), or pass weights_only=False.",
+    "torch-export": "Pass weights_only=False; torch.export.load(path) fails where the device is not that it names.",
     "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
     "torch-package": "Open it with torch.package.PackageImporter(path).",
 }
 _DIRECTORIES = {
     "dcp": (
         "a torch.distributed.checkpoint directory",
-        "Convert it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
+        "Make a file of it first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
     ),
     "deepspeed": (
         "a DeepSpeed checkpoint directory",

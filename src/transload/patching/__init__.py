@@ -49,7 +49,7 @@ def patch(device: str = "auto") -> Patch:
     from transload.patching import switch
 
     before = switch.state()
-    switch.turn(_checked(device))
+    switch.turn(checked(device))
     return Patch(device, before)
 
 
@@ -60,12 +60,15 @@ def unpatch() -> None:
     switch.turn("")
 
 
-def _checked(device: object) -> str:
+def checked(device: object) -> str:
+    """The name of a device, or ``auto``; ``UsageError`` if it is neither."""
     name = str(device)
-    kind, _, index = name.partition(":")
+    if name == "auto":
+        return name
     from transload.place.kinds import KINDS
 
-    if kind not in {*KINDS, "auto"} or (index and not index.isdecimal()) or name.endswith(":"):
+    kind, _, index = name.partition(":")
+    if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
         from transload.errors import UsageError
 
         raise UsageError(f"{name!r} is no device", fix="It is auto, cpu, cuda:0, mps and so on.")

@@ -41,6 +41,8 @@ def _check(path: str) -> None:
         from transload.errors import CannotReadError
 
         fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
+        if path in ("python", "python3"):
+            fix = "Leave it out: transload run SCRIPT."
         raise CannotReadError("there is no such script", where=path, fix=fix)
     if not os.access(path, os.R_OK):
         from transload.errors import CannotReadError

@@ -124,12 +124,25 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     from transload.read.zip_index import starts_like_zip
 
     if starts_like_zip(source):
-        return _read_zip(source, verify=verify, tree=tree)
+        return _rank(source) or _read_zip(source, verify=verify, tree=tree)
     for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
         checkpoint = recognise(source)
         if checkpoint is not None:
             return checkpoint
     return _foreign(source, verify=verify)
+
+
+def _rank(source: Source) -> Checkpoint | None:
+    """A file of a ``torch.distributed.checkpoint`` directory: a row of small archives, of which another file tells."""
+    folder, name = os.path.split(source.name)
+    if not name.endswith(".distcp") or not os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
+        return None
+    from transload.read.foreign.kinds import Foreign, quoted
+
+    title = "one of the files of a torch.distributed.checkpoint directory"
+    return _named(
+        source, Foreign("distcp", title, (), ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}"))
+    )
 
 
 def _try_tar(source: Source) -> Checkpoint | None:

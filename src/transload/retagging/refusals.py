@@ -23,7 +23,7 @@ _OTHERS: dict[str, tuple[str, str]] = {
     ),
     "torch-export": (
         "it is a torch.export program: devices stand in its graph, too",
-        "Move it with torch: torch.export.passes.move_to_device_pass(torch.export.load(path), 'cpu')",
+        "Move it so: torch.export.save(transload.load(path, weights_only=False), other)",
     ),
     "aotinductor": (
         "it is a compiled AOTInductor package, for one kind of device",

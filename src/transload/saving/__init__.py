@@ -105,5 +105,8 @@ def _absolute(path: str) -> str:
 def _warn(prepared: Prepared, path: str | None) -> None:
     import warnings
 
+    if path and path.lower().endswith(".safetensors"):
+        what = f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
+        warnings.warn(what, SaveWarning, stacklevel=3)
     if prepared.warning:
         warnings.warn(f"{path}: {prepared.warning}" if path else prepared.warning, SaveWarning, stacklevel=3)

@@ -150,6 +150,7 @@ TABLE: tuple[Known, ...] = (
             "Cannot initialize CUDA without ATen_cuda library",
             "Cannot get CUDA generator without ATen_cuda library",
             "PyTorch is not linked with support for cuda devices",
+            "module 'torch._C' has no attribute '_cuda_{name:w}'",
             "Could not run 'aten::empty{call:w}' with arguments from the 'CUDA' backend",
         ),
         "This torch is a build for the CPU only: it cannot use a GPU, whatever driver or CUDA toolkit is installed.",
