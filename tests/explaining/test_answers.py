@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import transload
@@ -274,3 +276,29 @@ def test_the_advice_not_to_test_is_only_called_wrong_where_it_is_given() -> None
 def test_the_folder_without_weights_is_named_without_the_full_stop() -> None:
     text = "OSError: Error no file named model.safetensors found in directory out/last."
     assert dict(answer(text).values)["folder"] == "out/last"
+
+
+WHOLE = Path(__file__).parent.parent / "data" / "h200" / "whole_custom_module_cuda0.pt"
+
+
+def test_names_are_to_be_allowed_only_where_that_was_said() -> None:
+    text = f'm = torch.load("{WHOLE}", weights_only=False)'
+    error = "AttributeError: Can't get attribute 'Net' on <module '__main__' from 'x.py'>"
+    told = transload.explain(
+        f'Traceback (most recent call last):\n  File "x.py", line 3, in <module>\n    {text}\n{error}\n'
+    )
+    file = told.answers[0].file
+    assert file is not None
+    assert len(file.fix) == 2
+    assert file.fix[1].startswith("$ transload convert ")
+    said = f"_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL __main__.Net in {WHOLE}"
+    file = transload.explain(said).answers[0].file
+    assert file is not None
+    assert file.fix[0].startswith("| import torch")
+
+
+def test_a_file_named_far_away_in_a_log_is_another_errors() -> None:
+    error = "RuntimeError: PytorchStreamReader failed finding central directory"
+    near = transload.explain(f"loading {WHOLE}\n{error}\n")
+    far = transload.explain(f"loading {WHOLE}\n" + "step 7 of 100, all is well\n" * 40 + f"{error}\n")
+    assert [answer.file is not None for told in (near, far) for answer in told.answers] == [True, False]

@@ -93,6 +93,6 @@ def _looked(answer: Answer, found: Found, files: Sequence[str], here: Here | Non
     if "file" in needs:
         from transload.explaining.naming import files_in
 
-        path = next(iter((*files, *files_in((found.text, found.surroundings)))), "")
+        path = next(iter((*files, *files_in(found.near))), "")
         answer = replace(answer, file=here.file(path, found.text) if path else None)
     return answer

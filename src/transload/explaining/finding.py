@@ -15,6 +15,8 @@ _MOST = 50
 """Places where one wording is looked at: a loop may print it a million times."""
 _AROUND = 1_000
 """Letters before and behind the fixed part of a wording in which the rest of it must be."""
+_BESIDE = 400
+"""Letters before and behind an error in a log in which the file that it is about is named."""
 
 
 class Hit(NamedTuple):
@@ -35,6 +37,8 @@ class Found(NamedTuple):
     line: int
     text: str
     surroundings: str
+    near: tuple[str, ...] = ()
+    """Where the file that it is about may be named: of a traceback all of it, in a log what stands beside it."""
 
 
 def hits(text: str, surroundings: str, table: Sequence[Known]) -> list[Hit]:
@@ -99,7 +103,7 @@ def found_in(chains: Iterable[Chain], loose: Iterable[Text], table: Sequence[Kno
             found.append(_found(chosen.hit, chosen.raised.text, chain.surroundings))
         found += [_found(hit, main.raised.text, chain.surroundings) for main in mains for hit in main.others]
     for rest in loose:
-        found += [_found(hit, rest, rest.flat) for hit in hits(rest.flat, rest.flat, table)]
+        found += [_loose(hit, rest) for hit in hits(rest.flat, rest.flat, table)]
     return Search(found, unknown, framed)
 
 
@@ -145,5 +149,11 @@ def _chosen(mains: Sequence[_Main]) -> _Main | None:
 
 
 def _found(hit: Hit, text: Text, surroundings: str) -> Found:
-    said = text.between(hit.start, hit.end)
-    return Found(hit, said, text.line_at(hit.start), text.flat[hit.start :], surroundings)
+    said, rest = text.between(hit.start, hit.end), text.flat[hit.start :]
+    return Found(hit, said, text.line_at(hit.start), rest, surroundings, (rest, surroundings))
+
+
+def _loose(hit: Hit, text: Text) -> Found:
+    """In a log the lines of other errors are near; what they name is not this one's."""
+    beside = (text.flat[hit.start : hit.end + _BESIDE], text.flat[max(0, hit.start - _BESIDE) : hit.start])
+    return _found(hit, text, text.flat)._replace(near=beside)

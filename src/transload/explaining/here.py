@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Here"]
 
 _FINDINGS = 4
+_CODE = ("import ", "from ", "torch.serialization.")
+"""Lines of advice that are Python begin so."""
 _SAME = 60
 """Letters that torch's words and the text must share to be the same error."""
 
@@ -61,8 +63,7 @@ class Here:
             return None
         same = bool(made.torch.text) and flat(made.torch.text)[:_SAME] in said
         told = [finding for finding in made.findings if finding.severity != "note"][:_FINDINGS]
-        fix = next((finding.fix for finding in told if finding.fix), ())
-        return FileHere(path, made.ok, _verdict(made), same, tuple(finding.title for finding in told), fix)
+        return FileHere(path, made.ok, _verdict(made), same, tuple(each.title for each in told), _fix(told, said))
 
     def _check(self, path: str) -> Check:
         from transload.checking import checked
@@ -82,6 +83,18 @@ _WELL = {
 
 def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineHere:
     return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+
+
+def _fix(told: Sequence[Finding], said: str) -> tuple[str, ...]:
+    """What the first finding advises; on names to be allowed only where that is what was said."""
+    finding = next((finding for finding in told if finding.fix), None)
+    if finding is None:
+        return ()
+    from transload.judge.commands import command_lines
+
+    if finding.code == "needs-trust" and not any(word in said.lower() for word in ("weights", "global")):
+        return command_lines((finding,))
+    return tuple(f"| {line}" if line.startswith(_CODE) else line for line in finding.fix)
 
 
 def _verdict(made: Check) -> str:
