@@ -806,3 +806,10 @@ class TestOnTheGpu:
         other = nn.Linear(3000, 3000, device="meta")
         load_into(other, file_of(nn.Linear(3000, 3000).state_dict()), device="cuda")
         assert other.weight.device.type == "cuda"
+
+
+def test_a_dictionary_is_no_module(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    held: Any = {"w": torch.zeros(2)}
+    with pytest.raises(UsageError, match="expected a module, not dict"):
+        load_into(held, tmp_path / "model.pt")

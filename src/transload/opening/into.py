@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
-from transload.errors import TransloadError
+from transload.errors import TransloadError, UsageError
 from transload.loading.arguments import check_settings
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.transfer import Ended, Settings, Want, bring
@@ -105,6 +105,9 @@ def load_into(  # noqa: PLR0913 - options by name
     their own, and hooks, have their say while it is loaded, as in torch.
     """
     settings = check_settings(threads, pinned_mb, direct)
+    if not callable(getattr(model, "named_parameters", None)):
+        fix = "For a dictionary of tensors there is transload.load."
+        raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
     opened = open_checkpoint(f)
     try:
         loading = _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast)
