@@ -15,12 +15,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 # nor a wrong clock can make a step look done, and a renamed folder or another Python makes it new.
 PYTHON_VERSION := $(shell $(PYTHON) -VV 2>&1)
 checksum = $(shell { pwd; echo '$(PYTHON_VERSION)'; $(1); } 2>&1 | cksum | tr ' ' '-')
-SOURCES := $(sort $(shell find src -type f -not -name '*.pyc'))
 VENV_STAMP := $(VENV)/.stamp-venv-$(call checksum,:)
-DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat pyproject.toml $(SOURCES))
+DEMO_STAMP := $(VENV)/.stamp-demo-$(call checksum,cat requirements/test.txt pyproject.toml src/transload/_version.py)
 TEST_STAMP := $(VENV)/.stamp-test-$(call checksum,cat requirements/suite.txt $(REQUIREMENTS) pyproject.toml src/transload/_version.py)
 BENCH_STAMP := $(VENV)/.stamp-bench-$(call checksum,cat requirements/bench.txt)
 DOCS_STAMP := $(VENV)/.stamp-docs-$(call checksum,cat requirements/docs.txt)
+
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	echo "make: '$(PYTHON)' is not a Python 3.10 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+has_torch = $(1) -c 'import sys, importlib.util; sys.exit(not importlib.util.find_spec("torch"))'
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -30,13 +33,16 @@ help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
 		printf '  make %-15s %s\n' "$$name" "$$text"; done
 
-# The doctor exits with 1 where something is broken; it has said what, and that is the demo.
-demo: $(DEMO_STAMP) ## Install transload into .venv, examine this machine, read and land a checkpoint saved on a GPU
-	$(BIN)/transload doctor --python '$(PYTHON)' || [ $$? -eq 1 ]
-	@echo
-	$(BIN)/transload inspect examples/model_cuda0.pt
-	@echo
-	$(BIN)/python examples/load.py
+# A torch that $(PYTHON) has is used as it is, from the sources, and nothing is installed. Where none can be installed,
+# the demo shows what works without it.
+demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, inspect, doctor
+	@$(NEW_ENOUGH)
+	@$(call has_torch,$(PYTHON)) || [ -e $(DEMO_STAMP) ] || { \
+		echo "$(PYTHON) has no torch: installing transload and a CPU build of torch (some 200 MB) into $(VENV) ..."; \
+		$(MAKE) -s $(DEMO_STAMP) 2>&1 | grep -v '^make\['; \
+		[ -e $(DEMO_STAMP) ] || echo "That failed: the demo goes on without torch."; }
+	@if [ -e $(DEMO_STAMP) ] && ! $(call has_torch,$(PYTHON)); then $(BIN)/python examples/demo.py; \
+		else $(PYTHON) examples/demo.py; fi
 
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
@@ -93,15 +99,19 @@ clean: ## Remove everything made here
 	rm -rf $(VENV) $(CUDA_VENV) $(MATRIX:%=.venv-matrix-%) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The demo shows the package as a user installs it, the tests use the sources in place: one replaces the other.
+# On Linux the torch of PyPI brings several GB of CUDA, so a CPU build is asked for by its version. One that is there
+# stays: `make test` may have taken another build.
 $(DEMO_STAMP): | $(VENV_STAMP)
-	$(PIP) install .
-	@rm -f $(VENV)/.stamp-demo-* $(VENV)/.stamp-test-*
+	$(call has_torch,$(BIN)/python) || $(PIP) -q install --no-compile --retries 1 --timeout 15 \
+		--extra-index-url https://download.pytorch.org/whl/cpu \
+		"$$(sed -n '/^torch==/p' requirements/test.txt)$$([ "$$(uname -s)" != Linux ] || echo +cpu)"
+	$(PIP) install -e .
+	@rm -f $(VENV)/.stamp-demo-*
 	@touch $@
 
 $(TEST_STAMP): | $(VENV_STAMP)
 	$(PIP) install -r $(REQUIREMENTS) -e .
-	@rm -f $(VENV)/.stamp-demo-* $(VENV)/.stamp-test-*
+	@rm -f $(VENV)/.stamp-test-*
 	@touch $@
 
 $(BENCH_STAMP): | $(VENV_STAMP)
@@ -116,8 +126,7 @@ $(DOCS_STAMP): | $(VENV_STAMP)
 
 # Some systems ship Python without ensurepip; then the pip outside fills the environment.
 $(VENV_STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-		echo "make: '$(PYTHON)' is not a Python 3.10 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(NEW_ENOUGH)
 	@if ls $(VENV)/.stamp-venv-* >/dev/null 2>&1; then rm -rf $(VENV); fi
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --without-pip $(VENV) && \

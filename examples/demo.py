@@ -1,0 +1,170 @@
+"""The demo: a checkpoint saved on a GPU, with plain torch.load, with transload.load, inspected; then this machine.
+
+Usage: python examples/demo.py
+
+It runs from the sources, installed or not. Without torch it shows what needs none. The exit code is 0 where transload
+did its work, also when the doctor finds a problem, and 1 where it did not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import textwrap
+import warnings
+from collections import Counter
+from contextlib import redirect_stdout
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "src"))
+
+import transload  # noqa: E402
+from transload.cli.main import main as command_line  # noqa: E402
+from transload.render.style import style_of  # noqa: E402
+
+FILE = os.path.relpath(HERE / "model_cuda0.pt")
+RECORD = os.path.relpath(HERE / "model_cuda0.json")  # by `transload verify model_cuda0.pt --write model_cuda0.json`
+STYLE = style_of(sys.stdout)
+INDENT = "    "
+WIDTH = min(shutil.get_terminal_size().columns, 120) - len(INDENT)
+MOST_LINES = 16  # of one report
+
+
+def main() -> int:
+    """Show every step; 1 if transload failed in one."""
+    heading(1, "A checkpoint saved on a GPU, with plain torch.load")
+    torch = import_torch()
+    if torch is None:
+        say("", "What torch.load would do, and what transload does with the file, can be seen without torch:")
+        works = run("check", FILE) == 0
+        heading(2, "Are the values right?")
+        works &= run("verify", FILE, "--against", RECORD) == 0
+    else:
+        say(f'>>> torch.load("{FILE}")  # torch {torch.__version__}', plain_load(torch))
+        heading(2, "The same with transload.load")
+        works = load(torch)
+
+    heading(3, "What is in the file")
+    works &= run("inspect", FILE, most=11) == 0
+
+    heading(4, "Does PyTorch work on this machine?")
+    code = run("doctor", "--python", this_python())
+    works &= code in (0, 1)
+    if code == 1:
+        say("", "The doctor found a problem on this machine, and exits with 1.")
+
+    installed = Path(sys.executable).with_name("transload")
+    program = os.path.relpath(installed) if installed.exists() else f"PYTHONPATH=src {this_python()} -m transload"
+    print(f"\nNow your own file:  {program} inspect FILE" if works else "\ntransload failed above: that is a bug.")
+    return int(not works)
+
+
+def import_torch() -> Any:
+    """Torch, or None and the reason on the screen."""
+    # torch says this once where numpy is not installed; nothing here uses numpy.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
+        say(">>> import torch", told(error))
+        return None
+    return torch
+
+
+def plain_load(torch: Any) -> str:
+    """What torch.load answers."""
+    try:
+        state = torch.load(FILE)
+    except Exception as error:  # noqa: BLE001 - whatever it says is the result
+        return told(error)
+    return f"It loads: {landed(state)}."
+
+
+def load(torch: Any) -> bool:
+    """Load the file with transload, and compare every value with the record."""
+    say(f'>>> state = transload.load("{FILE}")')
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", transload.LandingWarning)
+        try:
+            state = transload.load(FILE)
+        except transload.TransloadError as error:
+            say(told(error))
+            return False
+    for warning in caught:
+        say(f"{warning.category.__name__}: {warning.message}")
+    record = json.loads(Path(RECORD).read_text("utf-8"))
+    recorded = {tensor["name"]: tensor["sha256"] for tensor in record["files"][0]["tensors"]}
+    wrong = {name for name, tensor in state.items() if recorded.get(name) != checksum(torch, tensor)}
+    wrong |= recorded.keys() - state.keys()
+    if wrong:
+        say("", f"{landed(state)}: the values differ from {RECORD} in {', '.join(sorted(wrong))}.")
+        return False
+    say("", mark(f"✓ {landed(state)}; their values match {RECORD} (SHA-256)"))
+    return True
+
+
+def run(*arguments: str, most: int = MOST_LINES) -> int:
+    """Show a command of transload and what it prints, of a long report the first paragraphs; returns its exit code."""
+    say("$ transload " + " ".join(arguments))
+    os.environ["COLUMNS"] = str(WIDTH)
+    output = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
+    with redirect_stdout(output):
+        code = command_line([*arguments, "--color", "always" if STYLE.colour else "never"])
+    output.seek(0)
+    lines = output.read().rstrip().splitlines()
+    shown = len(lines)
+    if shown > most:
+        shown = max((number for number, line in enumerate(lines[: most + 1]) if not line), default=most)
+        lines[shown:] = ["", f"[{len(lines) - shown - 1} more lines]"]
+    print(textwrap.indent("\n".join(lines), INDENT), flush=True)
+    return code
+
+
+def checksum(torch: Any, tensor: Any) -> str:
+    """The SHA-256 of the bytes of a tensor, without numpy."""
+    return sha256(bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).tolist())).hexdigest()
+
+
+def landed(state: dict[str, Any]) -> str:
+    """How many tensors are on which device."""
+    devices = Counter(str(tensor.device) for tensor in state.values())
+    return ", ".join(f"{count} tensors on {device}" for device, count in devices.items())
+
+
+def told(error: Exception) -> str:
+    """The name and the first line of an exception."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def this_python() -> str:
+    """The interpreter that runs this, as it is typed from this folder."""
+    near = os.path.relpath(sys.executable)
+    return sys.executable if near.startswith("..") else near
+
+
+def heading(number: int, text: str) -> None:
+    """Begin a step."""
+    line = f"{number}. {text}"
+    print(f"\n\x1b[1m{line}\x1b[0m\n" if STYLE.colour else f"\n{line}\n", flush=True)
+
+
+def mark(text: str) -> str:
+    """In green, where there are colours."""
+    return f"\x1b[32m{text}\x1b[0m" if STYLE.colour else text
+
+
+def say(*paragraphs: str) -> None:
+    """Print text under a heading; long lines are folded."""
+    for line in "\n".join(paragraphs).splitlines() or [""]:
+        folded = textwrap.fill(line, WIDTH, break_on_hyphens=False)
+        print(STYLE.text(textwrap.indent(folded, INDENT)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
