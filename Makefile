@@ -39,7 +39,7 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 	@$(NEW_ENOUGH)
 	@$(call has_torch,$(PYTHON)) || [ -e $(DEMO_STAMP) ] || { \
 		echo "$(PYTHON) has no torch: installing transload and a CPU build of torch (some 200 MB) into $(VENV) ..."; \
-		$(MAKE) -s $(DEMO_STAMP) 2>&1 | grep -v '^make\['; \
+		$(MAKE) -s $(DEMO_STAMP) 2>&1 | grep -v -e '^make\[' -e '^WARNING'; \
 		[ -e $(DEMO_STAMP) ] || echo "That failed: the demo goes on without torch."; }
 	@if [ -e $(DEMO_STAMP) ] && ! $(call has_torch,$(PYTHON)); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
