@@ -111,7 +111,7 @@ def load(torch: Any) -> bool:
 def convert() -> bool:
     """Write the tensors to another format, and compare them with the record."""
     with TemporaryDirectory() as folder:
-        target = str(Path(folder, "model.safetensors"))
+        target = str(Path(folder, "m.safetensors"))
         works = run("convert", FILE, target) == 0
         say("")
         return run("verify", target, "--against", RECORD) == 0 and works
