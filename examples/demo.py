@@ -53,13 +53,14 @@ def main() -> int:
     works &= run("inspect", FILE, most=11) == 0
 
     heading(4, "Does PyTorch work on this machine?")
-    code = run("doctor", "--python", this_python())
+    python = typed(sys.executable)
+    code = run("doctor", "--python", python)
     works &= code in (0, 1)
     if code == 1:
         say("", "The doctor found a problem on this machine, and exits with 1.")
 
     installed = Path(sys.executable).with_name("transload")
-    program = os.path.relpath(installed) if installed.exists() else f"PYTHONPATH=src {this_python()} -m transload"
+    program = typed(str(installed)) if installed.exists() else f"PYTHONPATH=src {python} -m transload"
     print(f"\nNow your own file:  {program} inspect FILE" if works else "\ntransload failed above: that is a bug.")
     return int(not works)
 
@@ -150,10 +151,10 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def this_python() -> str:
-    """The interpreter that runs this, as it is typed from this folder."""
-    near = os.path.relpath(sys.executable)
-    return sys.executable if near.startswith("..") else near
+def typed(program: str) -> str:
+    """The path of a program, as short as it can be typed from this folder."""
+    near = os.path.relpath(program)
+    return program if near.startswith("..") else near
 
 
 def heading(number: int, text: str) -> None:

@@ -16,7 +16,7 @@ Entry = str | dict[str, Any]
 PYTHON = ("api.md", "loading.md", "save.md")
 TRUST = ("safety.md", "claims.md")
 MESSAGES = ("errors.md", "findings.md")
-INSIDE = ("formats.md", "performance.md", "dependencies.md", "architecture.md")
+INSIDE = ("formats.md", "performance.md", "dependencies.md", "architecture.md", "tested-on.md")
 
 
 def on_config(config: Any) -> Any:
