@@ -35,13 +35,14 @@ help: ## Show this list
 
 # A torch that $(PYTHON) has is used as it is, from the sources, and nothing is installed. Where none can be installed,
 # the demo shows what works without it.
+VENV_READY = { [ -e $(DEMO_STAMP) ] || [ -e $(TEST_STAMP) ]; }
 demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, inspect, doctor
 	@$(NEW_ENOUGH)
-	@$(call has_torch,$(PYTHON)) || [ -e $(DEMO_STAMP) ] || { \
+	@$(call has_torch,$(PYTHON)) || $(VENV_READY) || { \
 		echo "$(PYTHON) has no torch: installing transload and a CPU build of torch (some 200 MB) into $(VENV) ..."; \
 		$(MAKE) -s $(DEMO_STAMP) 2>&1 | grep -v -e '^make\[' -e '^WARNING'; \
-		[ -e $(DEMO_STAMP) ] || echo "That failed: the demo goes on without torch."; }
-	@if [ -e $(DEMO_STAMP) ] && ! $(call has_torch,$(PYTHON)); then $(BIN)/python examples/demo.py; \
+		$(VENV_READY) || echo "That failed: the demo goes on without torch."; }
+	@if ! $(call has_torch,$(PYTHON)) && $(VENV_READY); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
 
 test: $(TEST_STAMP) ## Check style and types, and run every test
