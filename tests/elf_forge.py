@@ -21,8 +21,10 @@ from types import MappingProxyType
 MACHINES = {"x86_64": (62, 6), "aarch64": (183, 1025)}
 """The number of a machine, and of its GLOB_DAT relocation, which asks the loader for the address of a symbol."""
 
-LOADABLE = sys.platform == "linux" and platform.machine() in MACHINES
-"""Whether the loader of this very machine can load what ``library()`` makes."""
+NATIVE = platform.machine()
+"""The machine the tests run on: only what is made for it can be loaded."""
+LOADABLE = sys.platform == "linux" and NATIVE in MACHINES
+"""Whether its loader can load what ``library()`` makes."""
 
 HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
 PROGRAM = struct.Struct("<IIQQQQQQ")
@@ -239,7 +241,7 @@ def library(
     weak: Sequence[str] = (),
     sections: Mapping[str, bytes] = MappingProxyType({}),
     init: str = "",
-    machine: str = "native",
+    machine: str = NATIVE,
     section_headers: bool = True,
 ) -> bytes:
     """A shared library.
@@ -248,7 +250,6 @@ def library(
     version. An undefined symbol is ``name``, ``name@VERSION@FILE``, or ``name@VERSION`` where the version is called as
     the file is, which is NVIDIA's way. ``init`` names the function that is run when the library is loaded.
     """
-    machine = platform.machine() if machine == "native" else machine
     number, relocation = MACHINES[machine]
     texts = [*((1, name) for name in needed), (14, soname), (15, rpath), (29, runpath)]
     dynamic = Dynamic(

@@ -15,7 +15,7 @@ from operator import add
 from types import MappingProxyType
 from uuid import UUID
 
-from tests.elf_forge import Function, library
+from tests.elf_forge import NATIVE, Function, library
 
 # -- machine code ------------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ def fake_libcuda(
     devices: Sequence[Device] = (Device(),),
     count_code: int = 0,
     overrides: Overrides = NOTHING,
-    machine: str = "native",
+    machine: str = NATIVE,
 ) -> bytes:
     """A ``libcuda.so.1``. Where ``cuInit`` fails, all but the version returns CUDA_ERROR_NOT_INITIALIZED.
 
@@ -275,7 +275,7 @@ def fake_nvml(
     confidential: tuple[int, int, int] = (0, 0, 0),
     ready: int = 1,
     overrides: Overrides = NOTHING,
-    machine: str = "native",
+    machine: str = NATIVE,
 ) -> bytes:
     """A ``libnvidia-ml.so.1``. Where ``nvmlInit`` fails, all else returns NVML_ERROR_UNINITIALIZED."""
     system = {

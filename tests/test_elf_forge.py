@@ -14,7 +14,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from tests.elf_forge import CUBIN, HEADER, LOADABLE, LTO, PTX, SECTION, Function, fatbin, library, loaded
+from tests.elf_forge import CUBIN, HEADER, LOADABLE, LTO, NATIVE, PTX, SECTION, Function, fatbin, library, loaded
 from tests.fake_driver import (
     crashes,
     exits,
@@ -247,7 +247,7 @@ def test_a_large_section_stands_in_nobodys_way(tmp_path: Path) -> None:
 
 @runs
 def test_a_library_for_the_other_machine_is_refused(tmp_path: Path) -> None:
-    other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
+    other = {"x86_64": "aarch64", "aarch64": "x86_64"}[NATIVE]
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": returns(3)}, machine=other))
     with pytest.raises(OSError, match=r"lib\.so"):

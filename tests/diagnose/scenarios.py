@@ -1,18 +1,22 @@
 """Worlds with one fault each: a tree for the files, a forged driver for the answers, and the cause that is true.
 
 Every code that ``cuInit`` gives, and every code of NVML that decides something, as it comes about on a plain host, in a
-container, under WSL and in a job of Slurm. The driver is asked by the same child processes as on a real machine.
+container, under WSL and in a job of Slurm, on x86-64 and on aarch64. The driver is asked by the same child processes as
+on a real machine. These can load only what is made for the machine the tests run on, so each library has a twin for it
+outside the tree. Of that machine itself nothing is seen, a driver of its own least of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 from tests.diagnose import trees
 from tests.diagnose.machines import healthy
-from tests.diagnose.trees import H200, RTX_4090, Card, Content, Device, Link, TreeHost
+from tests.diagnose.trees import H200, RTX_4090, Card, Content, Device, Forged, Link, TreeHost, of_machine, on, write
+from tests.elf_forge import NATIVE
 from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, returns
 
@@ -30,20 +34,39 @@ CURED = "/cured"
 ABSENT = b""
 
 
+def libcuda(**options: object) -> Forged:
+    return Forged(lambda machine: fake_libcuda(machine=machine, **options))  # type: ignore[arg-type]
+
+
+def libnvml(**options: object) -> Forged:
+    return Forged(lambda machine: fake_nvml(machine=machine, **options))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class ScenarioHost(TreeHost):
-    """A host whose children find the libraries of the tree where its loader would.
+    """A host whose children load the twins, under the folder ``twins``, of the libraries its loader would find.
 
     Without the variable ``cure`` the driver works: a forged one cannot read its environment.
     """
 
     cure: str = ""
+    twins: str = ""
+
+    @property
+    def folders(self) -> list[str]:
+        cured = self.cure and self.cure not in self.environ
+        usual = [*self.environ.get("LD_LIBRARY_PATH", "").split(":"), on(self.uname[2], LIB), WSL]
+        return [f"{self.twins}{folder}" for folder in ([CURED] if cured else usual) if folder]
+
+    def dlopen(self, name: str) -> str:
+        paths = [f"{folder}/{name}" for folder in self.folders]
+        return next((path for path in paths if Path(path).exists()), f"{self.twins}/{name}")
 
     def outside(self) -> dict[str, str]:
-        cured = self.cure and self.cure not in self.environ
-        folders = [CURED] if cured else [*self.environ.get("LD_LIBRARY_PATH", "").split(":"), LIB, WSL]
-        real = ":".join(self.at(folder) for folder in folders if folder)
-        return {**self.environ, "LD_LIBRARY_PATH": real}
+        return {**self.environ, "LD_LIBRARY_PATH": ":".join(self.folders)}
+
+    def named(self, real: str) -> str:
+        return real.removeprefix(self.twins) if real.startswith(self.twins) else super().named(real)
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,7 @@ class World:
     """Of the libraries; the kernel's is the usual one."""
     card: Card = H200
     gpus: tuple[Gpu, ...] = (Gpu(),)
-    cuda: bytes | None = None
+    cuda: Forged | bytes | None = None
     """Another libcuda than ``init`` and ``version`` make; ``ABSENT`` for none."""
     environ: Mapping[str, str] = field(default_factory=dict)
     more: Mapping[str, Content | None] = field(default_factory=dict)
@@ -74,60 +97,56 @@ class World:
 
 
 def libraries(world: World, folder: str) -> dict[str, Content]:
-    cuda = (
-        fake_libcuda(init=world.init, version=world.version, devices=world.gpus) if world.cuda is None else world.cuda
-    )
-    nvml = fake_nvml(init=world.nvml, driver=world.driver, cuda=world.version, devices=world.gpus)
+    cuda = libcuda(init=world.init, version=world.version, devices=world.gpus) if world.cuda is None else world.cuda
+    nvml = libnvml(init=world.nvml, driver=world.driver, cuda=world.version, devices=world.gpus)
     version = f".{world.driver}" if folder == LIB else ".1"
     files: dict[str, Content] = {f"{folder}/libnvidia-ml.so{version}": nvml}
     if cuda:
         files[f"{folder}/libcuda.so{version}"] = cuda
     if folder == LIB:
-        files[f"{folder}/libnvidia-ptxjitcompiler.so.1"] = fake_libcuda(devices=())
+        files[f"{folder}/libnvidia-ptxjitcompiler.so.1"] = libcuda(devices=())
         files |= {
             path.replace(version, ".1"): Link(path.rpartition("/")[2]) for path in tuple(files) if version in path
         }
     return files
 
 
-def host_of(world: World, around: str, root: Path) -> ScenarioHost:
+def host_of(world: World, around: str, root: Path, machine: str) -> ScenarioHost:
     more = {**libraries(world, WSL if around == "wsl" else LIB), **world.more}
     if world.cure:
         more |= libraries(World(""), CURED)
-    environ = dict(world.environ)
+    tree = root / "tree"
+    make: Callable[..., TreeHost]
     if around == "docker":
-        shown = {path: content for path, content in more.items() if world.gpu or not path.startswith(LIB)}
-        host = trees.container(
-            root,
-            card=world.card,
-            gpu=world.gpu,
-            environ=environ,
-            more=shown,
-            without=world.without,
-            errors=world.errors,
-        )
+        more = {path: content for path, content in more.items() if world.gpu or not path.startswith(LIB)}
+        make = partial(trees.container, card=world.card, gpu=world.gpu)
     elif around == "wsl":
-        host = trees.wsl(root, environ=environ, more=more, without=world.without, errors=world.errors)
+        make = trees.wsl
     elif around == "slurm":
-        host = trees.slurm(
-            root,
-            gpus=world.slurm,
-            card=world.card,
-            environ=environ,
-            more=more,
-            without=world.without,
-            errors=world.errors,
-        )
+        make = partial(trees.slurm, gpus=world.slurm, card=world.card)
     else:
-        host = trees.plain_host(
-            root, card=world.card, environ=environ, more=more, without=world.without, errors=world.errors, uid=world.uid
-        )
-    return ScenarioHost(**{each.name: getattr(host, each.name) for each in fields(host)}, cure=world.cure)
+        make = partial(trees.plain_host, card=world.card, uid=world.uid)
+    host = make(
+        tree,
+        environ=dict(world.environ),
+        more=more,
+        without=world.without,
+        errors=world.errors,
+        machine=machine,
+    )
+    twins = root / "twins"
+    gone = (*world.without, *(f"{path}/" for path in world.without))
+    for path, content in more.items():
+        if (".so" in path or content is None) and not path.startswith(gone):
+            made = content.make(NATIVE) if isinstance(content, Forged) else content
+            write(twins, of_machine(machine, {path: made}))
+    known = {each.name: getattr(host, each.name) for each in fields(host)}
+    return ScenarioHost(**known, cure=world.cure, twins=str(twins))
 
 
-def diagnose(world: World, around: str, root: Path) -> Diagnosis:
+def diagnose(world: World, around: str, root: Path, machine_name: str = "x86_64") -> Diagnosis:
     """The doctor's word on a world. Its Python and its torch are those of a healthy machine."""
-    machine = probe(torch=False, host=host_of(world, around, root))
+    machine = probe(torch=False, host=host_of(world, around, root, machine_name))
     sound = healthy()
     return judge_machine(
         world.change(
@@ -161,7 +180,7 @@ def node(path: str, device: Device) -> dict[str, Content]:
 
 STUB: dict[str, Content] = {
     f"{STUBS}/libcuda.so.1": Link("libcuda.so"),
-    f"{STUBS}/libcuda.so": fake_libcuda(init=34, overrides={"cuDriverGetVersion": returns(34)}),
+    f"{STUBS}/libcuda.so": libcuda(init=34, overrides={"cuDriverGetVersion": returns(34)}),
 }
 OLD = "535.104.05"
 
@@ -170,7 +189,7 @@ def compat(init: int) -> dict[str, Content]:
     """An image's compat library, which its loader takes before the driver's."""
     return {
         f"{COMPAT}/libcuda.so.1": Link(f"libcuda.so.{OLD}"),
-        f"{COMPAT}/libcuda.so.{OLD}": fake_libcuda(init=init, version=12020),
+        f"{COMPAT}/libcuda.so.{OLD}": libcuda(init=init, version=12020),
     }
 
 
@@ -213,7 +232,7 @@ def cuda_worlds() -> dict[str, dict[str, World]]:
             around: World(
                 "U08" if around == "wsl" else "U05|C03" if around == "docker" else "U05",
                 cuda=ABSENT,
-                more={"/opt/nvidia/lib64/libcuda.so.1": fake_libcuda()},
+                more={"/opt/nvidia/lib64/libcuda.so.1": libcuda()},
             )
             for around in ("host", "docker", "slurm")
         },
@@ -272,16 +291,16 @@ def cuda_worlds() -> dict[str, dict[str, World]]:
                 "U09",
                 more={
                     f"{LIB}/libcuda.so.1": Link(f"libcuda.so.{OLD}"),
-                    f"{LIB}/libcuda.so.{OLD}": fake_libcuda(init=803),
+                    f"{LIB}/libcuda.so.{OLD}": libcuda(init=803),
                 },
             ),
         },
         "cuInit 804": {around: compat_world(804, "U03", RTX_4090, GEFORCE) for around in ("host", "docker", "slurm")},
         "cuInit 805": everywhere(mps(805), wsl=World("X08|S04", 805)),
         "cuInit 807": everywhere(mps(807), wsl=World("X08|S04", 807)),
-        "a driver that hangs": everywhere(World("X02", cuda=fake_libcuda(overrides={"cuInit": hangs()}))),
+        "a driver that hangs": everywhere(World("X02", cuda=libcuda(overrides={"cuInit": hangs()}))),
         "a libcuda that is a text": everywhere(World("U13", cuda=b"this is no library\n")),
-        "a libcuda without symbols": everywhere(World("U13|X08", cuda=fake_libcuda(overrides={"cuInit": None}))),
+        "a libcuda without symbols": everywhere(World("U13|X08", cuda=libcuda(overrides={"cuInit": None}))),
     }
 
 
@@ -291,7 +310,7 @@ def mps(code: int) -> World:
 
 def nvml_worlds() -> dict[str, dict[str, World]]:
     """Where NVML's answer is what decides."""
-    lost = fake_nvml(devices=(Gpu(),), overrides={"nvmlDeviceGetHandleByIndex_v2": returns(15)})
+    lost = libnvml(devices=(Gpu(),), overrides={"nvmlDeviceGetHandleByIndex_v2": returns(15)})
     linux = ("host", "docker", "slurm")
     return {
         "NVML 4": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -17,6 +18,25 @@ def host(tmp_path: Path) -> Host:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "os-release").write_text("ID=ubuntu\nNAME=x\n")
     return Host(root=str(tmp_path), environ={})
+
+
+def test_a_tree_borrows_nothing_from_this_machine(tmp_path: Path) -> None:
+    tree = Host(root=str(tmp_path))
+    assert (tree.environ, tree.python, tree.cwd, tree.uname, tree.uid) == ({}, "", "/", ("Linux", "", ""), -1)
+    assert tree.dlopen("libcuda.so.1") == ""
+    here = Host()
+    assert (here.environ, here.python, here.uname[2]) == (dict(os.environ), sys.executable, platform.machine())
+    assert here.dlopen("libcuda.so.1") == "libcuda.so.1"
+
+
+def test_absolute_links_to_folders_stay_inside_the_root(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "opt" / "kept").mkdir(parents=True)
+    (tmp_path / "opt" / "kept" / "link").symlink_to("there")
+    (tmp_path / "to").symlink_to("/opt/kept")
+    assert host.names("/to") == ("link",)
+    assert [*host.paths("/to")] == ["/to/link"]
+    assert host.link("/to/link") == "there"
+    assert (host.folder("/to"), host.exists("/to/link")) == (True, False)
 
 
 def test_paths_lie_under_the_root_and_come_back(host: Host, tmp_path: Path) -> None:

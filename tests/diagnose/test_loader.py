@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.diagnose.trees import Content, Link, tree_host
-from tests.elf_forge import LOADABLE, library
+from tests.diagnose.trees import Content, Forged, Link, tree_host, write
+from tests.elf_forge import LOADABLE, NATIVE, library
 
 from transload.diagnose import process as process_module
 from transload.diagnose.elf import Elf
@@ -26,7 +26,7 @@ from transload.diagnose.process import Process
 from transload.machine import Unknown
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
-FOREIGN = "aarch64" if platform.machine() == "x86_64" else "x86_64"
+FOREIGN = "aarch64" if NATIVE == "x86_64" else "x86_64"
 
 # -- held against the real loader --------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class Lib:
     needed: tuple[str, ...] = ()
     rpath: str = ""
     runpath: str = ""
-    machine: str = "native"
+    machine: str = NATIVE
 
     def build(self, root: str) -> bytes:
         needed = [name.replace("@", root) for name in self.needed]
@@ -213,6 +213,10 @@ def forged(name: str = "libx.so.1") -> bytes:
     return library(soname=name, machine="x86_64")
 
 
+def _made(machine: str) -> bytes:
+    return library(soname="libx.so.1", machine=machine)
+
+
 def found(root: Path, tree: Mapping[str, Content], name: str = "libx.so.1", **environ: str) -> list[tuple[str, str]]:
     loader = Loader(tree_host(root, tree, environ))
     return [(each.via, each.path) for each in loader.search(name)]
@@ -235,6 +239,27 @@ def test_the_usual_folders_where_no_loader_was_found(tmp_path: Path) -> None:
         ("default folder", "/usr/lib/x86_64-linux-gnu/libx.so.1"),
         ("default folder", "/usr/lib64/libx.so.1"),
     ]
+
+
+def test_a_machine_of_another_kind_has_folders_of_its_own(tmp_path: Path) -> None:
+    tree: dict[str, Content] = {
+        f"{folder}/libx.so.1": Forged(_made) for folder in ("/usr/lib64", "/usr/lib/x86_64-linux-gnu")
+    }
+    for machine in ("x86_64", "aarch64"):
+        host = tree_host(tmp_path / machine, tree, uname=("Linux", "6.8", machine))
+        assert [(each.via, each.path) for each in Loader(host).search("libx.so.1")] == [
+            ("default folder", f"/usr/lib/{machine}-linux-gnu/libx.so.1"),
+            ("default folder", "/usr/lib64/libx.so.1"),
+        ]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_tree_that_does_not_state_its_machine_has_a_loader_that_tells(tmp_path: Path, machine: str) -> None:
+    loaders = {"x86_64": LD_SO, "aarch64": "/lib/ld-linux-aarch64.so.1"}
+    write(tmp_path, {loaders[machine]: FOLDERS})
+    assert ld_so(Host(root=str(tmp_path))).machine == machine
+    stated = Host(root=str(tmp_path), uname=("Linux", "6.8", "ppc64le"))
+    assert (ld_so(stated).machine, ld_so(stated).path) == ("ppc64le", "")
 
 
 def test_a_store_with_one_folder_and_a_cache_of_its_own(tmp_path: Path) -> None:

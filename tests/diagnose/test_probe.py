@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.diagnose.scenarios import World, host_of
 from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
@@ -47,16 +48,25 @@ def test_this_machine() -> None:
 
 @loadable
 def test_a_tree_in_place_of_a_host(tmp_path: Path) -> None:
-    (tmp_path / "usr" / "lib").mkdir(parents=True)
-    (tmp_path / "usr" / "lib" / "libcuda.so.1").write_bytes(fake_libcuda())
-    (tmp_path / "usr" / "lib" / "libnvidia-ml.so.1").write_bytes(fake_nvml())
-    environ = {"LD_LIBRARY_PATH": str(tmp_path / "usr" / "lib")}
-    machine = probe(torch=False, host=Host(root=str(tmp_path), environ=environ, cwd="/"))
+    machine = probe(torch=False, host=host_of(World(""), "host", tmp_path, "aarch64"))
     assert machine.problems == {}
     assert machine.driver.cuda.works
-    assert machine.driver.cuda.library == "/usr/lib/libcuda.so.1"
-    assert machine.driver.nvml.library == "/usr/lib/libnvidia-ml.so.1"
+    assert machine.driver.cuda.library == "/usr/lib/aarch64-linux-gnu/libcuda.so.580.159.04"
+    assert machine.driver.nvml.library == "/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.580.159.04"
     assert machine_from(to_dict(machine)) == machine
+
+
+def test_the_driver_of_this_machine_is_not_asked_about_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    machine = probe(torch=False, host=Host(root=str(tmp_path)))
+    why = f"the driver of the system under {tmp_path} cannot be asked from here"
+    assert machine.driver.cuda.answer == machine.driver.nvml.answer == Answer("unasked", why)
+    assert machine.driver.experiments == ()
+    assert (machine.platform.system, machine.platform.machine, machine.platform.kernel) == ("Linux", "", "")
+    assert not machine.platform.root
+    assert machine.variables.values == {}
+    assert machine.python.problem == "no Python was named"
+    assert machine.problems == {}
 
 
 @loadable

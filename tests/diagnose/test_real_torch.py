@@ -24,7 +24,7 @@ from tests.diagnose.true_torch import (
     true_torch,
     why_not,
 )
-from tests.elf_forge import library
+from tests.elf_forge import NATIVE, library
 from tests.fake_driver import fake_libcuda, fake_nvml, fills, returns, u32
 
 from transload.diagnose import judge_machine
@@ -231,8 +231,8 @@ def test_a_shim_is_not_called_an_old_driver(installed: Machine, tmp_path: Path) 
 
 def diagnosed_as(world: World, text: str, installed: Machine, root: Path) -> None:
     """Assert that torch says ``text`` in a world, and that the doctor names its cause."""
-    host = host_of(world, "host", root)
-    with Child(torch_run.question(host, sys.executable), seconds=60) as child:
+    host = host_of(world, "host", root, NATIVE)
+    with Child(replace(torch_run.question(host), python=sys.executable), seconds=60) as child:
         machine = replace(probe(torch=False, host=host), torch_run=torch_run.torch_run(host, child.outcome()))
     assert error_of(machine, "init") == f"RuntimeError: {text}"
     own = {each: getattr(installed, each) for each in ("python", "torch", "torch_libraries", "extensions")}

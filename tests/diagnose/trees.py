@@ -7,7 +7,11 @@
 
 A tree is a mapping of absolute paths to what lies there: text or bytes are a file, ``Link`` a symbolic link, ``FOLDER``
 an empty folder, ``Device`` a device node. Nobody may make nodes here, so a node is an empty file, and the host tells of
-it what the ``Device`` says. ``None`` takes a path, and what is below it, out of the tree again.
+it what the ``Device`` says. A ``Forged`` library is made for the machine of the host. ``None`` takes a path, and what
+is below it, out of the tree again.
+
+Trees are written down as those of an x86-64 machine. A host of another states it in ``uname``, and has the names of its
+own: ``/usr/lib/aarch64-linux-gnu``, ``/lib/ld-linux-aarch64.so.1``. Nothing is taken from the machine the tests run on.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -49,8 +53,15 @@ class Folder:
     pass
 
 
+@dataclass(frozen=True)
+class Forged:
+    """A library, as bytes for the machine that is named."""
+
+    make: Callable[[str], bytes]
+
+
 FOLDER: Final = Folder()
-Content = str | bytes | Link | Device | Folder
+Content = str | bytes | Link | Device | Folder | Forged
 Tree = Mapping[str, Content | None]
 
 
@@ -72,6 +83,29 @@ class TreeHost(Host):
         mode = stat.S_IFCHR | device.mode
         number = os.makedev(device.major, device.minor)
         return os.stat_result((mode, 1, 1, 1, device.uid, device.gid, 0, 0, 0, 0), {"st_rdev": number})
+
+
+OF_MACHINE: Final = {"/lib64/ld-linux-x86-64.so.2": "/lib/ld-linux-aarch64.so.1", "x86_64": "aarch64"}
+
+
+def on(machine: str, text: str) -> str:
+    """A path or text of an x86-64 machine as it is on another."""
+    for old, new in OF_MACHINE.items() if machine == "aarch64" else ():
+        text = text.replace(old, new)
+    return text
+
+
+def of_machine(machine: str, tree: Tree) -> dict[str, Content | None]:
+    """A tree as it is on a machine, with its libraries made for it."""
+
+    def made(content: Content | None) -> Content | None:
+        if isinstance(content, str):
+            return on(machine, content)
+        if isinstance(content, Link):
+            return Link(on(machine, content.to))
+        return content.make(machine) if isinstance(content, Forged) else content
+
+    return {on(machine, path): made(content) for path, content in tree.items()}
 
 
 def write(root: Path, tree: Tree) -> None:
@@ -101,9 +135,11 @@ def _remove(real: Path) -> None:
         real.unlink(missing_ok=True)
 
 
-def _data(content: str | bytes | Device) -> bytes:
+def _data(content: str | bytes | Device | Forged) -> bytes:
     if isinstance(content, Device):
         return b""
+    if isinstance(content, Forged):
+        raise TypeError("a forged library needs a machine")
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogateescape")
 
 
@@ -120,6 +156,7 @@ def tree_host(
 ) -> TreeHost:
     """A host over a tree, written into the folder ``root``. The environment is as given, with nothing of ours."""
     root.mkdir(parents=True, exist_ok=True)
+    tree = of_machine(uname[2], tree)
     write(root, tree)
     devices = {path: content for path, content in tree.items() if isinstance(content, Device)}
     return TreeHost(str(root), dict(environ or {}), python, cwd, uname, uid, devices, dict(errors or {}))
@@ -286,6 +323,7 @@ def plain_host(
     without: Sequence[str] = (),
     errors: Mapping[str, str] | None = None,
     uid: int = 1000,
+    machine: str = "x86_64",
 ) -> TreeHost:
     """An Ubuntu server with a card and its driver at work. ``driver=""`` is none; ``card=None`` a machine without.
 
@@ -293,7 +331,8 @@ def plain_host(
     """
     tree = {**_plain(card, driver, nodes if card and driver else {}), **(more or {})}
     variables = {"HOME": "/home/user", "SHELL": "/bin/bash", "PATH": "/usr/local/bin:/usr/bin:/bin", **(environ or {})}
-    return tree_host(root, _without(tree, without), variables, errors=errors, uid=uid)
+    uname = ("Linux", KERNEL, machine)
+    return tree_host(root, _without(tree, without), variables, errors=errors, uname=uname, uid=uid)
 
 
 def _without(tree: Tree, paths: Sequence[str]) -> Tree:
@@ -339,6 +378,7 @@ def container(
     without: Sequence[str] = (),
     errors: Mapping[str, str] | None = None,
     uid: int = 0,
+    machine: str = "x86_64",
 ) -> TreeHost:
     """A container on ``plain_host``: docker, podman, kubernetes, containerd, apptainer, lxc or nspawn.
 
@@ -356,7 +396,9 @@ def container(
     if not gpu:
         hidden += [*nodes, "/proc/driver/nvidia", "/dev/nvidia-caps"]
     seen = _without(tree, [*hidden, *without])
-    return tree_host(root, seen, {"PATH": "/usr/bin", **variables, **(environ or {})}, errors=errors, uid=uid)
+    uname = ("Linux", KERNEL, machine)
+    known = {"PATH": "/usr/bin", **variables, **(environ or {})}
+    return tree_host(root, seen, known, errors=errors, uname=uname, uid=uid)
 
 
 def wsl(
@@ -368,6 +410,7 @@ def wsl(
     more: Tree | None = None,
     without: Sequence[str] = (),
     errors: Mapping[str, str] | None = None,
+    machine: str = "x86_64",
 ) -> TreeHost:
     """Ubuntu under the Windows Subsystem for Linux: the card is behind /dev/dxg, and no kernel module is loaded."""
     release = "5.15.167.4-microsoft-standard-WSL2" if version == 2 else "4.4.0-19041-Microsoft"
@@ -379,7 +422,7 @@ def wsl(
     if gpu and version == 2:
         tree |= {"/dev/dxg": Device(10, 125), "/usr/lib/wsl/lib/libcuda.so.1": b"", "/usr/lib/wsl/lib/nvidia-smi": b""}
     variables = {"HOME": "/home/user", "SHELL": "/bin/bash", "WSL_DISTRO_NAME": "Ubuntu", **(environ or {})}
-    uname = ("Linux", release, "x86_64")
+    uname = ("Linux", release, machine)
     return tree_host(root, _without({**tree, **(more or {})}, without), variables, errors=errors, uname=uname)
 
 
@@ -393,6 +436,7 @@ def slurm(
     more: Tree | None = None,
     without: Sequence[str] = (),
     errors: Mapping[str, str] | None = None,
+    machine: str = "x86_64",
 ) -> TreeHost:
     """A job of Slurm on ``plain_host``. ``gpus=""`` is a job that was given none: its cgroup refuses the cards."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_PARTITION": "gpu", "SLURM_NTASKS": "1"}
@@ -406,6 +450,7 @@ def slurm(
         more={"/proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_4711/step_0/user/task_0\n", **(more or {})},
         without=without,
         errors={**refused, **(errors or {})},
+        machine=machine,
     )
 
 

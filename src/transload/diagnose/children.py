@@ -61,6 +61,9 @@ class Question:
     flags: tuple[str, ...] = ()
     text: str = ""
     """A source of its own, in place of a script of ``probes``."""
+    arguments: tuple[str, ...] = ()
+    refusal: str = ""
+    """Why it is not asked at all; empty where it is."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,9 @@ class Child:
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._leash = Leash()
-        self._refusal = ""
+        self._refusal = question.refusal
+        if question.refusal:
+            return
         try:
             self._process = _start(question, seconds, self._leash)
             threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
@@ -261,7 +266,7 @@ def _record(text: bytes) -> dict[str, Any]:
 def _start(question: Question, seconds: float, leash: Leash) -> subprocess.Popen[bytes]:
     command = [question.python, *question.flags, "-c", question.text or source(question.script)]
     process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is what is examined
-        [*command, str(round(seconds + _BACKSTOP)), *map(str, leash.handed())],
+        [*command, str(round(seconds + _BACKSTOP)), *map(str, leash.handed() or (-1,)), *question.arguments],
         bufsize=0,
         stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
         stdout=subprocess.PIPE,

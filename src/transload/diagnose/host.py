@@ -9,13 +9,13 @@ import errno
 import os
 import stat
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from transload.machine import Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Host", "reason"]
 
@@ -40,24 +40,46 @@ def _uname() -> tuple[str, str, str]:
     return platform.system(), platform.release(), platform.machine()
 
 
+_OWN: dict[str, Callable[[], Any]] = {
+    "environ": lambda: dict(os.environ),
+    "python": lambda: sys.executable,
+    "cwd": _cwd,
+    "uname": _uname,
+    "uid": lambda: os.geteuid() if hasattr(os, "geteuid") else -1,
+}
+"""What this process says of the machine it runs on."""
+_UNSTATED: Any = None
+
+
 @dataclass(frozen=True)
 class Host:
     """Where probes look. Paths are absolute and POSIX, as on the host; ``root`` is put before each of them.
 
-    ``python`` is the interpreter to examine and ``cwd`` the directory the user stands in. ``uname`` is
-    ``(system, kernel release, machine)``.
+    ``python`` is the interpreter to examine, ``cwd`` the current directory and ``uname`` is ``(system, kernel release,
+    machine)``. What is not stated is taken from this process, but only where the host is this machine. A host under
+    another root borrows nothing: what is not stated of it is not known.
     """
 
     root: str = "/"
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    python: str = sys.executable
-    cwd: str = field(default_factory=_cwd)
-    uname: tuple[str, str, str] = field(default_factory=_uname)
-    uid: int = field(default_factory=lambda: os.geteuid() if hasattr(os, "geteuid") else -1)
+    environ: Mapping[str, str] = _UNSTATED
+    python: str = _UNSTATED
+    cwd: str = _UNSTATED
+    uname: tuple[str, str, str] = _UNSTATED
+    uid: int = _UNSTATED
+
+    def __post_init__(self) -> None:
+        usual: dict[str, Any] = {"environ": {}, "python": "", "cwd": "/", "uname": ("Linux", "", ""), "uid": -1}
+        for name, unknown in usual.items():
+            if getattr(self, name) is _UNSTATED:
+                object.__setattr__(self, name, _OWN[name]() if self.root == "/" else unknown)
 
     def at(self, path: str) -> str:
         """The real path of a path of the host."""
         return path if self.root == "/" else os.path.join(self.root, path.lstrip("/"))
+
+    def real(self, path: str) -> str:
+        """The real path of what a path of the host leads to: below a root, links lead to files below it."""
+        return path if self.root == "/" else self.at(self.target(path))
 
     def named(self, real: str) -> str:
         """The path of the host that a real path is: the inverse of ``at``. Paths outside the root stay as they are.
@@ -67,6 +89,13 @@ class Host:
         """
         root = self.root.rstrip("/")
         return (real[len(root) :] or "/") if root and (real == root or real.startswith(root + "/")) else real
+
+    def dlopen(self, name: str) -> str:
+        """What a child process loads to ask a library of the driver; empty where it cannot be asked.
+
+        Under another root it cannot: the loader that runs here would find the libraries of this machine.
+        """
+        return name if self.root == "/" else ""
 
     def outside(self) -> dict[str, str]:
         """The environment for a child process. Over a tree, paths in it may have to be put under the root."""
@@ -79,7 +108,7 @@ class Host:
 
     def data(self, path: str, limit: int = _LIMIT) -> bytes | Unknown:
         """The beginning of a file. Only regular files are opened: a pipe or a device might never answer."""
-        real = path if self.root == "/" else self.at(self.target(path))
+        real = self.real(path)
         try:
             if not stat.S_ISREG(os.stat(real).st_mode):
                 return Unknown(f"{path} is no file")
@@ -96,7 +125,7 @@ class Host:
     def names(self, path: str) -> tuple[str, ...] | Unknown:
         """What a folder holds, sorted."""
         try:
-            return tuple(sorted(os.listdir(self.at(path))))
+            return tuple(sorted(os.listdir(self.real(path))))
         except (OSError, ValueError) as error:
             return Unknown(reason(path, error))
 
@@ -112,17 +141,22 @@ class Host:
 
     def folder(self, path: str) -> bool:
         """Whether it is a folder."""
-        return os.path.isdir(self.at(self.target(path)))
+        return os.path.isdir(self.real(path))
 
     def status(self, path: str) -> os.stat_result | Unknown:
         """``os.stat`` of what the path leads to."""
         try:
-            return os.stat(self.at(self.target(path)))
+            return os.stat(self.real(path))
         except (OSError, ValueError) as error:
             return Unknown(reason(path, error))
 
     def link(self, path: str) -> str:
         """What a symbolic link says; empty for anything else."""
+        folder, _, name = path.rstrip("/").rpartition("/")
+        return self._link(path if self.root == "/" else f"{self.target(folder)}/{name}")
+
+    def _link(self, path: str) -> str:
+        """The same of a path whose folders are no links."""
         try:
             return os.readlink(self.at(path))
         except (OSError, ValueError):
@@ -139,7 +173,7 @@ class Host:
         while rest:
             step = rest.pop(0)
             here = os.path.normpath(f"{done.rstrip('/')}/{step}")
-            to = self.link(here)
+            to = self._link(here)
             if not to or links > _LINKS:
                 done = here
                 continue
@@ -151,7 +185,7 @@ class Host:
     def open_error(self, path: str) -> str:
         """The name of the errno of opening a device for reading and writing; empty where it opens."""
         try:
-            os.close(os.open(self.at(path), os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)))
+            os.close(os.open(self.real(path), os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)))
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error.errno))
         except ValueError:

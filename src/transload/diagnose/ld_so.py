@@ -22,12 +22,12 @@ __all__ = ["LdSo", "ld_so"]
 _CACHE = "/etc/ld.so.cache"
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
-_LOADERS = (
-    "/lib64/ld-linux-x86-64.so.2",
-    "/lib/ld-linux-aarch64.so.1",
-    "/lib64/ld64.so.2",
-    "/lib/ld-linux-riscv64-lp64d.so.1",
-)
+_LOADERS = {
+    "x86_64": "/lib64/ld-linux-x86-64.so.2",
+    "aarch64": "/lib/ld-linux-aarch64.so.1",
+    "ppc64le": "/lib64/ld64.so.2",
+    "riscv64": "/lib/ld-linux-riscv64-lp64d.so.1",
+}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _MULTIARCH = {"ppc64le": "powerpc64le-linux-gnu"}
 
@@ -69,7 +69,9 @@ def ld_so(host: Host) -> LdSo:
         program = read_elf(host.at(host.target(host.python)))
     machine = program.machine if isinstance(program, Elf) else host.uname[2]
     machine = _MACHINES.get(machine.lower(), machine)
-    path = _loader(host, program)
+    if not machine:  # a tree that does not state it, nor has an interpreter: its loader tells
+        machine = next((each for each, path in _LOADERS.items() if host.exists(path)), "")
+    path = _loader(host, program, machine)
     if "ld-musl" in os.path.basename(path):
         return LdSo(machine, program, path, musl=True, folders=_musl_folders(host, path))
     data = host.data(host.target(path), _LOADER_LIMIT) if path else b""
@@ -79,10 +81,11 @@ def ld_so(host: Host) -> LdSo:
     return LdSo(machine, program, path, folders=_folders(itself, machine), hwcaps=hwcaps, cache=cache)
 
 
-def _loader(host: Host, program: Elf | Unknown) -> str:
+def _loader(host: Host, program: Elf | Unknown, machine: str) -> str:
     if isinstance(program, Elf) and program.interpreter:
         return program.interpreter
-    return next((path for path in (*host.paths("/lib", "ld-musl-"), *_LOADERS) if host.exists(path)), "")
+    usual = (_LOADERS[machine],) if machine in _LOADERS else ()
+    return next((path for path in (*host.paths("/lib", "ld-musl-"), *usual) if host.exists(path)), "")
 
 
 def _folders(itself: bytes, machine: str) -> tuple[str, ...]:

@@ -186,16 +186,12 @@ class Loader:
         return self._seen[path]
 
     def _examined(self, path: str) -> Elf | Unknown | None:
-        real = self.real(path)
+        real = self.host.real(path)
         if not _possible(real) or not os.access(real, os.R_OK):
             return None
         elf = read_elf(real)
         return None if isinstance(elf, Elf) and self.foreign(elf) else elf
 
-    def real(self, path: str) -> str:
-        """The real path of the file at a path of the host."""
-        return path if self.host.root == "/" else self.host.at(self.host.target(path))
-
     def foreign(self, elf: Elf) -> bool:
-        """Whether it is for another machine than the program."""
-        return elf.bits != 64 or elf.machine != self.system.machine
+        """Whether it is for another machine than the program; never where that is not known."""
+        return elf.bits != 64 or self.system.machine not in ("", elf.machine)

@@ -60,6 +60,13 @@ def test_the_version_by_the_files_around_it(tmp_path: Path, nvcc: str, tree: Tre
     assert (told.nvcc, told.version) == (nvcc, version)
 
 
+@pytest.mark.parametrize("target", ["sbsa", "aarch64"])
+def test_toolkits_for_arm_servers_and_for_jetson(tmp_path: Path, target: str) -> None:
+    tree: Tree = {"/c/bin/nvcc": b"", f"/c/targets/{target}-linux/include/cuda.h": HEADER}
+    host = tree_host(tmp_path, tree, {"PATH": "/c/bin"}, uname=("Linux", "6.8", "aarch64"))
+    assert toolkit(host).version == "13.0"
+
+
 def test_a_home_that_is_not_there_is_shown(tmp_path: Path) -> None:
     told = toolkit(tree_host(tmp_path, {}, {"CUDA_PATH": "/gone"}))
     assert told == Toolkit(home="/gone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from transload.diagnose.probes.ask import begin
-from transload.diagnose.probes.ask_library import Driver, decoded, named
+from transload.diagnose.probes.ask_library import Driver, decoded
 
 __all__ = ["ask_cuda"]
 
@@ -17,7 +17,7 @@ DEVICES = 256
 
 def ask_cuda() -> None:
     """Tell it all, the version first: it is known even where ``cuInit`` fails or hangs."""
-    driver = Driver(begin(), named("libcuda.so.1", "nvcuda.dll"))
+    driver = Driver(begin())
     tell = driver.report.say
     tell(library=driver.file("cuInit"))
     for function in ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount"):

@@ -8,18 +8,18 @@ import sys
 
 from transload.diagnose.probes.ask import Report, mapped
 
-__all__ = ["ABSENT", "Driver", "decoded", "named"]
+__all__ = ["ABSENT", "Driver", "decoded"]
 
 ABSENT = -1
 """The result of a function that the library does not have."""
 
 
 class Driver:
-    """A loaded library; before each call it is said what is called."""
+    """The library that the last argument names, loaded; before each call it reports what is called."""
 
-    def __init__(self, report: Report, name: str) -> None:
+    def __init__(self, report: Report) -> None:
         self.report = report
-        self.name = name
+        self.name = name = sys.argv[-1]
         report.doing("loading " + name)
         try:
             self.library = ctypes.CDLL(name)
@@ -62,7 +62,7 @@ class Driver:
     def file(self, function: str) -> str:
         """The file in memory that holds a function; by its name where the function is not there."""
         found = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
-        stem = self.name.split(".so")[0] + ".so"
+        stem = os.path.basename(self.name).split(".so")[0] + ".so"
         for start, end, path in mapped():
             if start <= found < end if found else os.path.basename(path).startswith(stem):
                 return path
@@ -72,8 +72,3 @@ class Driver:
 def decoded(raw: bytes) -> str:
     """A name as the driver gives it, which should be ASCII."""
     return raw.decode("utf-8", "replace")
-
-
-def named(linux: str, windows: str) -> str:
-    """The library's name on this system."""
-    return windows if sys.platform == "win32" else linux

@@ -6,7 +6,7 @@ import ctypes
 import struct
 
 from transload.diagnose.probes.ask import begin
-from transload.diagnose.probes.ask_library import Driver, decoded, named
+from transload.diagnose.probes.ask_library import Driver, decoded
 
 __all__ = ["ask_nvml"]
 
@@ -31,7 +31,7 @@ VGPU = 2
 
 def ask_nvml() -> None:
     """Tell it all."""
-    driver = Driver(begin(), named("libnvidia-ml.so.1", "nvml.dll"))
+    driver = Driver(begin())
     tell = driver.report.say
     tell(library=driver.file("nvmlInit_v2"))
     driver.demand("nvmlInit_v2", "nvmlInit")

@@ -28,16 +28,29 @@ _UNTOLD = (1 << 64) - 1
 """What NVML gives for the memory of a process when the system does not tell."""
 
 
+_LIBRARIES = {"ask_cuda": ("libcuda.so.1", "nvcuda.dll"), "ask_nvml": ("libnvidia-ml.so.1", "nvml.dll")}
+"""What each script loads on Linux and on Windows."""
+
+
 def question(host: Host, script: str) -> Question:
-    """A question to the driver in the host's environment, where the user stands: both decide what is loaded."""
-    return Question(script, sys.executable or host.python, host.outside(), host.at(host.cwd), _FLAGS)
+    """A question to the driver in the host's environment and current directory: both decide what is loaded."""
+    library = host.dlopen(_LIBRARIES[script][host.uname[0] == "Windows"])
+    return Question(
+        script,
+        sys.executable or host.python,
+        host.outside(),
+        host.at(host.cwd),
+        _FLAGS,
+        arguments=(library,),
+        refusal="" if library else f"the driver of the system under {host.root} cannot be asked from here",
+    )
 
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:
     """What ``ask_cuda`` told."""
     facts = outcome.facts
     return Cuda(
-        answer=_answer(outcome, "libcuda.so.1", "nvcuda.dll"),
+        answer=_answer(host, outcome, "ask_cuda"),
         library=host.named(facts.get("library", "")),
         init=facts.get("init", -1),
         version=facts.get("version", 0),
@@ -55,7 +68,7 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
     """What ``ask_nvml`` told; ``ours`` are processes of our own, which are no news."""
     facts = outcome.facts
     return Nvml(
-        answer=_answer(outcome, "libnvidia-ml.so.1", "nvml.dll"),
+        answer=_answer(host, outcome, "ask_nvml"),
         library=host.named(facts.get("library", "")),
         init=facts.get("init", -1),
         driver=facts.get("driver", ""),
@@ -122,8 +135,9 @@ def _process(host: Host, pid: int, used: int) -> str:
 # -- what became of loading it -----------------------------------------------------------------------------------------
 
 
-def _answer(outcome: Outcome, *names: str) -> Answer:
+def _answer(host: Host, outcome: Outcome, script: str) -> Answer:
     facts, answer = outcome.facts, outcome.answer
+    names = (*_LIBRARIES[script], host.dlopen(_LIBRARIES[script][0]))
     if "failed" in facts:
         return replace(
             answer, state="no-library" if _absent(facts["failed"], names) else "not-loadable", detail=facts["failed"]
@@ -147,7 +161,7 @@ def _absent(words: str, names: tuple[str, ...]) -> bool:
     """
     begins = tuple(
         start + name
-        for name in names
+        for name in filter(None, names)
         for start in ("", "Error loading shared library ", "Could not find module '", "dlopen(")
     )
     missing = ("No such file or directory", "no such file", "Could not find module")

@@ -25,6 +25,7 @@ _FOLDERS = (
     "/run/opengl-driver/lib",
     "/run/nvidia/driver/usr/lib64",
     "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
+    "/run/nvidia/driver/usr/lib/aarch64-linux-gnu",
     "/opt/nvidia/lib64",
     "/opt/nvidia/lib",
     "/home/kubernetes/bin/nvidia/lib64",
@@ -75,7 +76,7 @@ def _libraries(loader: Loader, name: str) -> Iterator[Library]:
         *(("disk", path) for path in _disk(loader, name)),
     ):
         elf = loader.examine(path)
-        if elf is None and not (loader.host.link(path) or os.path.lexists(loader.real(path))):
+        if elf is None and not (loader.host.link(path) or os.path.lexists(loader.host.real(path))):
             continue
         target = loader.host.target(path)
         found = _library(loader, name, path, target, "disk" if elf is None else via)
@@ -103,7 +104,7 @@ def _disk(loader: Loader, name: str) -> Iterator[str]:
 
 
 def _library(loader: Loader, name: str, path: str, target: str, via: str) -> Library:
-    elf = read_elf(loader.real(path))
+    elf = read_elf(loader.host.real(path))
     suffix = _SUFFIX.search(target)
     version = suffix[1] if suffix else _inside(elf)
     return Library(name, path, target, via, version, _kind(path, target, version), _problem(loader, path, elf))

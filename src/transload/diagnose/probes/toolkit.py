@@ -46,7 +46,8 @@ def _version(host: Host, nvcc: str) -> str:
         if found := pattern.search(host.text(f"{home}/{name}", 1 << 16) or ""):
             return found[1]
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
-    for folder in (f"{home}/include", f"{home}/targets/{host.uname[2]}-linux/include", *debian):
+    targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
+    for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
         if found := _HEADER.search(host.text(f"{folder}/cuda.h", 1 << 16) or ""):
             return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
     found = _FOLDER.search(home)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from transload.diagnose.children import Question
@@ -23,9 +22,7 @@ def question(host: Host, python: str = "") -> Question:
 
     Nothing is added to the environment: what it does to torch is what we want to know.
     """
-    named = python or host.python
-    path = host.at(named) if os.path.exists(host.at(named)) else named  # over a tree it may be one from outside
-    return Question("ask_torch", path, host.outside(), host.at(host.cwd), ("-B",))
+    return Question("ask_torch", host.at(python or host.python), host.outside(), host.at(host.cwd), ("-B",))
 
 
 def torch_run(host: Host, outcome: Outcome) -> TorchRun:
