@@ -50,8 +50,6 @@ def test_it_is_placed_alike(path: Path) -> None:
 
 def test_tensors_are_counted_in_the_warning() -> None:
     path = DATA / "h200" / "state_dict_cuda0.pt"
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.warns(LandingWarning) as told, warnings.catch_warnings():
         load(path)
     count = len(read_source(FileSource(path)).tensors)

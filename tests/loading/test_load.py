@@ -80,8 +80,6 @@ def test_a_file_is_what_torch_makes_of_it(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in LOADABLE if "cuda" in path.name], ids=named)
 def test_a_file_of_a_gpu_lands_here_with_one_warning(path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a machine without a GPU is meant")
     readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
     expected = by_torch(readable, map_location="cpu")
     with warnings.catch_warnings(record=True) as caught:
@@ -101,7 +99,6 @@ def test_a_file_of_the_cpu_lands_without_a_word() -> None:
         same(torch.load(STATE_DICT), load(STATE_DICT))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is meant")
 @pytest.mark.parametrize("wish", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps"], ids=str)
 def test_a_device_that_is_not_here_is_named_with_what_to_do(wish: Any) -> None:
     path = STATE_DICT if isinstance(wish, dict) else CUDA

@@ -784,32 +784,6 @@ def test_no_second_copy_is_made() -> None:
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) < 100_000
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-class TestOnTheGpu:
-    def test_parameters_there_are_filled_there(self) -> None:
-        model = made(1).cuda()
-        before = {name: p.data_ptr() for name, p in model.named_parameters()}
-        load_into(model, file_of(made().state_dict()))
-        assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
-        assert_same(model.cpu(), made())
-
-    def test_and_cast_there(self) -> None:
-        model = nn.Linear(3000, 3000, dtype=torch.bfloat16, device="cuda")
-        state = nn.Linear(3000, 3000).state_dict()
-        load_into(model, file_of(state), cast=True)
-        assert torch.equal(model.weight.cpu(), state["weight"].bfloat16())
-
-    def test_meta_parameters_land_there(self) -> None:
-        model = nn.Linear(3000, 3000, device="meta")
-        state = nn.Linear(3000, 3000).cuda().state_dict()
-        load_into(model, file_of(state))
-        assert model.weight.device.type == "cuda"
-        assert torch.equal(model.weight, state["weight"])
-        other = nn.Linear(3000, 3000, device="meta")
-        load_into(other, file_of(nn.Linear(3000, 3000).state_dict()), device="cuda")
-        assert other.weight.device.type == "cuda"
-
-
 def test_a_dictionary_is_no_module(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     held: Any = {"w": torch.zeros(2)}
