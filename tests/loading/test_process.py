@@ -81,7 +81,13 @@ def test_torch_has_nothing_to_warn_of(tmp_path: Path, *, weights_only: bool) -> 
     code = f"import sys, transload\ntransload.load(sys.argv[1], weights_only={weights_only})"
     command = [sys.executable, "-W", "error:Sparse", "-c", code, str(tmp_path / "sparse.pt")]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, check=False)
+    if b"implicitly disabled" in done.stderr and subprocess.run([*command[:4], EXPLICIT], check=False).returncode:
+        pytest.skip("this torch warns though it is told")
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+EXPLICIT = "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
+"""Of which torch 2.11 warns, and 2.13 does not."""
 
 
 # -- limits of the process

@@ -775,6 +775,7 @@ def test_files_of_every_release_as_torch_loads_them(folder: Path, file: str) -> 
         assert torch.equal(model.state_dict()[name], other.state_dict()[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_no_second_copy_is_made() -> None:
     """Of a model in memory, reading allocates nothing of the size of a tensor."""
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
