@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
 
@@ -26,7 +26,8 @@ def for_each(cases: Iterable[Case], check: Callable[[Case], object]) -> None:
         raise AssertionError("\n".join((f"{len(failed)} failed", *failed))) from first
 
 
-def groups(cases: Iterable[Case], size: int) -> list[Sequence[Case]]:
-    """The cases in groups, for ``parametrize``: several, so that processes can share them."""
+def grouped(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecorator:
+    """``parametrize`` with groups of cases, of which processes can each take some; a group is named by its first."""
     held = list(cases)
-    return [held[at : at + size] for at in range(0, len(held), size)]
+    groups = [held[at : at + size] for at in range(0, len(held), size)]
+    return pytest.mark.parametrize(name, groups, ids=[f"{group[0]}"[-60:] for group in groups])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.each import for_each, groups
+from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import QUIET, ZOO, saved
 
@@ -83,7 +83,7 @@ SAFE = [name for name in ZOO if ZOO[name].safe and not ZOO[name].classes and nam
 
 
 @one_gpu
-@pytest.mark.parametrize("names", groups(SAFE, 20), ids=lambda names: names[0])
+@grouped("names", SAFE, 20)
 @pytest.mark.parametrize("tag", ["cuda:0", "cuda:7"])
 def test_the_zoo_lands_on_the_gpu(names: list[str], tag: str) -> None:
     def check(name: str) -> None:

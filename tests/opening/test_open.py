@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import shutil
@@ -22,6 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import forge
+from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import ZOO, allowed, saved
 
@@ -122,9 +124,12 @@ def test_every_tensor_of_every_release_to_the_byte(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning", "ignore:BComplex32 support:UserWarning")
-@pytest.mark.parametrize("form", ["zip", "legacy"])
-@pytest.mark.parametrize("name", [name for name, specimen in ZOO.items() if specimen.safe])
-def test_the_zoo(name: str, form: str) -> None:
+@grouped("names", [name for name, specimen in ZOO.items() if specimen.safe], 20)
+def test_the_zoo(names: list[str]) -> None:
+    for_each(itertools.product(names, ["zip", "legacy"]), lambda case: reads_alike(*case))
+
+
+def reads_alike(name: str, form: str) -> None:
     specimen = ZOO[name]
     try:
         data = saved(specimen.make(), form)
