@@ -50,6 +50,7 @@ test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/pytest -q -n $(JOBS)
+	$(BIN)/pytest -q --gpu tests/gpu
 
 test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
 	$(MAKE) suite-with-cuda VENV=$(CUDA_VENV) REQUIREMENTS=requirements/cuda-build.txt
@@ -58,6 +59,7 @@ suite-with-cuda: $(TEST_STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(torch.version.cuda is None and "make: pip took torch " + \
 		torch.__version__ + ", which is not built with CUDA; its settings choose where torch comes from")'
 	$(BIN)/pytest -q -n $(JOBS)
+	$(BIN)/pytest -q --gpu tests/gpu
 
 # Each torch runs on Pythons it has wheels for; the first of them that is here is taken, also where pyenv keeps it.
 PYTHONS_2.1 := 3.10 3.11

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests import forge
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
+from tests.each import for_each, grouped
 
 from transload.checking import Check, check
 from transload.diagnose.probe import probe
@@ -27,10 +28,6 @@ FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".
 TRAIN = DATA / "h200" / "train_cuda0.ckpt"
 SERVER = no_torch_run(healthy())
 LAPTOP = no_torch_run(bare())
-
-
-def file_id(path: Path) -> str:
-    return f"{path.parent.name}-{path.name}"
 
 
 def saved(folder: Path, body: bytes) -> Path:
@@ -68,10 +65,13 @@ def loads(path: Path, device: str | None = "auto") -> bool:
     return True
 
 
-@pytest.mark.parametrize("path", FILES, ids=file_id)
-def test_load_does_what_was_said_of_a_fixture(path: Path, here: Machine) -> None:
-    result = valid(check(path, machine=here))
-    assert result.ok == loads(path), result.refusal
+@grouped("paths", FILES, 20)
+def test_load_does_what_was_said_of_a_fixture(paths: list[Path], here: Machine) -> None:
+    def agree(path: Path) -> None:
+        result = valid(check(path, machine=here))
+        assert result.ok == loads(path), result.refusal
+
+    for_each(paths, agree)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda:63", "gpu", None])

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save as safetensors_of
 from tests import forge
+from tests.each import for_each
 
 import transload
 from transload.checking.installed import Installed
@@ -84,25 +86,15 @@ def agrees(path: Path, truth: list[object], *, exact: bool = True) -> None:
         assert said.outcome in ("unknown", truth[0])
 
 
-def file_id(path: Path) -> str:
-    return f"{path.parent.name}-{path.name}"
-
-
 # -- the fixtures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def truth() -> dict[str, list[object]]:
-    return told(FILES)
+def test_fixtures(tried: Tried) -> None:
+    for_each(FILES, lambda path: agrees(path, tried.truth[str(path)], exact=RELEASE >= (2, 6)))
 
 
-@pytest.mark.parametrize("path", FILES, ids=file_id)
-def test_fixtures(path: Path, truth: dict[str, list[object]]) -> None:
-    agrees(path, truth[str(path)], exact=RELEASE >= (2, 6))
-
-
-def test_the_fixtures_show_every_outcome(truth: dict[str, list[object]]) -> None:
-    errors = [str(said[1]) for said in truth.values()]
+def test_the_fixtures_show_every_outcome(tried: Tried) -> None:
+    errors = [str(tried.truth[str(path)][1]) for path in FILES]
     for error in ("", "RuntimeError", *(["UnpicklingError"] if RELEASE >= (2, 6) else [])):
         assert errors.count(error) > 3, error
 
@@ -174,36 +166,44 @@ MADE: dict[str, bytes] = {
 UNSURE = frozenset({"a missing record", "a ragged size", *([] if RELEASE >= (2, 11) else ["tag cudax"])})
 
 
+@dataclass(frozen=True)
+class Tried:
+    """Files, and what torch did with them and with the fixtures, by path: all in one process, which costs the most."""
+
+    paths: dict[str, Path]
+    truth: dict[str, list[object]]
+
+    def __getitem__(self, title: str) -> tuple[Path, list[object]]:
+        return self.paths[title], self.truth[str(self.paths[title])]
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[object]]]:
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     folder = tmp_path_factory.mktemp("made")
-    paths = {}
-    for place, (title, content) in enumerate(MADE.items()):
-        paths[title] = folder / f"{place}.pt"
-        paths[title].write_bytes(content)
-    truth = told(list(paths.values()))
-    return {title: (path, truth[str(path)]) for title, path in paths.items()}
+    weights = safetensors_of({"a": torch.ones(300)})
+    files = {f"{place}.pt": content for place, content in enumerate(MADE.values())} | {
+        "no end.pt": forge.checkpoint()[:-30],
+        "whole.safetensors": weights,
+        "renamed.pt": weights,
+        "cut in its header.safetensors": weights[:60],
+        "cut.safetensors": weights[:700],
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder").mkdir()
+    paths = {name: folder / name for name in (*files, "folder")}
+    paths |= {title: folder / f"{place}.pt" for place, title in enumerate(MADE)}
+    return Tried(paths, told([*FILES, *paths.values()]))
 
 
-@pytest.mark.parametrize("title", MADE)
-def test_made(title: str, made: dict[str, tuple[Path, list[object]]]) -> None:
-    path, truth = made[title]
-    agrees(path, truth, exact=RELEASE >= (2, 6) and title not in UNSURE)
+def test_made(tried: Tried) -> None:
+    for_each(MADE, lambda title: agrees(*tried[title], exact=RELEASE >= (2, 6) and title not in UNSURE))
 
 
-def test_directories_and_safetensors(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(2)}, weights)
-    renamed = tmp_path / "model.pt"
-    renamed.write_bytes(weights.read_bytes())
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    truth = told([weights, renamed, folder])
-    agrees(weights, truth[str(weights)], exact=RELEASE >= (2, 13))
-    agrees(renamed, truth[str(renamed)], exact=False)  # its first byte may be an opcode
-    agrees(folder, truth[str(folder)])
+def test_directories_and_safetensors(tried: Tried) -> None:
+    agrees(*tried["whole.safetensors"], exact=RELEASE >= (2, 13))
+    agrees(*tried["renamed.pt"], exact=False)  # its first byte may be an opcode
+    agrees(*tried["folder"])
 
 
 def test_without_safetensors(tmp_path: Path) -> None:
@@ -309,22 +309,16 @@ def test_uncertain_devices_make_no_certain_words() -> None:
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_archive_without_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    path.write_bytes(forge.checkpoint()[:-30])
-    truth = told([path])[str(path)]
+def test_an_archive_without_its_end(tried: Tried) -> None:
+    path, truth = tried["no end.pt"]
     said = foretold(path)
     assert [said.outcome, said.error, said.text] == truth[:3]
 
 
 @pytest.mark.skipif(RELEASE < (2, 13), reason="this torch does not know safetensors")
-@pytest.mark.parametrize("left", [60, 700], ids=["cut in its header", "cut"])
-def test_a_cut_safetensors_file(left: int, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "model.safetensors"
-    safetensors.save_file({"a": torch.ones(300)}, path)
-    path.write_bytes(path.read_bytes()[:left])
-    truth = told([path])[str(path)]
+@pytest.mark.parametrize("name", ["cut in its header.safetensors", "cut.safetensors"])
+def test_a_cut_safetensors_file(name: str, tried: Tried) -> None:
+    path, truth = tried[name]
     said = foretold(path)
     assert (said.outcome, said.error) == (truth[0], truth[1]) == ("raises", "SafetensorError")
     assert said.text == truth[2]

@@ -24,7 +24,6 @@ from torch.utils import cpp_extension
 import transload
 
 ROOT = Path(__file__).parents[2]
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
 
 
 @pytest.fixture
@@ -150,7 +149,6 @@ def test_map_location_cpu_does_not_reach_devices_that_are_values() -> None:
     assert found == {"device": torch.device("cuda:3"), "name": "cuda:3"}
 
 
-@no_gpu
 def test_map_location_cpu_does_not_reach_devices_in_programs() -> None:
     def where(x: torch.Tensor) -> torch.Tensor:
         return x + torch.zeros(1, device=torch.device("cuda:0"))
@@ -166,7 +164,6 @@ def test_map_location_cpu_does_not_reach_devices_in_programs() -> None:
 # -- torch.load needs the same device as at save
 
 
-@no_gpu
 def test_the_same_device_as_at_save(h200: Path) -> None:
     path = h200 / "state_dict_cuda1.pt"
     with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
@@ -219,7 +216,7 @@ def test_a_toolkit_of_another_version_is_not_asked(tmp_path: Path) -> None:
     code = "import torch; print(torch.cuda.is_available(), torch.rand(2, 2).matmul(torch.ones(2)).shape)"
     environ = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_PATH": str(tmp_path), "PATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{torch.cuda.is_available()} torch.Size([2])"
+    assert done.stdout.strip() == "False torch.Size([2])"
     assert not asked.exists()
 
 

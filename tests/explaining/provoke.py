@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gzip
 import io
 import json
@@ -150,7 +151,18 @@ def rng_elsewhere(_: Path) -> object:
     return torch.set_rng_state(torch.empty(5056, dtype=torch.float32))
 
 
-@provokes("no-cuda-build" if torch.version.cuda is None else "no-driver")
+def without_a_gpu() -> str:
+    """What is missing first: CUDA in this torch, the driver, or the GPU, which the tests hide."""
+    if torch.version.cuda is None:
+        return "no-cuda-build"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no-driver"
+    return "no-gpus"
+
+
+@provokes(without_a_gpu())
 def no_cuda(_: Path) -> object:
     return torch.zeros(1).cuda()
 

@@ -6,13 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
 from tests.explaining.provoke import PROVOCATIONS, RELEASE, Provocation
 
 import transload
 from transload.explaining.texts import BY_CODE
 
-NEED_NO_GPU = {"cuda_tag", "no_cuda"}
 provoked = pytest.mark.parametrize("provocation", PROVOCATIONS, ids=lambda each: f"{each.code}: {each.name}")
 
 
@@ -28,8 +26,6 @@ def test_what_torch_says_is_explained(provocation: Provocation, tmp_path: Path) 
         pytest.skip(f"torch says so from {'.'.join(map(str, provocation.since))} on")
     if provocation.code.startswith("safetensors"):
         pytest.importorskip("safetensors")
-    if provocation.name in NEED_NO_GPU and torch.cuda.is_available():
-        pytest.skip("there is a GPU, and no error")
     error = provocation.error(tmp_path)
     assert error, "torch says nothing"
     explanation = transload.explain(error, checks=False)

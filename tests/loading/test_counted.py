@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.each import for_each
 from tests.forge import checkpoint, number, ordered, pickled, tensor, text
 from tests.loading.zoo import saved
 
@@ -27,8 +28,11 @@ def test_most_of_what_is_saved_is_ordinary() -> None:
         assert read_source(BytesSource(saved(each)), tree=False).counted
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_the_rest_of_a_checkpoint_is_the_same(path: Path) -> None:
+def test_the_rest_of_a_checkpoint_is_the_same() -> None:
+    for_each(FILES, is_the_same)
+
+
+def is_the_same(path: Path) -> None:
     light, full = read_source(FileSource(path), tree=False), read_source(FileSource(path))
     if not light.counted:
         assert light.to_dict() == full.to_dict()
@@ -38,8 +42,11 @@ def test_the_rest_of_a_checkpoint_is_the_same(path: Path) -> None:
     assert (light.format, light.facts, light.records) == (full.format, full.facts, full.records)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_it_is_placed_alike(path: Path) -> None:
+def test_it_is_placed_alike() -> None:
+    for_each(FILES, is_placed_alike)
+
+
+def is_placed_alike(path: Path) -> None:
     light, full = read_source(FileSource(path), tree=False), read_source(FileSource(path))
     for devices in (Devices((Device("cpu"),)), Devices((Device("cpu"), Device("mps", 1 << 40, 1 << 40)), "mps")):
         plans = [place(each, devices) for each in (light, full)]
@@ -50,8 +57,6 @@ def test_it_is_placed_alike(path: Path) -> None:
 
 def test_tensors_are_counted_in_the_warning() -> None:
     path = DATA / "h200" / "state_dict_cuda0.pt"
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     with pytest.warns(LandingWarning) as told, warnings.catch_warnings():
         load(path)
     count = len(read_source(FileSource(path)).tensors)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -98,30 +96,6 @@ def test_threads_load_at_the_same_time() -> None:
     with ThreadPoolExecutor(4) as pool:
         for made in pool.map(lambda _: load(ZOO, "cpu"), range(12)):
             same(expected, made)
-
-
-RANK = """
-import os, sys, torch, torch.distributed as dist
-from transload.loading import load
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-held = load(sys.argv[1])
-total = held["a"].sum() * (rank + 1)
-dist.all_reduce(total)
-print(total.item(), held["a"].device)
-dist.destroy_process_group()
-"""
-
-
-def test_every_rank_of_a_run_loads_the_file(tmp_path: Path) -> None:
-    """Two processes of one run, under torchrun's variables, on the CPU."""
-    torch.save({"a": torch.arange(4.0)}, tmp_path / "a.pt")
-    command = [sys.executable, "-c", RANK, str(tmp_path / "a.pt"), str(tmp_path / "meeting")]
-    ranks = []
-    for rank in ("0", "1"):
-        environment = {"PYTHONPATH": str(SOURCE), "LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2"}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    assert [process.communicate(timeout=120)[0] for process in ranks] == ["18.0 cpu\n"] * 2
 
 
 # -- torch's own switches

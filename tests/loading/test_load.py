@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import FORMS, QUIET, ZOO, Specimen, allowed, saved
 
@@ -29,10 +31,6 @@ STATE_DICT = NEWEST / "state_dict_cpu.pt"
 CUDA = NEWEST / "state_dict_cuda0.pt"
 
 pytestmark = QUIET
-
-
-def named(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
 
 
 OLD = not hasattr(torch, "uint16")
@@ -65,23 +63,26 @@ WISHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", LOADABLE, ids=named)
-def test_a_file_is_what_torch_makes_of_it(path: Path) -> None:
+@grouped("paths", LOADABLE)
+def test_a_file_is_what_torch_makes_of_it(paths: list[Path]) -> None:
     """Under every wish that can be fulfilled without a GPU."""
-    readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
-    for name, wish in WISHES.items():
-        if name == "meta" and path.name.startswith("zoo"):  # torch has no quantized tensors there
-            continue
-        try:
-            same(by_torch(readable, map_location=wish), load(path, wish))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+
+    def check(case: tuple[Path, str]) -> None:
+        path, wish = case
+        if wish == "meta" and path.name.startswith("zoo"):
+            pytest.skip("torch has no quantized tensors there")
+        readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
+        same(by_torch(readable, map_location=WISHES[wish]), load(path, WISHES[wish]))
+
+    for_each(itertools.product(paths, WISHES), check)
 
 
-@pytest.mark.parametrize("path", [path for path in LOADABLE if "cuda" in path.name], ids=named)
-def test_a_file_of_a_gpu_lands_here_with_one_warning(path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a machine without a GPU is meant")
+@grouped("paths", [path for path in LOADABLE if "cuda" in path.name], 20)
+def test_a_file_of_a_gpu_lands_here_with_one_warning(paths: list[Path]) -> None:
+    for_each(paths, lands_with_one_warning)
+
+
+def lands_with_one_warning(path: Path) -> None:
     readable = FIRST_ZIP.with_name("state_dict_cuda0.pt") if path == FIRST_ZIP else path
     expected = by_torch(readable, map_location="cpu")
     with warnings.catch_warnings(record=True) as caught:
@@ -101,7 +102,6 @@ def test_a_file_of_the_cpu_lands_without_a_word() -> None:
         same(torch.load(STATE_DICT), load(STATE_DICT))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is meant")
 @pytest.mark.parametrize("wish", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps"], ids=str)
 def test_a_device_that_is_not_here_is_named_with_what_to_do(wish: Any) -> None:
     path = STATE_DICT if isinstance(wish, dict) else CUDA
@@ -131,11 +131,12 @@ def trusting(data: bytes, **options: Any) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False, **options)
 
 
-@pytest.mark.parametrize("name", SAFE)
-def test_the_zoo_without_trust_in_every_form(name: str) -> None:
-    specimen = with_leave(name)
-    made = specimen.make()
-    for form in FORMS:
+@grouped("names", SAFE)
+def test_the_zoo_without_trust_in_every_form(names: list[str]) -> None:
+    def check(case: tuple[str, str]) -> None:
+        name, form = case
+        specimen = with_leave(name)
+        made = specimen.make()
         data = saved(made, form)
         try:
             expected = trusting(data)
@@ -145,23 +146,31 @@ def test_the_zoo_without_trust_in_every_form(name: str) -> None:
         with allowed(specimen):
             same(expected, load(data))
 
-
-@pytest.mark.parametrize("name", [name for name in ZOO if not ZOO[name].safe])
-def test_what_is_no_data_is_refused_and_loads_with_trust(name: str) -> None:
-    data = saved(ZOO[name].make())
-    with pytest.raises(UnsafeError):
-        load(data)
-    same(trusting(data), load(data, weights_only=False))
+    for_each(itertools.product(names, FORMS), check)
 
 
-@pytest.mark.parametrize("name", SAFE)
-def test_the_zoo_from_an_absent_gpu(name: str) -> None:
+def test_what_is_no_data_is_refused_and_loads_with_trust() -> None:
+    def check(name: str) -> None:
+        data = saved(ZOO[name].make())
+        with pytest.raises(UnsafeError):
+            load(data)
+        same(trusting(data), load(data, weights_only=False))
+
+    for_each([name for name in ZOO if not ZOO[name].safe], check)
+
+
+@grouped("names", SAFE, 30)
+def test_the_zoo_from_an_absent_gpu(names: list[str]) -> None:
     """Everything that can be tagged with a device that is not here lands on the CPU."""
-    specimen = with_leave(name)
-    data = saved(specimen.make(), tag="cuda:5")
-    with allowed(specimen), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        same(trusting(data, map_location="cpu"), load(data))
+
+    def check(name: str) -> None:
+        specimen = with_leave(name)
+        data = saved(specimen.make(), tag="cuda:5")
+        with allowed(specimen), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            same(trusting(data, map_location="cpu"), load(data))
+
+    for_each(names, check)
 
 
 # -- where it comes from

@@ -74,14 +74,19 @@ def test_a_trusted_load_leaves_the_list_of_others_alone() -> None:
         noted.clear()
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_torch_has_nothing_to_warn_of(tmp_path: Path, *, weights_only: bool) -> None:
+def test_torch_has_nothing_to_warn_of(tmp_path: Path) -> None:
     """It warns of sparse tensors once in a process, so it takes a fresh one."""
     torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse.pt")
-    code = f"import sys, transload\ntransload.load(sys.argv[1], weights_only={weights_only})"
+    code = "import sys, transload\nfor only in (True, False): transload.load(sys.argv[1], weights_only=only)"
     command = [sys.executable, "-W", "error:Sparse", "-c", code, str(tmp_path / "sparse.pt")]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, check=False)
+    if b"implicitly disabled" in done.stderr and subprocess.run([*command[:4], EXPLICIT], check=False).returncode:
+        pytest.skip("this torch warns though it is told")
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+EXPLICIT = "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
+"""Of which torch 2.11 warns, and 2.13 does not."""
 
 
 # -- limits of the process

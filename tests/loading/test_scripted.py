@@ -24,6 +24,7 @@ pytestmark = [
     *QUIET,
     # torch's own, when it exports or reads a program
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
 ]
 
 RELEASES = Path(__file__).parents[1] / "data" / "torch-releases"

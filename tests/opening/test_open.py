@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import shutil
@@ -22,6 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests import forge
+from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import ZOO, allowed, saved
 
@@ -122,9 +124,12 @@ def test_every_tensor_of_every_release_to_the_byte(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning", "ignore:BComplex32 support:UserWarning")
-@pytest.mark.parametrize("form", ["zip", "legacy"])
-@pytest.mark.parametrize("name", [name for name, specimen in ZOO.items() if specimen.safe])
-def test_the_zoo(name: str, form: str) -> None:
+@grouped("names", [name for name, specimen in ZOO.items() if specimen.safe], 20)
+def test_the_zoo(names: list[str]) -> None:
+    for_each(itertools.product(names, ["zip", "legacy"]), lambda case: reads_alike(*case))
+
+
+def reads_alike(name: str, form: str) -> None:
     specimen = ZOO[name]
     try:
         data = saved(specimen.make(), form)
@@ -632,7 +637,6 @@ class TestLanding:
         for wish in ("cpu", torch.device("cpu"), {"cuda:1": "cpu"}, lambda storage, _tag: storage):
             assert open_(path, device=wish)["fc.weight"].device == torch.device("cpu")
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     @pytest.mark.parametrize("wish", [None, "cuda:1", "cuda"])
     def test_a_device_that_is_not_here(self, data: Path, wish: Any) -> None:
         with open_(data / "h200" / "state_dict_cuda1.pt", device=wish) as handle:
@@ -651,20 +655,6 @@ class TestLanding:
     def test_what_is_no_dtype(self) -> None:
         with pytest.raises(UsageError, match="'half-ish' is no dtype"):
             open_(file_of({}), dtype="half-ish")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_on_the_gpu() -> None:
-    state = {name: torch.randn(3000, 3000) for name in "ab"} | {"t": torch.randn(30, 40).t(), "n": torch.arange(7)}
-    state |= {"bits": torch.randn(9).to(torch.float8_e4m3fn), "late": torch.randn(40, 50)[:, ::7]}
-    for saved_on in ("cpu", "cuda"):
-        file = file_of({name: tensor.to(saved_on) for name, tensor in state.items()})
-        for wish in ("cuda:0", "auto" if saved_on == "cuda" else "cuda"):
-            with open_(file, device=wish) as handle:
-                for name, tensor in state.items():
-                    assert handle[name].device == torch.device("cuda:0")
-                    assert raw(handle[name].cpu()) == raw(tensor)
-                assert torch.equal(handle.slice("a")[10:20, ::3].cpu(), state["a"][10:20, ::3])
 
 
 def test_reading_from_many_threads(tmp_path: Path) -> None:

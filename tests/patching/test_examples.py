@@ -12,7 +12,7 @@ import transload
 if TYPE_CHECKING:
     from tests.patching.conftest import Python
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).parent.parent.parent / "examples" / "scripts"
 EXPECTED = {
@@ -20,8 +20,6 @@ EXPECTED = {
     "resume.py": (["training.ckpt", "--epochs", "4"], "epoch 3: loss "),
     "lightning_like.py": (["regressor.ckpt"], "test loss "),
 }
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="cuda:1 is here, and they would not fail")
 
 
 @pytest.fixture(scope="module")

@@ -242,15 +242,7 @@ def test_no_thread_stays(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-PROGRAM = """
-import sys, torch
-from transload.saving import save_async
-for number in range(3):
-    save_async({"w": torch.full((2_000_000,), float(number))}, sys.argv[1])
-"""
-
-
-def run(path: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+def run(program: str, path: Path) -> subprocess.CompletedProcess[str]:
     source = str(Path(module.__file__).parents[2])
     return subprocess.run(
         [sys.executable, "-c", program, str(path)],
@@ -258,18 +250,12 @@ def run(path: Path, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_program_that_ends_has_saved(tmp_path: Path) -> None:
-    done = run(tmp_path / "a.pt")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert float(torch.load(tmp_path / "a.pt")["w"][-1]) == 2.0
-
-
-def test_a_program_that_ends_tells_what_failed(tmp_path: Path) -> None:
-    done = run(tmp_path / "gone" / "a.pt", PROGRAM.replace("range(3)", "range(1)"))
-    assert "an earlier save in the background failed" in done.stderr
-    assert "its directory does not exist" in done.stderr
-
-
+ENDING = """
+import sys, torch
+from transload.saving import save_async
+for number in range(3):
+    save_async({"w": torch.full((2_000_000,), float(number))}, sys.argv[1])
+"""
 AT_EXIT = """
 import atexit, sys, torch
 from transload.saving import save_async
@@ -277,11 +263,18 @@ atexit.register(lambda: save_async({"w": torch.full((2_000_000,), 2.0)}, sys.arg
 """
 
 
-def test_a_program_may_save_while_it_ends(tmp_path: Path) -> None:
-    done = run(tmp_path / "a.pt", AT_EXIT)
+@pytest.mark.parametrize("program", [ENDING, AT_EXIT], ids=["that ends", "while it ends"])
+def test_what_a_program_saves_is_there_when_it_has_ended(program: str, tmp_path: Path) -> None:
+    done = run(program, tmp_path / "a.pt")
     assert (done.returncode, done.stderr) == (0, "")
     assert float(torch.load(tmp_path / "a.pt")["w"][-1]) == 2.0
-    assert "its directory does not exist" in run(tmp_path / "gone" / "a.pt", AT_EXIT).stderr
+
+
+def test_a_program_that_ends_tells_what_failed(tmp_path: Path) -> None:
+    """Before it ends, and while it does."""
+    done = run(f"{AT_EXIT}save_async({{}}, sys.argv[1])", tmp_path / "gone" / "a.pt")
+    assert done.stderr.count("an earlier save in the background failed") == 2
+    assert done.stderr.count("its directory does not exist") == 2
 
 
 IMPORTING = """
@@ -301,7 +294,7 @@ print(*found)
 
 def test_nothing_is_imported_in_a_thread(tmp_path: Path) -> None:
     """A child that is forked meanwhile would wait for ever where it imports the same."""
-    done = run(tmp_path / "a.pt", IMPORTING)
+    done = run(IMPORTING, tmp_path / "a.pt")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "\n")
 
 

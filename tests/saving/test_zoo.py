@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import warnings
 import zipfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import FORMS, QUIET, ZOO, allowed
 
@@ -56,27 +58,36 @@ OWN = {".transload/origin.json", ".data/serialization_id", ".format_version", ".
 """Records that torch of some release does not write, or whose content is not determined."""
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", ZOO)
-def test_the_records_are_those_of_torch_to_the_byte(name: str, protocol: int) -> None:
-    mine, other = records(ours(name, protocol)), records(theirs(name, protocol))
-    assert [each for each in mine if each not in OWN] == sorted(
-        (each for each in other if each not in OWN), key=list(mine).index
-    )
-    assert {key: value for key, value in mine.items() if key not in OWN} == {
-        key: value for key, value in other.items() if key not in OWN
-    }
+@grouped("names", ZOO)
+def test_the_records_are_those_of_torch_to_the_byte(names: list[str]) -> None:
+    def check(case: tuple[str, int]) -> None:
+        mine, other = records(ours(*case)), records(theirs(*case))
+        assert [each for each in mine if each not in OWN] == sorted(
+            (each for each in other if each not in OWN), key=list(mine).index
+        )
+        assert {key: value for key, value in mine.items() if key not in OWN} == {
+            key: value for key, value in other.items() if key not in OWN
+        }
+
+    for_each(itertools.product(names, [2, 3, 4, 5]), check)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_what_is_loaded_is_what_torch_saves(name: str) -> None:
-    mine, other = ours(name), theirs(name)
-    same(torch.load(io.BytesIO(other), weights_only=False), torch.load(io.BytesIO(mine), weights_only=False))
-    same(torch.load(io.BytesIO(other), weights_only=False), load(mine, weights_only=False))
+@grouped("names", ZOO, 20)
+def test_what_is_loaded_is_what_torch_saves(names: list[str]) -> None:
+    def check(name: str) -> None:
+        mine, other = ours(name), theirs(name)
+        same(torch.load(io.BytesIO(other), weights_only=False), torch.load(io.BytesIO(mine), weights_only=False))
+        same(torch.load(io.BytesIO(other), weights_only=False), load(mine, weights_only=False))
+
+    for_each(names, check)
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].safe])
-def test_data_is_loaded_as_data(name: str) -> None:
+@grouped("names", [name for name in ZOO if ZOO[name].safe], 20)
+def test_data_is_loaded_as_data(names: list[str]) -> None:
+    for_each(names, loads_as_data)
+
+
+def loads_as_data(name: str) -> None:
     with allowed(ZOO[name]):
         try:
             other = torch.load(io.BytesIO(theirs(name)), weights_only=True)
@@ -87,9 +98,14 @@ def test_data_is_loaded_as_data(name: str) -> None:
             same(other, torch.load(io.BytesIO(ours(name)), weights_only=True))
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_a_mapped_file_is_the_same(name: str, tmp_path: Path) -> None:
-    mine, other = tmp_path / "mine.pt", tmp_path / "other.pt"
+@grouped("names", ZOO, 20)
+def test_a_mapped_file_is_the_same(names: list[str], tmp_path: Path) -> None:
+    for_each(names, lambda name: maps_alike(name, tmp_path / f"{names.index(name)}"))
+
+
+def maps_alike(name: str, folder: Path) -> None:
+    folder.mkdir()
+    mine, other = folder / "mine.pt", folder / "other.pt"
     mine.write_bytes(ours(name))
     other.write_bytes(theirs(name))
     try:
@@ -112,10 +128,12 @@ def sum_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
     return [tensor for each in held for tensor in sum_of(each, seen)]
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_a_compact_file_has_the_same_numbers(name: str) -> None:
-    if name == "trusted: objects":
-        pytest.skip("its numbers are others each time it is looked at")
+@grouped("names", [name for name in ZOO if name != "trusted: objects"], 20)  # whose numbers are others each time
+def test_a_compact_file_has_the_same_numbers(names: list[str]) -> None:
+    for_each(names, has_the_same_numbers_compact)
+
+
+def has_the_same_numbers_compact(name: str) -> None:
     mine = torch.load(io.BytesIO(ours(name, compact=True)), weights_only=False)
     other = torch.load(io.BytesIO(theirs(name)), weights_only=False)
     assert len(ours(name, compact=True, origin=False)) <= len(ours(name, origin=False)) + 4096

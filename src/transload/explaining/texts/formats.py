@@ -18,6 +18,11 @@ def _safetensors(*words: str) -> tuple[str, ...]:
     return tuple(f"Error while deserializing{of}: {each}" for each in words for of in (" header", ""))
 
 
+def _folder(values: Values, _: str) -> dict[str, Any]:
+    """torch 2.11 does not name it."""
+    return {"values": {"folder": values.get("folder", "") or "to load"}}
+
+
 def _dtype(values: Values, _: str) -> dict[str, Any]:
     unknown = re.search(r"unknown variant `(\w{1,40})`", values.get("why", ""))
     if unknown is None:
@@ -126,11 +131,13 @@ TABLE: tuple[Known, ...] = (
         (
             "No such file or directory: '{folder}/.metadata'",
             "No such file or directory: PosixPath('{folder}/.metadata')",
+            "AssertionError: metadata is None",
         ),
         "The directory {folder} is no distributed checkpoint, or its saving never finished: the file .metadata is "
         "written last.",
         ("Take the checkpoint before it.", "transload inspect DIRECTORY says what is in it."),
         needs=("file",),
+        work=_folder,
     ),
     Known(
         "distributed-frame",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import io
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,8 @@ import transload
 from transload.loading.errors import BrokenFileError, DoesNotFitError
 from transload.loading.transfer import Choice, choice, driver, engine, ring
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-DEADLINE = 240  # seconds after which a test that hangs ends the process, with all stacks on the terminal
 BUSY = 400_000_000  # cycles: some tenths of a second
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def _deadline() -> Iterator[None]:
-    faulthandler.dump_traceback_later(DEADLINE, exit=True, file=sys.__stderr__ or 2)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 def content(kind: str) -> dict[str, torch.Tensor]:
@@ -125,17 +113,13 @@ def test_as_torch_loads_it(any_file: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_the_device_fetches_where_there_are_few_cores(
-    cores: int,
-    mixed: Path,
-    chosen: list[Choice],
-    set_cores: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    cores: int, mixed: Path, chosen: list[Choice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = driver.cuda_driver()
     torch.zeros(1, device="cuda")
     if cuda is None or not cuda.can_pin_read_only(0):
         pytest.skip("this device, or its driver, cannot read pages of files")
-    set_cores(cores)
+    monkeypatch.setattr(engine, "cores", lambda: cores)
     monkeypatch.setattr(engine, "cached_share", lambda *_: 1.0)
     for _ in range(3):
         assert_alike(transload.load(mixed, map_location="cuda"), as_torch(mixed))
@@ -274,7 +258,7 @@ def test_under_a_device(mixed: Path) -> None:
     assert_alike(made, as_torch(mixed))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ["tiny", "mixed"])
 @pytest.mark.parametrize("here", [0, 1])
 def test_the_device_of_the_program_stays(kind: str, here: int, tmp_path: Path) -> None:
@@ -288,7 +272,7 @@ def test_the_device_of_the_program_stays(kind: str, here: int, tmp_path: Path) -
     assert_alike(other, as_torch(path), f"cuda:{1 - here}")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_devices_in_one_load(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     true = content("mixed")

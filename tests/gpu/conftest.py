@@ -1,0 +1,27 @@
+"""These tests need a GPU that works. They have a run of their own, ``pytest --gpu tests/gpu``; all others hide it."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEADLINE = 240  # seconds after which a test that hangs ends the process, with all stacks on the terminal
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip before any fixture makes its files."""
+    if not item.config.getoption("--gpu"):
+        pytest.skip("runs with --gpu only")
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Iterator[None]:
+    faulthandler.dump_traceback_later(DEADLINE, exit=True, file=sys.__stderr__ or 2)
+    yield
+    faulthandler.cancel_dump_traceback_later()
