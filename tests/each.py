@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 Test = Callable[..., None]
+Ids = Callable[[Any], object] | list[str] | None
 
 
-def each(names: str, cases: Iterable[Any], ids: Callable[[Any], object] = repr) -> Callable[[Test], Test]:
+def each(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[[Test], Test]:
     """Use it like ``pytest.mark.parametrize`` where the cases need no isolation from each other.
 
-    All of them run in one test, which names every case that failed. They share its fixtures, but each has a folder of
-    its own as ``tmp_path``, and what it does with ``monkeypatch`` is undone after it.
+    All of them run in one test, which names every case that failed, and is skipped where all were. They share its
+    fixtures, but each has a folder of its own as ``tmp_path``, and what it does with ``monkeypatch`` is undone.
     """
-    parameters = [name.strip() for name in names.split(",")]
-    rows = [_row(case, len(parameters), ids) for case in cases]
+    parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    rows = list(cases)
     assert rows
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def loop(**fixtures: Any) -> None:
-            errors = [
-                (name, _error_of(functools.partial(test, **dict(zip(parameters, values, strict=True))), fixtures, at))
-                for at, (name, values) in enumerate(rows)
+            outcomes = [
+                _outcome(functools.partial(test, **_values(row, parameters)), fixtures, at)
+                for at, row in enumerate(rows)
             ]
-            failed = [(name, error) for name, error in errors if error]
+            failed = {at: error for at, error in enumerate(outcomes) if isinstance(error, Exception | _FAILED)}
             if failed:
-                lines = [f"{name:.200}: {type(error).__name__}: {error}" for name, error in failed]
+                named = _names(rows, parameters, ids)
+                lines = [f"{named[at]:.200}: {type(error).__name__}: {error}" for at, error in failed.items()]
                 message = "\n".join([f"{len(failed)} of {len(rows)} cases failed", *lines])
-                raise AssertionError(message) from failed[0][1]
+                raise AssertionError(message) from next(iter(failed.values()))
+            if all(outcomes):
+                pytest.skip(str(outcomes[0]))
 
         signature = inspect.signature(test)
         needed = [each for name, each in signature.parameters.items() if name not in parameters]
@@ -43,23 +47,38 @@ def each(names: str, cases: Iterable[Any], ids: Callable[[Any], object] = repr) 
     return decorate
 
 
-def _row(case: Any, width: int, ids: Callable[[Any], object]) -> tuple[str, tuple[Any, ...]]:
-    """The name of a case and its values; ``pytest.param`` gives both."""
-    name = getattr(case, "id", None) if (is_param := hasattr(case, "marks")) else None
-    values = tuple(case.values) if is_param else tuple(case) if width > 1 else (case,)
-    return str(name or ids(values if width > 1 else values[0])), values
+_FAILED = pytest.fail.Exception
+_SKIPPED = pytest.skip.Exception
 
 
-def _error_of(test: Test, fixtures: dict[str, Any], number: int) -> BaseException | None:
+def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException | None:
+    """What the case raised."""
     if "tmp_path" in fixtures:
         folder = fixtures["tmp_path"] / str(number)
         folder.mkdir()
         fixtures = {**fixtures, "tmp_path": folder}
+    if "capsys" in fixtures:
+        fixtures["capsys"].readouterr()
     with pytest.MonkeyPatch.context() as patch:
         if "monkeypatch" in fixtures:
             fixtures = {**fixtures, "monkeypatch": patch}
         try:
             test(**fixtures)
-        except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - it will be named
+        except (Exception, _FAILED, _SKIPPED) as error:  # noqa: BLE001 - the test will raise it
             return error
     return None
+
+
+def _values(row: Any, parameters: list[str]) -> dict[str, Any]:
+    values = row.values if hasattr(row, "marks") else row if len(parameters) > 1 else [row]  # a pytest.param has marks
+    return dict(zip(parameters, values, strict=True))
+
+
+def _names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
+    if isinstance(ids, list):
+        return ids
+    given = ids or repr
+    return [
+        getattr(row, "id", None) or "-".join(str(given(value)) for value in _values(row, parameters).values())
+        for row in rows
+    ]

@@ -18,22 +18,31 @@ def raises(error: type[Exception] | None) -> None:
         raise error or ValueError
 
 
-@each("reason", ["no GPU"])
-def skips(reason: str) -> None:
-    pytest.skip(reason)
+@each("word", ["no GPU", "no GPU either"], ids=["first", "second"])
+def skips(word: str) -> None:
+    pytest.skip(word)
 
 
 def test_every_case_that_fails_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)^2 of 4 cases failed\nwrong: .*\n\('g', 2\): ") as caught:
+    with pytest.raises(AssertionError, match=r"(?s)^2 of 4 cases failed\nwrong: .*\n'g'-2: ") as caught:
         lengths()
     assert isinstance(caught.value.__cause__, AssertionError)
     with pytest.raises(AssertionError, match=r"^1 of 3 cases failed\nNone: ValueError"):
         raises()
 
 
-def test_a_case_does_not_skip_the_others() -> None:
-    with pytest.raises(AssertionError, match="no GPU"):
+def test_it_is_skipped_only_where_every_case_is() -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"^no GPU$"):
         skips()
+
+    @each("number", [1, 2, 3], ids=["first", "second", "third"])
+    def some(number: int) -> None:
+        if number == 2:
+            pytest.skip("no GPU")
+        assert number != 3
+
+    with pytest.raises(AssertionError, match=r"^1 of 3 cases failed\nthird: "):
+        some()
 
 
 def test_no_case_is_not_a_pass() -> None:

@@ -217,7 +217,7 @@ def test_the_changelog_knows_the_version() -> None:
 
 def build_zipapp(target: Path) -> Path:
     script = ROOT / "scripts" / "build_zipapp.py"
-    subprocess.run([sys.executable, script, target], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, script, target], check=True, capture_output=True, timeout=300)
     return target
 
 
@@ -229,7 +229,7 @@ def zipapp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_zipapp(zipapp: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
     # -I -S: neither the environment, nor this folder, nor site-packages can lend it a module.
     command = [sys.executable, "-I", "-S", zipapp, *args]
-    return subprocess.run(command, check=False, capture_output=True, encoding="utf-8", timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, encoding="utf-8", timeout=300)
 
 
 def test_zipapp_runs_by_itself(zipapp: Path) -> None:

@@ -41,7 +41,7 @@ def program() -> Transload:
             stderr=subprocess.PIPE,
             env={**kept, "PYTHONPATH": os.pathsep.join(places), "PYTHONUTF8": "1", **env},
             encoding="utf-8",
-            timeout=60,
+            timeout=300,
             check=False,
         )
 

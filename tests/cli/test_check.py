@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from tests.each import each
 
 from transload.cli.main import main
 
@@ -24,7 +25,7 @@ def valid(text: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "code"),
     [
         ("torch-releases/torch-2.13.0-py3.11.7/state_dict_cpu.pt", 0),

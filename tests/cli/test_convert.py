@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from tests.each import each
 
 from transload.cli.main import main
 from transload.read import inspect
@@ -133,7 +134,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), MISTAKES)
+@each(("arguments", "told"), MISTAKES)
 def test_mistakes(
     data: Path, tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

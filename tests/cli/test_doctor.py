@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
+from tests.each import each
 
 import transload
 from transload.cli import doctor as command
@@ -148,7 +149,7 @@ def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
     assert valid(capsys.readouterr().out)["status"] == "no-gpu"
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "words"),
     [
         (b"", "it is no JSON"),
@@ -231,9 +232,7 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
     assert "\nFix\n" in text
 
 
-@pytest.mark.parametrize(
-    ("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")]
-)
+@each(("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
 def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--explain", code]) == 2
     shown = capsys.readouterr()
@@ -243,7 +242,7 @@ def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: p
     assert "\x1b" not in shown.err
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["--explain"],
@@ -265,7 +264,7 @@ def test_bad_usage_is_told_with_the_usage(arguments: list[str], capsys: pytest.C
     assert shown.err.startswith("usage: transload doctor")
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["--from", "x", "--python", "y"],

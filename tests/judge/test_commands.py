@@ -10,6 +10,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -219,7 +220,7 @@ def test_nothing_is_taken_out_of_what_holds_no_tensor() -> None:
 # -- the table
 
 
-@pytest.mark.parametrize("code", [code for code, rule in RULES.items() if {RESCUE, CONVERT} & set(rule.fix)])
+@each("code", [code for code, rule in RULES.items() if {RESCUE, CONVERT} & set(rule.fix)])
 def test_a_sentence_leads_to_each_command_of_the_table(code: str) -> None:
     fix = RULES[code].fix
     for at, line in enumerate(fix):

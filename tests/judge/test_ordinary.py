@@ -29,6 +29,11 @@ from transload.judge.safety import safe_globals_lines
 
 HERE = Path(__file__).parent
 
+# What torch does has been compared with what is predicted from this release on.
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
+)
+
 
 def load_belongings() -> ModuleType:
     sys.path.insert(0, str(HERE))
