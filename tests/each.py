@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+_Param = type(pytest.param())
 Test = Callable[..., None]
 Ids = Callable[[Any], object] | list[str] | None
 
@@ -70,15 +71,17 @@ def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException
 
 
 def _values(row: Any, parameters: list[str]) -> dict[str, Any]:
-    values = row.values if hasattr(row, "marks") else row if len(parameters) > 1 else [row]  # a pytest.param has marks
+    values = row.values if isinstance(row, _Param) else row if len(parameters) > 1 else [row]
     return dict(zip(parameters, values, strict=True))
 
 
 def _names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
     if isinstance(ids, list):
         return ids
-    given = ids or repr
+    name = ids or repr
     return [
-        getattr(row, "id", None) or "-".join(str(given(value)) for value in _values(row, parameters).values())
+        str(row.id)
+        if isinstance(row, _Param) and row.id
+        else "-".join(str(name(value)) for value in _values(row, parameters).values())
         for row in rows
     ]

@@ -65,7 +65,7 @@ def test_a_stream_cut_anywhere_claims_exactly_what_it_holds() -> None:
             assert storage.stored == expected, (length, storage.key)
 
 
-@each("stage", range(5), ids=STAGES)
+@each("stage", range(5), ids=list(STAGES))
 def test_the_stage_of_a_cut_is_told(stage: int) -> None:
     parts = Legacy().parts()
     data = b"".join(parts[:stage]) + parts[stage][:-1]

@@ -255,7 +255,7 @@ CALLS = {
 }
 
 
-@each("call", CALLS.values(), ids=CALLS)
+@each("call", CALLS.values(), ids=list(CALLS))
 def test_no_spelling_that_torch_runs_goes_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     monkeypatch.chdir(tmp_path)
 

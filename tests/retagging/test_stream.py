@@ -208,7 +208,7 @@ DIFFERENCES: dict[str, tuple[object, object, bool]] = {
 }
 
 
-@each(("left", "right", "equal"), DIFFERENCES.values(), ids=DIFFERENCES)
+@each(("left", "right", "equal"), DIFFERENCES.values(), ids=list(DIFFERENCES))
 def test_what_differs_is_seen(left: object, right: object, equal: bool) -> None:
     pair = run(written(left)), run(written(right))
     assert same_but_tags(*pair, lambda tag: "mps" if tag == "cpu" else tag) is equal
