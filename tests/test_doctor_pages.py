@@ -10,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
+from tests.each import each
 from tests.test_docs import ROOT, load_script
 
 from transload.diagnose import judge_machine
@@ -67,9 +68,7 @@ def test_text_is_escaped_for_markdown() -> None:
     assert "`<as is>`" in text
 
 
-@pytest.mark.parametrize(
-    "machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)]
-)
+@each("machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)])
 def test_json_is_what_the_schema_promises(machine: Machine) -> None:
     schema = json.loads((ROOT / "docs" / "doctor.schema.json").read_text(encoding="utf-8"))
     made = json.loads(json.dumps(judge_machine(machine).to_dict()))

@@ -14,6 +14,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from tests.each import each
 from tests.elf_forge import CUBIN, HEADER, LOADABLE, LTO, NATIVE, PTX, SECTION, Function, fatbin, library, loaded
 from tests.fake_driver import (
     crashes,
@@ -48,15 +49,15 @@ def child(path: Path, call: str = "") -> subprocess.Popen[bytes]:
 
 
 @runs
-@pytest.mark.parametrize("code", [0, 1, 999, -1, 2**31 - 1, -(2**31)])
+@each("code", [0, 1, 999, -1, 2**31 - 1, -(2**31)])
 def test_a_function_returns_its_code(tmp_path: Path, code: int) -> None:
     with called(tmp_path, returns(code)) as f:
         assert f() == code
 
 
 @runs
-@pytest.mark.parametrize("argument", range(6))
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 17, 96, 2049])
+@each("argument", range(6))
+@each("size", [0, 1, 7, 8, 9, 17, 96, 2049])
 def test_a_blob_is_copied_whole_and_nothing_beside_it(tmp_path: Path, argument: int, size: int) -> None:
     blob = bytes(1 + at % 255 for at in range(size))
     buffer = ctypes.create_string_buffer(b"\xff" * (size + 16), size + 16)
@@ -76,7 +77,7 @@ def test_several_blobs_go_to_several_arguments(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.parametrize(("source", "argument"), list(permutations(range(6), 2)))
+@each(("source", "argument"), list(permutations(range(6), 2)))
 def test_an_argument_is_passed_on(tmp_path: Path, source: int, argument: int) -> None:
     number = ctypes.c_uint64(0)
     arguments: list[object] = [None] * 6
@@ -87,7 +88,7 @@ def test_an_argument_is_passed_on(tmp_path: Path, source: int, argument: int) ->
 
 
 @runs
-@pytest.mark.parametrize("argument", range(6))
+@each("argument", range(6))
 def test_a_switch_takes_the_case_of_an_argument(tmp_path: Path, argument: int) -> None:
     inner = switch((argument + 1) % 6, {2: returns(22)}, returns(20))
     with called(tmp_path, switch(argument, {75: returns(1), -2: inner, 0x7001: returns(3)}, returns(4))) as f:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
+from tests.each import each
 
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.loading.errors import BrokenFileError, DoesNotFitError, MissingFileError
 
 
-@pytest.mark.parametrize("kind", [TransloadError, UsageError, CannotReadError, BrokenFileError, DoesNotFitError])
+@each("kind", [TransloadError, UsageError, CannotReadError, BrokenFileError, DoesNotFitError])
 def test_an_error_survives_pickle(kind: type[TransloadError]) -> None:
     error = kind("what", where="where", fix="fix")
     again = pickle.loads(pickle.dumps(error))

@@ -27,6 +27,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests import forge
+from tests.each import each
 from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
 
 from transload.checkpoint import Checkpoint, contiguous
@@ -374,7 +375,7 @@ def test_no_accident_makes_a_hostile_file_look_safe(data: bytes) -> None:
         assert told.safety not in ("data-only", "needs-trust"), told.problems
 
 
-@pytest.mark.parametrize("name", hostile_files())
+@each("name", hostile_files())
 def test_a_hostile_file_is_seen_before_any_accident(name: str) -> None:
     data = hostile_files()[name]
     assert reaches(data)
@@ -447,7 +448,7 @@ def test_what_we_call_sound_torch_loads_and_the_same(data: bytes) -> None:
     same(told, data, load(data))
 
 
-@pytest.mark.parametrize("name", sound_files())
+@each("name", sound_files())
 def test_a_sound_file_is_sound_before_any_accident(name: str) -> None:
     data = sound_files()[name]
     told = told_of(data, verify=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.blocks import PAGES, ROOT, SIGNATURE, Block, blocks_of, commands_in_text
+from tests.each import each
 
 import transload
 from transload.cli import COMMANDS
@@ -40,7 +41,7 @@ def page_of(command: str) -> Path:
     return ROOT / "docs" / f"{command}.md"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_the_page_of_a_command_has_all_its_options_and_no_others(command: str) -> None:
     text = page_of(command).read_text(encoding="utf-8")
     synopsis = next(blocks_of(page_of(command)))
@@ -53,13 +54,13 @@ def test_the_page_of_a_command_has_all_its_options_and_no_others(command: str) -
     assert [action.option_strings for action in options_only(command) if not named & set(action.option_strings)] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each("command", COMMANDS)
 def test_examples_of_the_help_name_options_that_exist(command: str) -> None:
     for line in re.findall(rf"transload {command} (.*)", parser_of(command).epilog or ""):
         assert options_in(re.split(r" {2,}| [|>&]", line)[0]) - options_of(command) == set(), line
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "docs" / "doctor").glob("*.md")], ids=lambda page: page.stem)
+@each("page", [*PAGES, *(ROOT / "docs" / "doctor").glob("*.md")], ids=lambda page: page.stem)
 def test_commands_between_the_words_exist(page: Path) -> None:
     for line in commands_in_text(page):
         for call in re.findall(r"transload ([a-z]+)([^|&>]*)", line):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,8 @@ import pytest
 import transload
 
 SOURCE = Path(transload.__file__).parent.parent
+
+Imported = Callable[..., set[str]]
 
 
 class Transload(Protocol):
@@ -38,8 +41,26 @@ def program() -> Transload:
             stderr=subprocess.PIPE,
             env={**kept, "PYTHONPATH": os.pathsep.join(places), "PYTHONUTF8": "1", **env},
             encoding="utf-8",
-            timeout=60,
+            timeout=300,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def imported(program: Transload, tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    """The modules that a command imports.
+
+    It runs without site-packages, where .pth files import what they like, so there is an empty module for each package
+    that a command could want from there.
+    """
+    packages = tmp_path_factory.mktemp("packages")
+    for name in ("numpy", "rich", "torch"):
+        (packages / f"{name}.py").touch()
+
+    def run(*arguments: str) -> set[str]:
+        told = program(*arguments, path=packages, python=("-S", "-X", "importtime")).stderr
+        return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
 
     return run

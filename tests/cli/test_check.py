@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from tests.each import each
 
 from transload.cli.main import main
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Transload
+    from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "check.schema.json"
 NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
@@ -24,7 +25,7 @@ def valid(text: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "code"),
     [
         ("torch-releases/torch-2.13.0-py3.11.7/state_dict_cpu.pt", 0),
@@ -65,18 +66,10 @@ def test_a_file_that_is_not_there_is_no_answer(tmp_path: Path, capsys: pytest.Ca
     assert shown.err.startswith("transload: ")
 
 
-def test_it_imports_neither_torch_nor_what_it_does_not_need(program: Transload, data: Path) -> None:
-    arguments = ("check", str(data / "h200" / "train_cuda0.ckpt"))
-    ours, bare = (
-        program(*arguments, python=("-X", "importtime", *options)).stderr for options in ((), ("-c", "import runpy"))
-    )
-    modules = modules_in(ours) - modules_in(bare)
+def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, data: Path) -> None:
+    modules = imported("check", str(data / "h200" / "train_cuda0.ckpt"))
     assert "transload.render.check" in modules
     assert not modules & NOT_FOR_IT
-
-
-def modules_in(told: str) -> set[str]:
-    return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
 
 
 def test_it_runs_where_no_package_is_installed(program: Transload, data: Path) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from tests.each import each
 
 from transload.cli.main import main
 from transload.read import inspect
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Transload
+    from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "convert.schema.json"
 NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
@@ -133,7 +134,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), MISTAKES)
+@each(("arguments", "told"), MISTAKES)
 def test_mistakes(
     data: Path, tmp_path: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,9 +154,8 @@ def test_in_a_process_of_its_own(program: Transload, state: str, tmp_path: Path)
     assert "\x1b" not in done.stdout
 
 
-def test_only_what_is_needed_is_imported(program: Transload, state: str, tmp_path: Path) -> None:
-    target = str(tmp_path / "a.safetensors")
-    done = program("convert", state, target, python=("-X", "importtime"))
-    assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert imported & NOT_FOR_IT == set()
+def test_only_what_is_needed_is_imported(imported: Imported, state: str, tmp_path: Path) -> None:
+    target = tmp_path / "a.safetensors"
+    modules = imported("convert", state, str(target))
+    assert target.exists()
+    assert not modules & NOT_FOR_IT

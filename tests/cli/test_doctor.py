@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
+from tests.each import each
 
 import transload
 from transload.cli import doctor as command
@@ -23,7 +24,7 @@ from transload.machine import Library, Machine, Variables, to_dict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.cli.conftest import Transload
+    from tests.cli.conftest import Imported, Transload
 
     Saved = Callable[[Machine], str]
 
@@ -148,7 +149,7 @@ def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
     assert valid(capsys.readouterr().out)["status"] == "no-gpu"
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "words"),
     [
         (b"", "it is no JSON"),
@@ -231,9 +232,7 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
     assert "\nFix\n" in text
 
 
-@pytest.mark.parametrize(
-    ("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")]
-)
+@each(("code", "near"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
 def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--explain", code]) == 2
     shown = capsys.readouterr()
@@ -243,7 +242,7 @@ def test_a_code_that_is_none_names_those_near_it(code: str, near: str, capsys: p
     assert "\x1b" not in shown.err
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["--explain"],
@@ -265,7 +264,7 @@ def test_bad_usage_is_told_with_the_usage(arguments: list[str], capsys: pytest.C
     assert shown.err.startswith("usage: transload doctor")
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["--from", "x", "--python", "y"],
@@ -368,9 +367,8 @@ def test_streams_of_any_encoding(program: Transload, saved: Saved, flags: list[s
     assert plain.stdout.isascii()
 
 
-def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(program: Transload, saved: Saved) -> None:
-    done = program("doctor", "--from", saved(healthy()), python=("-X", "importtime"))
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(imported: Imported, saved: Saved) -> None:
+    modules = imported("doctor", "--from", saved(healthy()))
     assert "transload.render.doctor" in modules
     unwanted = {
         "torch",

@@ -199,7 +199,7 @@ def test_a_closed_pipe_is_no_error(real: str, flags: list[str]) -> None:
     os.close(reading)
     environ = {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "transload", "inspect", real, *flags]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environ, timeout=60, check=False)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environ, timeout=300, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
 

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from tests.each import each
 
 import transload
 from transload.cli import COMMANDS
@@ -41,7 +42,7 @@ def test_bare_command_and_help_show_every_command_and_an_example_of_each(
     assert not shown.err
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_every_command_has_help_with_examples(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,9 +61,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"transload {transload.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["inspct"], ["--frobnicate"], ["inspect"], ["inspect", "--frob", "x"], ["\x1b[2J"]]
-)
+@each("arguments", [["inspct"], ["--frobnicate"], ["inspect"], ["inspect", "--frob", "x"], ["\x1b[2J"]])
 def test_bad_usage_is_told_on_stderr_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     shown = capsys.readouterr()
@@ -126,7 +125,7 @@ def test_public_names_resolve_and_are_listed() -> None:
         transload.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["check", "nope.pt"],

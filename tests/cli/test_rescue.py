@@ -12,7 +12,7 @@ import pytest
 from transload.cli.main import main
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Transload
+    from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "rescue.schema.json"
 NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
@@ -144,9 +144,8 @@ def test_it_needs_nothing(half: Path, tmp_path: Path, program: Transload) -> Non
     assert valid(done.stdout)["counts"]["whole"] == 26
 
 
-def test_what_it_imports(half: Path, program: Transload) -> None:
-    done = program("rescue", str(half), "--dry-run", python=("-X", "importtime"))
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+def test_what_it_imports(half: Path, imported: Imported) -> None:
+    modules = imported("rescue", str(half), "--dry-run")
     assert "transload.rescuing.saving" in modules
     assert not modules & NOT_FOR_IT
 

@@ -14,7 +14,7 @@ from transload.cli.main import main
 from transload.read import inspect
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Transload
+    from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "retag.schema.json"
 NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
@@ -132,18 +132,10 @@ def test_it_runs_where_no_package_is_installed(program: Transload, path: Path) -
     assert tags(path) == {"cpu"}
 
 
-def test_it_imports_neither_torch_nor_what_it_does_not_need(program: Transload, path: Path) -> None:
-    arguments = ("retag", str(path), "--to", "cpu")
-    ours, bare = (
-        program(*arguments, python=("-X", "importtime", *options)).stderr for options in ((), ("-c", "import runpy"))
-    )
-    modules = modules_in(ours) - modules_in(bare)
+def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, path: Path) -> None:
+    modules = imported("retag", str(path), "--to", "cpu")
     assert "transload.retagging.plan" in modules
     assert not modules & NOT_FOR_IT
-
-
-def modules_in(told: str) -> set[str]:
-    return {line.rpartition("|")[2].strip() for line in told.splitlines() if line.startswith("import time:")}
 
 
 def test_a_tag_that_nothing_bears_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

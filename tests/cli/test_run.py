@@ -45,7 +45,7 @@ def start(*arguments: str | Path, cwd: Path, stdin: str = "") -> subprocess.Comp
         capture_output=True,
         env=ENV,
         encoding="utf-8",
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -223,7 +223,7 @@ def test_a_program_handles_its_signals(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 9
+        assert child.wait(300) == 9
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are another thing on Windows")
@@ -234,7 +234,7 @@ def test_a_program_is_interrupted_with_its_own_traceback(tmp_path: Path) -> None
         child.stdout.readline()
         time.sleep(0.1)
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=30)
+        _, told = child.communicate(timeout=300)
     assert child.returncode == -signal.SIGINT
     assert "transload" not in told
     assert told.endswith("KeyboardInterrupt\n")
@@ -277,7 +277,7 @@ def test_the_zipapp_runs_a_program_too(tmp_path: Path) -> None:
     build = SOURCE.parent / "scripts" / "build_zipapp.py"
     if not build.exists():
         pytest.skip("not in a checkout")
-    subprocess.run([sys.executable, build, tmp_path / "transload.pyz"], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, build, tmp_path / "transload.pyz"], check=True, capture_output=True, timeout=300)
     (tmp_path / "program.py").write_text("import sys; print(sys.argv, sys.path[0])\n1 / 0\n", encoding="utf-8")
     done = start("-I", "transload.pyz", "run", "program.py", "x", cwd=tmp_path)
     assert done.stdout.startswith("['program.py', 'x']")

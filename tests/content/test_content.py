@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 
 from transload.checkpoint import Tensor
 from transload.content import Allowance, Content, ContentError, Run, axes, open_content
@@ -44,7 +45,7 @@ def truths() -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize(("path", "wanted"), truths())
+@each(("path", "wanted"), truths())
 def test_every_release_has_the_bytes_it_had(path: Path, wanted: dict[str, Any]) -> None:
     with open_content(path) as content:
         for tensor in content.checkpoint.tensors:
@@ -75,9 +76,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("many", [0, 1 << 40], ids=["numpy", "alone"])
-@pytest.mark.parametrize("window", [16, 128, 4096, 16 << 20])
-@pytest.mark.parametrize("view", VIEWS)
+@each("many", [0, 1 << 40], ids=["numpy", "alone"])
+@each("window", [16, 128, 4096, 16 << 20])
+@each("view", VIEWS)
 def test_views(view: str, window: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fits into memory at once, and whoever moves the elements, the order is torch's."""
     monkeypatch.setattr(axes, "_MANY", many)
@@ -106,7 +107,7 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
+@each("name", [name for name in DTYPES if hasattr(torch, name)])
 def test_dtypes(name: str) -> None:
     dtype = getattr(torch, name)
     raw = torch.arange(96, dtype=torch.uint8)
@@ -149,7 +150,7 @@ def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, by
     return forge.archive(forge.remade(made, "byteorder", data=b"big")), b"".join(order)
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "kind", "width"),
     [
         pytest.param("float32", "FloatStorage", 4, id="float32"),

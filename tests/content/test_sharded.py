@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 import pytest
+from tests.each import each
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.content import Content, ContentError
@@ -44,9 +45,9 @@ def element(value: int, width: int, *, swapped: bool = False) -> bytes:
     return (value % 256).to_bytes(width, "big" if swapped else "little")
 
 
-@pytest.mark.parametrize("window", [16, 64, 1 << 20])
-@pytest.mark.parametrize("width", [1, 4, 16])
-@pytest.mark.parametrize(
+@each("window", [16, 64, 1 << 20])
+@each("width", [1, 4, 16])
+@each(
     ("shape", "cuts"),
     [
         pytest.param((9, 4), ((3, 6), ()), id="rows"),
@@ -81,8 +82,8 @@ def test_two_parts_do_not_stand_for_one_that_is_missing() -> None:
         list(content.pieces(tensor._replace(parts=twice)))
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 24, 1000])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1, 24)], ids=str)
+@each("most", [1, 2, 7, 24, 1000])
+@each("shape", [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1, 24)], ids=str)
 def test_boxes_go_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
     seen = []
     for box in boxes(shape, most):

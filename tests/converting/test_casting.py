@@ -7,6 +7,7 @@ import struct
 from fractions import Fraction
 
 import pytest
+from tests.each import each
 
 from transload.converting import casting
 from transload.converting.casting import FLOATING, cast, is_cast, rounded_slowly
@@ -14,7 +15,7 @@ from transload.dtypes import ITEMSIZE
 
 CODES = {"float64": "d", "float32": "f", "float16": "e"}
 PAIRS = [(a, b) for a in sorted(FLOATING) for b in sorted(FLOATING) if a != b]
-pairs = pytest.mark.parametrize(("dtype", "wanted"), PAIRS, ids=lambda name: name)
+pairs = each(("dtype", "wanted"), PAIRS, ids=lambda name: name)
 
 
 def samples(dtype: str) -> bytes:

@@ -11,6 +11,7 @@ from struct import pack
 from typing import Any
 
 import pytest
+from tests.each import each
 
 from transload.content import ContentError
 from transload.converting import convert, names, parts
@@ -586,7 +587,7 @@ NEWER = [
 ]
 
 
-@pytest.mark.parametrize("name", NEWER)
+@each("name", NEWER)
 def test_newer_dtypes(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name, None)
     if dtype is None:
@@ -754,7 +755,7 @@ def test_a_prefix_that_no_name_has(tmp_path: Path) -> None:
     assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"a", "b"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "dtype", "told"),
     [
         ("b.safetensors", "", "a, b, c"),

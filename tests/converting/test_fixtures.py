@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.each import each
 
 import transload
 from transload.content import open_content
@@ -24,7 +25,7 @@ EVERY = sorted(
     for path in (*DATA.glob("torch-releases/*/*"), *DATA.glob("h200/*"))
     if path.suffix in {".pt", ".pth", ".ckpt", ".pt2"} and not path.name.startswith("aoti")
 )
-every_file = pytest.mark.parametrize("path", EVERY, ids=lambda path: f"{path.parent.name}/{path.name}")
+every_file = each("path", EVERY, ids=lambda path: f"{path.parent.name}/{path.name}")
 
 
 def hashes(path: Path | str) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -134,7 +135,7 @@ def test_whole_modules_become_state_dicts_in_a_process_without_torch(tmp_path: P
     targets = [tmp_path / f"{number}.safetensors" for number in range(len(paths))]
     arguments = [str(part) for pair in zip(paths, targets, strict=True) for part in pair]
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, env=env, timeout=120)
+    subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, env=env, timeout=300)
     for path, target in zip(paths, targets, strict=True):
         with open_content(target) as content:
             facts = dict(content.checkpoint.facts)

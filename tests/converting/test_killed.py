@@ -132,7 +132,7 @@ def test_a_set_is_old_or_new_at_every_moment(scene: str, whole: bool, tmp_path: 
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={"PYTHONPATH": str(SOURCE)},
     )
     assert done.returncode == 0, done.stderr[-3000:]

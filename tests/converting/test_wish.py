@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.each import each
 
 from transload.converting.wish import dtype_of, format_of, size_of
 from transload.errors import UsageError
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "format_"),
     [
         ("a.safetensors", "safetensors"),
@@ -32,7 +33,7 @@ def test_what_is_said_goes_before_the_name() -> None:
         format_of("a.gguf")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "nbytes"),
     [
         ("5GB", 5 * 10**9),
@@ -49,7 +50,7 @@ def test_sizes(text: str | int | None, nbytes: int) -> None:
     assert size_of(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["0", "-5GB", "5XB", "GB", "1iB", "5 GB GB", "1e9", -3, "9" * 400])
+@each("text", ["0", "-5GB", "5XB", "GB", "1iB", "5 GB GB", "1e9", -3, "9" * 400])
 def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(UsageError, match="no size"):
         size_of(text)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gzip
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 
 import transload
 from transload.checkpoint import Checkpoint
+from transload.cli.main import main
 from transload.judge.commands import CONVERT, RESCUE
 from transload.judge.problems import RULES
 
@@ -38,11 +38,13 @@ def commands(checkpoint: Checkpoint) -> list[str]:
     return [line for line in lines(checkpoint) if line.startswith("$ ")]
 
 
-def run(command: str, folder: Path) -> int:
-    """As a shell would, in the folder of the file."""
-    words = shlex.split(command.removeprefix("$ transload "))
-    done = subprocess.run([sys.executable, "-m", "transload", *words], capture_output=True, cwd=folder, check=False)
-    return done.returncode
+@pytest.fixture(autouse=True)
+def in_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(command: str) -> int:
+    return main(shlex.split(command.removeprefix("$ transload ")))
 
 
 # -- rescue
@@ -58,11 +60,10 @@ def test_a_cut_file_is_to_be_downloaded_again_or_rescued_and_both_are_said_once(
 
 
 @pytest.mark.parametrize("name", ["cut.pt", "-cut.pt", "it's cut.pt", "a;b $(id).pt"])
-def test_the_command_works_as_it_stands(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)
+def test_the_command_works_as_it_stands(name: str, path: Path) -> None:
     Path(name).write_bytes(path.read_bytes()[:20_000])
     (command,) = commands(transload.inspect(name))
-    assert run(command, path.parent) == 1
+    assert run(command) == 1
     left = torch.load("NEW.pt")
     assert 0 < len(left) < len(STATE)
     assert all(torch.equal(value, STATE[key]) for key, value in left.items())
@@ -75,14 +76,13 @@ def test_a_safetensors_file_stays_one(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     (command,) = commands(transload.inspect(tmp_path / "cut.safetensors"))
     assert command.endswith(" NEW.safetensors")
-    assert run(command, tmp_path) == 1
+    assert run(command) == 1
+    assert transload.inspect("NEW.safetensors").ok
 
 
 @pytest.mark.parametrize("named", ["", "model.safetensors.index.json"])
 @pytest.mark.parametrize("cut", [10, None], ids=["cut", "missing"])
-def test_of_several_files_what_is_left_is_saved(
-    named: str, cut: int | None, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_files_what_is_left_is_saved(named: str, cut: int | None, path: Path) -> None:
     folder = path.parent / "it is"
     folder.mkdir()
     transload.convert(path, folder / "model.safetensors", max_shard_size=13_000)
@@ -93,10 +93,9 @@ def test_of_several_files_what_is_left_is_saved(
         shards[1].unlink()
     else:
         shards[1].write_bytes(shards[1].read_bytes()[:-cut])
-    monkeypatch.chdir(path.parent)
     (command,) = commands(transload.inspect(Path("it is") / named))
     assert shlex.split(command)[1:] == ["transload", "rescue", str(Path("it is") / named), "NEW.safetensors"]
-    assert run(command, path.parent) == 1  # a part of it
+    assert run(command) == 1  # a part of it
     assert len(transload.inspect("NEW.safetensors").tensors) == (4 if cut is None else 5)
 
 
@@ -150,7 +149,7 @@ def test_what_can_be_put_right_is(code: str, path: Path) -> None:
     found = transload.inspect(path, verify=True)
     assert code in [finding.code for finding in found.findings]
     (command,) = commands(found)
-    assert run(command, path.parent) == 0
+    assert run(command) == 0
     assert transload.inspect(path.parent / "NEW.pt", verify=True).integrity == "whole"
 
 
@@ -159,7 +158,7 @@ def test_a_stream_with_more_behind_it(tmp_path: Path) -> None:
     torch.save(STATE, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes() + b"junk")
     (command,) = commands(transload.inspect(path))
-    assert run(command, tmp_path) == 1  # nothing vouches for where the bytes came in
+    assert run(command) == 1  # nothing vouches for where the bytes came in
     assert not transload.inspect(tmp_path / "NEW.pt").findings
 
 
@@ -168,7 +167,7 @@ def test_a_checkpoint_in_a_packed_file(end: int | None, path: Path) -> None:
     packed = path.with_name("model.pt.gz")
     packed.write_bytes(gzip.compress(path.read_bytes())[:end])
     (command,) = commands(transload.inspect(packed))
-    assert run(command, path.parent) == (0 if end is None else 1)
+    assert run(command) == (0 if end is None else 1)
     assert torch.load(path.with_name("NEW.pt"))
 
 
@@ -180,7 +179,7 @@ def test_a_checkpoint_in_an_archive_has_no_advice_on_folders(path: Path) -> None
     assert [finding.code for finding in found.findings] == ["not-a-checkpoint"]
     (command,) = commands(found)
     assert command.endswith("--member model.pt")
-    assert run(command, path.parent) == 0
+    assert run(command) == 0
 
 
 def test_a_directory_becomes_a_file_again(path: Path) -> None:
@@ -189,7 +188,7 @@ def test_a_directory_becomes_a_file_again(path: Path) -> None:
     said = transload.inspect(path.parent / "un packed").prediction
     command = f"transload rescue {shlex.quote(str(path.parent / 'un packed'))} NEW.pt"
     assert command in said
-    assert run(f"$ {command}", path.parent) == 0
+    assert run(f"$ {command}") == 0
 
 
 # -- convert
@@ -200,7 +199,7 @@ def test_the_weights_of_a_module_without_its_class(tmp_path: Path) -> None:
     path.write_bytes(WHOLE.read_bytes())
     (finding,) = [found for found in transload.inspect(path).findings if found.code == "needs-trust"]
     assert finding.fix[-1] == f"$ transload convert {path} {tmp_path / 'whole.safetensors'}"
-    assert run(finding.fix[-1], tmp_path) == 0
+    assert run(finding.fix[-1]) == 0
     assert {"conv.weight", "fc.weight"} <= {
         tensor.name for tensor in transload.inspect(tmp_path / "whole.safetensors").tensors
     }
@@ -221,7 +220,7 @@ def test_nothing_is_taken_out_of_what_holds_no_tensor() -> None:
 # -- the table
 
 
-@pytest.mark.parametrize("code", [code for code, rule in RULES.items() if {RESCUE, CONVERT} & set(rule.fix)])
+@each("code", [code for code, rule in RULES.items() if {RESCUE, CONVERT} & set(rule.fix)])
 def test_a_sentence_leads_to_each_command_of_the_table(code: str) -> None:
     fix = RULES[code].fix
     for at, line in enumerate(fix):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import pytest
+from tests.each import each
 
 from transload.judge.safety import _Judge, judge_pickles
 from transload.read.nodes import Call, Dict, Global, Pickle
+
+if TYPE_CHECKING:
+    import pytest
 
 Change = Callable[[Call, Call, Global], object]
 
@@ -57,7 +61,7 @@ def changed(change: Change) -> Pickle:
     return pickle
 
 
-@pytest.mark.parametrize("name", list(CHANGES))
+@each("name", list(CHANGES))
 def test_the_judgement_is_that_of_calls_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pickle = changed(CHANGES[name])
     together = judge_pickles([pickle])

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.each import each
+from tests.quantized import working_engine
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -26,6 +28,11 @@ from transload.judge.commands import WITHOUT_CODE
 from transload.judge.safety import safe_globals_lines
 
 HERE = Path(__file__).parent
+
+# What torch does has been compared with what is predicted from this release on.
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
+)
 
 
 def load_belongings() -> ModuleType:
@@ -93,16 +100,23 @@ def is_hopeless(case: Case) -> bool:
     return case.name in NEVER or (case.form == "legacy" and case.name in NEVER_LEGACY)
 
 
-DATA = [Case(name, form) for name in belongings.DATA for form in FORMS]
-TRUST = [Case(name, form) for name in belongings.TRUST for form in FORMS]
+ENGINE = working_engine()
+NEED_ENGINE = {"quantized state dict", "quantized module"}
+BELONGINGS = {
+    name: make for name, make in (belongings.DATA | belongings.TRUST).items() if ENGINE or name not in NEED_ENGINE
+}
+DATA = [Case(name, form) for name in belongings.DATA if name in BELONGINGS for form in FORMS]
+TRUST = [Case(name, form) for name in belongings.TRUST if name in BELONGINGS for form in FORMS]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ordinary")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # torch has something to say about most of these
-        for name, make in (belongings.DATA | belongings.TRUST).items():
+        if ENGINE:
+            patch.setattr(torch.backends.quantized, "engine", ENGINE)
+        for name, make in BELONGINGS.items():
             made = make()
             for form, how in FORMS.items():
                 torch.save(made, out / Case(name, form).file, **how)
@@ -118,7 +132,9 @@ LOADER = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-folder, jobs = sys.argv[1], json.load(sys.stdin)
+folder, engine, jobs = *sys.argv[1:], json.load(sys.stdin)
+if engine:
+    torch.backends.quantized.engine = engine
 ours = torch.serialization.get_safe_globals()
 out = {}
 for key, (file, lines) in jobs.items():
@@ -157,7 +173,7 @@ def loaded(folder: Path, judged: dict[str, Checkpoint]) -> dict[str, str]:
     out: dict[str, str] = {}
     for marked in (False, True):
         part = {key: job for key, job in jobs.items() if key.endswith("!") is marked}
-        command = [sys.executable, "-c", LOADER, str(folder)]
+        command = [sys.executable, "-c", LOADER, str(folder), ENGINE]
         done = subprocess.run(
             command, input=json.dumps(part), capture_output=True, text=True, check=True, timeout=300, env=env
         )
@@ -169,7 +185,7 @@ def case_id(case: Case) -> str:
     return f"{case.name}-{case.form}"
 
 
-@pytest.mark.parametrize("case", DATA, ids=case_id)
+@each("case", DATA, ids=case_id)
 def test_what_torch_loads_is_data(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
     checkpoint = judged[case.file]
     assert checkpoint.safety == "data-only"
@@ -182,7 +198,7 @@ def test_what_torch_loads_is_data(case: Case, judged: dict[str, Checkpoint], loa
         assert loaded[case.file] == ""
 
 
-@pytest.mark.parametrize("case", TRUST, ids=case_id)
+@each("case", TRUST, ids=case_id)
 def test_what_torch_refuses_needs_trust_and_no_more(
     case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
 ) -> None:
@@ -192,7 +208,7 @@ def test_what_torch_refuses_needs_trust_and_no_more(
     assert loaded[case.file] != ""
 
 
-@pytest.mark.parametrize("case", [case for case in TRUST if case.form in ("zip", "legacy")], ids=case_id)
+@each("case", [case for case in TRUST if case.form in ("zip", "legacy")], ids=case_id)
 def test_the_printed_lines_make_torch_load_it(
     case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]
 ) -> None:
@@ -205,7 +221,7 @@ def test_the_printed_lines_make_torch_load_it(
         assert (loaded[f"{case.file}!"] == "") is (case not in TORCH_FAILS), lines
 
 
-@pytest.mark.parametrize("case", [case for case in (*DATA, *TRUST) if case != UNDEFINED], ids=case_id)
+@each("case", [case for case in (*DATA, *TRUST) if case != UNDEFINED], ids=case_id)
 def test_the_prediction_is_what_torch_does(case: Case, judged: dict[str, Checkpoint], loaded: dict[str, str]) -> None:
     said = judged[case.file].prediction
     assert said.startswith("torch.load loads it") == (loaded[case.file] == ""), said

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from tests.each import each
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ def file_id(path: Path) -> str:
     return f"{path.parent.name}-{path.name}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *GPU_FILES], ids=file_id)
+@each("path", [*FILES, *GPU_FILES], ids=file_id)
 def test_the_true_release_lies_in_the_range(path: Path) -> None:
     origin = transload.inspect(path).written_by
     release = order(release_of(path))
@@ -47,7 +47,7 @@ def test_the_true_release_lies_in_the_range(path: Path) -> None:
     assert origin.evidence or path.suffix == ".pt2"
 
 
-@pytest.mark.parametrize("path", [*FILES, *GPU_FILES], ids=file_id)
+@each("path", [*FILES, *GPU_FILES], ids=file_id)
 def test_what_is_cut_off_proves_nothing(path: Path) -> None:
     """The true release lies in the range however little is left of a file."""
     whole, release = path.read_bytes(), order(release_of(path))
@@ -67,7 +67,7 @@ def test_an_archive_cut_early_is_not_said_to_lack_a_record() -> None:
     assert (left.written_by.oldest, left.written_by.newest) == ("", "")
 
 
-@pytest.mark.parametrize("path", FILES, ids=file_id)
+@each("path", FILES, ids=file_id)
 def test_the_range_says_something(path: Path) -> None:
     origin = transload.inspect(path).written_by
     assert origin.oldest
@@ -97,7 +97,7 @@ RECORDED: dict[str, tuple[object, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", RECORDED)
+@each("case", RECORDED)
 def test_versions_that_somebody_recorded(case: str) -> None:
     value, recorded = RECORDED[case]
     assert dict(saved(value).written_by.recorded) == recorded

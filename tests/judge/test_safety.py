@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 import torch
+from tests.each import each
 
 import transload
 from transload.checkpoint import Checkpoint, GlobalUse
@@ -93,7 +94,7 @@ DANGEROUS = {
 }
 
 
-@pytest.mark.parametrize("case", TRUSTED)
+@each("case", TRUSTED)
 def test_what_ordinary_objects_look_like_needs_trust_and_no_more(case: str, inspect_zip: InspectZip) -> None:
     assert judge_pickles([run(TRUSTED[case] + b".")]).safety == "needs-trust"
     if "older format" not in case:
@@ -101,7 +102,7 @@ def test_what_ordinary_objects_look_like_needs_trust_and_no_more(case: str, insp
         assert checkpoint.safety == "needs-trust", evidence(checkpoint)
 
 
-@pytest.mark.parametrize("case", DANGEROUS)
+@each("case", DANGEROUS)
 def test_names_that_are_computed_are_dangerous(case: str, inspect_zip: InspectZip) -> None:
     assert inspect_zip(DANGEROUS[case]).safety == "dangerous"
 
@@ -125,7 +126,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("case", STREAMS)
+@each("case", STREAMS)
 def test_nothing_in_a_stream_hides_a_call(case: str, archive_of: Callable[[bytes], bytes]) -> None:
     assert judge_pickles(run_all(STREAMS[case])).safety == "dangerous" or "P6" in case
     if "P4" not in case:  # torch.load reads one pickle there, and trailing bytes are told
@@ -134,7 +135,7 @@ def test_nothing_in_a_stream_hides_a_call(case: str, archive_of: Callable[[bytes
     assert bare.safety == "dangerous"
 
 
-@pytest.mark.parametrize("position", range(5))
+@each("position", range(5))
 def test_c20_a_call_in_any_of_the_five_pickles_of_the_older_format(position: int) -> None:
     out = io.BytesIO()
     torch.save({"a": 1}, out, _use_new_zipfile_serialization=False)
@@ -212,7 +213,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("case", NESTED)
+@each("case", NESTED)
 def test_n8_names_inside_the_bytes_of_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
     """GHSA-84r2-jw7c-4r5q and kin."""
     body, inside = NESTED[case]
@@ -282,7 +283,7 @@ def use(module: str, attribute: str, spelling: str = "") -> GlobalUse:
     return GlobalUse(module, attribute, "unknown", "", spelling=spelling)
 
 
-@pytest.mark.parametrize(
+@each(
     "hostile",
     [
         ("os; import subprocess", "x"),

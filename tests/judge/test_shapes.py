@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from tests.each import each
 
 from transload.checkpoint import Checkpoint
 from transload.judge.names import TORCH_DEFAULT
@@ -188,7 +189,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
 CASES = [(verdict, case) for verdict, cases in SHAPES.items() for case in cases]
 
 
-@pytest.mark.parametrize(("verdict", "case"), CASES, ids=[case for _, case in CASES])
+@each(("verdict", "case"), CASES, ids=[case for _, case in CASES])
 def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(SHAPES[verdict][case], {"0": bytes(16)})
     evidence = [line for finding in checkpoint.findings if finding.severity != "note" for line in finding.evidence]
@@ -196,7 +197,7 @@ def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: Inspe
     assert (evidence == []) == (verdict == "data-only")
 
 
-@pytest.mark.parametrize("case", SHAPES["data-only"])
+@each("case", SHAPES["data-only"])
 def test_torch_loads_what_is_data(case: str, archive_of: Callable[[bytes, dict[str, bytes]], bytes]) -> None:
     raw = archive_of(b"\x80\x02" + SHAPES["data-only"][case] + b".", {"0": bytes(16)})
     torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
@@ -221,7 +222,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("what", SHARED)
+@each("what", SHARED)
 def test_what_many_calls_share_is_not_looked_through_for_each(what: str) -> None:
     """A small file can hold a million calls that share one object of a million items."""
     callee, shared, use = SHARED[what]

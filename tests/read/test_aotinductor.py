@@ -8,10 +8,10 @@ import struct
 import zipfile
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.checkpoint import Checkpoint, Part
 from transload.read import read
@@ -64,7 +64,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("sm", "abi", "flags"), WRITTEN)
+@each(("sm", "abi", "flags"), WRITTEN)
 def test_both_layouts_of_a_cubin(sm: str, abi: tuple[int, int], flags: int) -> None:
     head = read_elf(elf(190, flags, abi)[:HEADER])
     assert head is not None

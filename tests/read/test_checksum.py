@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.read import checksum
 from transload.read.checksum import combined, fastest_crc32
@@ -29,7 +30,7 @@ def test_of_any_number(parts: list[bytes]) -> None:
     assert value == crc32(b"".join(parts))
 
 
-@pytest.mark.parametrize("length", [1, 255, 256, 4095, 4096, 65_537, 1 << 20, (4 << 20) - 1, 4 << 20])
+@each("length", [1, 255, 256, 4095, 4096, 65_537, 1 << 20, (4 << 20) - 1, 4 << 20])
 def test_of_long_ones(length: int) -> None:
     second = bytes(range(256)) * (length // 256) + bytes(length % 256)
     assert combined(crc32(b"before"), crc32(second), len(second)) == crc32(b"before" + second)
@@ -71,8 +72,8 @@ def chosen_again() -> Iterator[None]:
 NOISE = bytes(range(256)) * 400
 
 
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000])
-@pytest.mark.parametrize("kind", [bytes, bytearray])
+@each("size", [0, 1, 4095, 4096, 100_000])
+@each("kind", [bytes, bytearray])
 def test_the_fastest_is_the_same(size: int, kind: type[bytes | bytearray]) -> None:
     data = kind(NOISE[:size])
     assert fastest_crc32()(memoryview(data), 0) == crc32(data)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from tests import forge
+from tests.each import each
 
 from transload.checkpoint import Checkpoint
 from transload.read import inspect
@@ -197,7 +197,7 @@ def loaded(data: bytes) -> bool:
     return True
 
 
-@pytest.mark.parametrize("accident", TABLE)
+@each("accident", TABLE)
 def test_what_we_say_of_an_accident(accident: str) -> None:
     wanted = TABLE[accident]
     told = inspect(wanted.data, verify=True)
@@ -206,7 +206,7 @@ def test_what_we_say_of_an_accident(accident: str) -> None:
     assert (told.safety, told.integrity) == (wanted.safety, wanted.integrity)
 
 
-@pytest.mark.parametrize("accident", [accident for accident, wanted in TABLE.items() if wanted.hurt])
+@each("accident", [accident for accident, wanted in TABLE.items() if wanted.hurt])
 def test_the_tensors_that_are_lost_are_named_and_no_others(accident: str) -> None:
     wanted = TABLE[accident]
     told = inspect(wanted.data, verify=True)
@@ -218,14 +218,12 @@ def test_the_tensors_that_are_lost_are_named_and_no_others(accident: str) -> Non
     assert all(name in text for name in tensors_hurt(told))
 
 
-@pytest.mark.parametrize("accident", TABLE)
+@each("accident", TABLE)
 def test_what_torch_says_of_it(accident: str) -> None:
     assert loaded(TABLE[accident].data) is TABLE[accident].loads
 
 
-@pytest.mark.parametrize(
-    "accident", [accident for accident, wanted in TABLE.items() if wanted.integrity == "repairable"]
-)
+@each("accident", [accident for accident, wanted in TABLE.items() if wanted.integrity == "repairable"])
 def test_what_is_repairable_has_every_byte_of_every_tensor(accident: str) -> None:
     """The claim made good: at the places we name lie the bytes of the tensors that were saved."""
     data = TABLE[accident].data
@@ -269,7 +267,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("thing", FOREIGN)
+@each("thing", FOREIGN)
 def test_what_is_no_checkpoint_is_said_to_be_none(thing: str) -> None:
     data, kind = FOREIGN[thing]
     told = inspect(data)

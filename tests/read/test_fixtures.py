@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.each import each
 
 DATA = Path(__file__).parent.parent / "data"
 SOURCE = Path(__file__).parent.parent.parent / "src"
@@ -70,7 +71,7 @@ def told() -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -86,7 +87,7 @@ def cases() -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize(("path", "wanted"), cases())
+@each(("path", "wanted"), cases())
 def test_a_release_is_read_to_the_byte(told: dict[str, Any], path: Path, wanted: dict[str, Any]) -> None:
     ours = told[str(path)]["tensors"]
     assert ours.keys() == wanted["tensors"].keys()
@@ -103,7 +104,7 @@ def test_every_tensor_with_a_known_digest_was_compared(told: dict[str, Any]) -> 
     assert kinds <= {"sparse_coo", "nested", "meta", "subclass", "device"}
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
+@each("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_sound_file_has_no_problem(told: dict[str, Any], path: Path) -> None:
     found = told[str(path)]
     zipped = path.read_bytes()[:2] == b"PK"
@@ -118,14 +119,12 @@ def safety_of(path: Path) -> str:
     return "needs-trust" if path.name.startswith("whole") else "data-only"
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
+@each("path", files(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_sound_file_is_no_more_dangerous_than_it_is(told: dict[str, Any], path: Path) -> None:
     assert told[str(path)]["safety"] == safety_of(path)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(DATA.glob("torch-releases/*/state_dict_*.pt")), ids=lambda p: f"{p.parent.name}/{p.name}"
-)
+@each("path", sorted(DATA.glob("torch-releases/*/state_dict_*.pt")), ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_the_tied_weights_of_the_fixtures_are_seen(told: dict[str, Any], path: Path) -> None:
     assert told[str(path)]["shared"] == [["fc.weight", "head.weight"]]
 
@@ -146,7 +145,7 @@ H200 = {
 }
 
 
-@pytest.mark.parametrize("name", H200)
+@each("name", H200)
 def test_a_file_from_a_gpu_names_it(told: dict[str, Any], name: str) -> None:
     found = told[str(DATA / "h200" / name)]
     wanted, devices = H200[name]

@@ -16,6 +16,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.read.foreign import Foreign, identify, identify_zip, mangled
 from transload.read.foreign.kinds import HEAD, LEGACY_MAGIC, SCAN
@@ -238,7 +239,7 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_each_is_called_what_it_is(name: str) -> None:
     data, format_, title, fix = CASES[name]
     foreign = what(data)
@@ -247,7 +248,7 @@ def test_each_is_called_what_it_is(name: str) -> None:
     assert fix in " ".join(foreign.fix)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_names_do_not_decide(name: str) -> None:
     data = CASES[name][0]
     assert what(data, "a.html").format == what(data, "a.gguf").format == what(data, "<bytes>").format
@@ -287,7 +288,7 @@ def test_the_checkpoint_starts_where_it_is_said_to() -> None:
     assert data[start:] == torch_zip()
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "format_"),
     [
         (["arr_0.npy"], "npz"),
@@ -373,8 +374,8 @@ class Counting:
         """Nothing to close."""
 
 
-@pytest.mark.parametrize("head", [case[0][:HEAD] for case in CASES.values()], ids=list(CASES))
-@pytest.mark.parametrize("filler", [b"\xa7", b"\0"])
+@each("head", [case[0][:HEAD] for case in CASES.values()], ids=list(CASES))
+@each("filler", [b"\xa7", b"\0"])
 def test_a_terabyte_costs_what_a_megabyte_does(head: bytes, filler: bytes) -> None:
     source: Source = Counting(head, filler=filler)
     identify(source)

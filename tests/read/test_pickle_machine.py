@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 from transload.read.pickle_machine import MAX_INT_BYTES, opcodes, run, run_all
@@ -132,13 +133,13 @@ def test_data_comes_out_as_it_went_in(value: object, protocol: int, dumps: Calla
     assert Rebuilder()(found.root) == pickle.loads(data) == value
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@each("protocol", PROTOCOLS)
 def test_zeros_infinities_and_nan_keep_their_bits(protocol: int) -> None:
     root = run(pickle.dumps([0.0, -0.0, math.inf, -math.inf, math.nan, True, 1], protocol)).root
     assert repr(root) == "[0.0, -0.0, inf, -inf, nan, True, 1]"
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@each("protocol", PROTOCOLS)
 def test_sharing_and_cycles_are_kept(protocol: int) -> None:
     shared = ["x"]
     value: dict[str, Any] = {"first": shared, "second": shared}
@@ -151,7 +152,7 @@ def test_sharing_and_cycles_are_kept(protocol: int) -> None:
     assert root.get("first")[1] is root  # type: ignore[index]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@each("protocol", PROTOCOLS)
 def test_a_tuple_that_contains_itself(protocol: int) -> None:
     inner: list[Any] = []
     value = (inner,)
@@ -225,10 +226,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize(
-    "after", [b".", b"0N.", b"", b"\xff", b"0."], ids=["kept", "popped", "no STOP", "broken", "underflow"]
-)
+@each("kind", CALLS)
+@each("after", [b".", b"0N.", b"", b"\xff", b"0."], ids=["kept", "popped", "no STOP", "broken", "underflow"])
 def test_p3_p5_p10_a_call_counts_in_every_form_whatever_comes_after_it(kind: str, after: bytes) -> None:
     """GHSA-mxhj-88fx-4pcv: the result is popped. GHSA-9gvj-pp9x-gcfr: the stream breaks after the call."""
     found = run(CALLS[kind] + after)
@@ -248,7 +247,7 @@ def test_p1_memoize_counts_what_is_there_and_put_may_have_numbered_otherwise() -
     assert list(found.globals) == [("getcwd", "getcwd")]
 
 
-@pytest.mark.parametrize("operand", [b"K\x01", b"C\x02os", b"\x96\x02\x00\x00\x00\x00\x00\x00\x00os", b"N", b")"])
+@each("operand", [b"K\x01", b"C\x02os", b"\x96\x02\x00\x00\x00\x00\x00\x00\x00os", b"N", b")"])
 def test_p2_an_operand_that_is_no_text_breaks_the_stream_and_findings_stay(operand: bytes) -> None:
     """picklescan#52, modelscan#338."""
     found = run(CALLS["reduce"] + operand + b"\x8c\x01x\x93.")
@@ -256,7 +255,7 @@ def test_p2_an_operand_that_is_no_text_breaks_the_stream_and_findings_stay(opera
     assert list(found.globals) == [("os", "getcwd")]
 
 
-@pytest.mark.parametrize("operand", [b"cstring\nhexdigits\n", b"cbuiltins\nstr\n)R", b"NQ", b"U\x01\xff", b"\x82\x01"])
+@each("operand", [b"cstring\nhexdigits\n", b"cbuiltins\nstr\n)R", b"NQ", b"U\x01\xff", b"\x82\x01"])
 def test_p2_an_operand_that_may_turn_out_to_be_text_does_not_hide_what_follows(operand: bytes) -> None:
     found = run(operand + b"\x8c\x01x\x93" + CALLS["reduce"] + b".")
     assert ("os", "getcwd") in found.globals
@@ -294,7 +293,7 @@ FRAMES = {
 }
 
 
-@pytest.mark.parametrize("case", FRAMES)
+@each("case", FRAMES)
 def test_p6_frames_that_loaders_read_differently_are_ambiguous(case: str) -> None:
     """python/cpython#154848."""
     assert run(b"\x80\x04" + FRAMES[case]).ambiguous
@@ -330,7 +329,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("text", NUMBERS)
+@each("text", NUMBERS)
 def test_p7_numbers_are_read_as_any_loader_reads_them(text: bytes) -> None:
     """python/cpython#126992, #135241."""
     assert run(text + b".").root == NUMBERS[text]
@@ -358,7 +357,7 @@ def test_p8_a_byte_that_is_no_opcode_breaks_the_stream() -> None:
     assert len(known) == 68
 
 
-@pytest.mark.parametrize(
+@each(
     "put",
     [b"K\x00Ns", b"(K\x00Nu", b"Na", b"(Ne", b"(N\x90"],
     ids=["SETITEM", "SETITEMS", "APPEND", "APPENDS", "ADDITEMS"],
@@ -369,10 +368,8 @@ def test_p13_items_put_into_a_global_are_a_change_of_it(put: bytes) -> None:
     assert [repr(target) for target, _ in found.built] == ["Global(m.TABLE)"]
 
 
-@pytest.mark.parametrize("put", [b"K\x00Ns", b"(K\x00Nu"], ids=["SETITEM", "SETITEMS"])
-@pytest.mark.parametrize(
-    "target", [b"]", b")", b"K\x01", b"\x8f", b"NQ"], ids=["list", "tuple", "int", "set", "persistent"]
-)
+@each("put", [b"K\x00Ns", b"(K\x00Nu"], ids=["SETITEM", "SETITEMS"])
+@each("target", [b"]", b")", b"K\x01", b"\x8f", b"NQ"], ids=["list", "tuple", "int", "set", "persistent"])
 def test_p13_items_put_into_what_is_no_dictionary_are_noted(target: bytes, put: bytes) -> None:
     """CVE-2026-24747: torch up to 2.9.1 set items on tensors."""
     assert run(target + put + b".").irregular
@@ -381,14 +378,14 @@ def test_p13_items_put_into_what_is_no_dictionary_are_noted(target: bytes, put: 
 UNHASHABLE = [b"]", b"}", b"\x8f", b"]\x85", b"]\x85N\x86", b"\x96" + bytes(8), b"ccollections\nOrderedDict\n)R"]
 
 
-@pytest.mark.parametrize("key", UNHASHABLE)
+@each("key", UNHASHABLE)
 def test_keys_that_no_loader_can_use_are_noted(key: bytes) -> None:
     assert run(b"}" + key + b"Ns.").irregular
     assert run(b"}(" + key + b"Nu.").irregular
     assert run(b"(" + key + b"Nd.").irregular
 
 
-@pytest.mark.parametrize("key", [b"N", b")", b"(\x91", b"(\x91\x85", b"cm\nn\n", b"cm\nn\n)R", b"K\x01\x85", b"C\x00"])
+@each("key", [b"N", b")", b"(\x91", b"(\x91\x85", b"cm\nn\n", b"cm\nn\n)R", b"K\x01\x85", b"C\x00"])
 def test_keys_that_loaders_can_use_are_not(key: bytes) -> None:
     assert run(b"}" + key + b"Ns.").irregular == []
 
@@ -403,7 +400,7 @@ def test_escapes_are_those_of_python_2(escape: bytes, recwarn: pytest.WarningsRe
     assert mine == (theirs.decode() if theirs.isascii() else theirs)
 
 
-@pytest.mark.parametrize("text", [b"'\\x6'", b"'\\'", b"'", b"'a", b"a", b"'a'b"])
+@each("text", [b"'\\x6'", b"'\\'", b"'", b"'a", b"a", b"'a'b"])
 def test_a_text_with_broken_quotes_or_escapes_breaks_the_stream(text: bytes) -> None:
     assert run(b"S" + text + b"\n.").broken.startswith("a text with")
 
@@ -519,7 +516,7 @@ NESTINGS = ["nested tuples", "nested lists", "nested dictionaries", "calls of ca
 
 
 @pytest.mark.parametrize("storm", [*NESTINGS, "states with states"])
-def test_a_million_levels_come_and_go(storm: str) -> None:
+def test_two_hundred_thousand_levels_come_and_go(storm: str) -> None:
     """Freeing what is nested must not recurse: a stack that overflows there takes the interpreter down."""
     script = """
 import gc, sys
@@ -534,9 +531,9 @@ del found
 del root
 print("done")
 """
-    stream = STORMS[storm](1_000_000)
+    stream = STORMS[storm](200_000)
     done = subprocess.run(
-        [sys.executable, "-c", script], input=stream, capture_output=True, check=False, timeout=120, env=ENV
+        [sys.executable, "-c", script], input=stream, capture_output=True, check=False, timeout=300, env=ENV
     )
     assert (done.returncode, done.stdout) == (0, b"done\n"), done.stderr
 
@@ -553,7 +550,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("opcode", LENGTHS)
+@each("opcode", LENGTHS)
 def test_a_length_is_not_believed(opcode: str) -> None:
     tracemalloc.start()
     try:
@@ -629,7 +626,7 @@ found = run(data)
 print(len(found.globals), *seen, *set(sys.modules) - before)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=ENV
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300, env=ENV
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 

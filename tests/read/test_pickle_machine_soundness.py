@@ -29,6 +29,7 @@ import pytest
 import torch._weights_only_unpickler as weights_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.read.nodes import Pickle
 from transload.read.pickle_machine import opcodes, run, run_all
@@ -517,7 +518,7 @@ def test_no_name_is_missed_in_a_checkpoint_with_foreign_opcodes(rng: Random) -> 
     check(data[:at] + one_pickle(rng)[:-1] + data[at:])
 
 
-@pytest.mark.parametrize("which", range(len(seeds())))
+@each("which", range(len(seeds())))
 def test_no_name_is_missed_in_a_real_checkpoint(which: int) -> None:
     data = seeds()[which]
     check(data)

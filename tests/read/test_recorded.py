@@ -8,6 +8,7 @@ import zipfile
 from typing import Any
 
 import pytest
+from tests.each import each
 
 from transload.read.recorded import MAX_RECORD, RECORD, Recorded, read_recorded
 
@@ -42,7 +43,7 @@ def test_all_of_it_is_told() -> None:
     assert found.entries == (("run", "7"), ("note", "ü"))
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"[1]", b'"x"', b'{"schema": "1"}', b" " * (MAX_RECORD + 1)],
     ids=["empty", "no text", "deep", "no schema", "list", "text", "wrong schema", "long"],
@@ -51,10 +52,8 @@ def test_what_is_not_ours_is_nothing(data: bytes) -> None:
     assert read_recorded(data) is None
 
 
-@pytest.mark.parametrize("name", list(FULL))
-@pytest.mark.parametrize(
-    "value", [None, 3, "x", [], [3], [[]], [["x"]], [["x", "y"]], {}, {"a": []}, [{}], [{"name": 3}]], ids=str
-)
+@each("name", list(FULL))
+@each("value", [None, 3, "x", [], [3], [[]], [["x"]], [["x", "y"]], {}, {"a": []}, [{}], [{"name": 3}]], ids=str)
 def test_a_value_of_another_kind_is_left_out(name: str, value: Any) -> None:
     found = read({**FULL, name: value})
     assert found is None or all(isinstance(each, str) for pair in found.pairs() for each in pair)

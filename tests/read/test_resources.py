@@ -44,19 +44,20 @@ from transload.read import inspect
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 MEMORY = 1 << 30
-DEADLINE = 60
+DEADLINE = 300
 MANY = 20_000 * forge.FUZZ
 BOMB = (256 << 20) * forge.FUZZ
 
 # Reads the file named first and shows it in every way there is, in a process that may take a gigabyte.
 READER = """
-import json, resource, sys
+import json, resource, sys, time
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 from transload.read import inspect
 told = inspect(sys.argv[1], verify=True)
 shown = [repr(told), told._repr_html_(), json.dumps(told.to_dict())]
 print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told.ok,
-                  "shown": [len(text) for text in shown], "tensors": len(told.tensors)}))
+                  "shown": [len(text) for text in shown], "tensors": len(told.tensors),
+                  "seconds": time.process_time()}))
 """
 
 
@@ -210,8 +211,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def cost(path: Path, memory: int = MEMORY) -> tuple[dict[str, Any], float]:
-    start = time.monotonic()
+def cost(path: Path, memory: int = MEMORY) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", READER, str(path), str(memory)],
         capture_output=True,
@@ -221,7 +221,8 @@ def cost(path: Path, memory: int = MEMORY) -> tuple[dict[str, Any], float]:
         env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout), time.monotonic() - start
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 # What of these may be loaded without a word, since it is unusual and no more than that; or too much to look at.
@@ -256,9 +257,9 @@ UNUSUAL = frozenset(
 def test_an_attack_costs_what_its_size_can_justify_and_is_seen(attack: str, tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     path.write_bytes(ATTACKS[attack]())
-    told, seconds = cost(path)
+    told = cost(path)
     mebibytes = path.stat().st_size / (1 << 20)
-    assert seconds < 20 + 10 * mebibytes
+    assert told["seconds"] < 20 + 10 * mebibytes
     assert 0 < min(told["shown"]) <= max(told["shown"]) < (64 + 200 * mebibytes) * (1 << 20)
     if attack in UNUSUAL:
         assert told["safety"] in ("data-only", "unknown")
@@ -342,9 +343,9 @@ def test_time_grows_with_the_number_of_tensors_and_no_faster() -> None:
         inspect(data)
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             inspect(data)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     assert seconds(10_000) < 30 * seconds(1000)
@@ -359,7 +360,7 @@ def test_a_directory_as_large_as_a_large_file_is_not_read_into_memory(tmp_path: 
         file.write(forge.END.pack(b"PK\x05\x06", 0, 0, 1, 1, size - 64, 64, 0))
     if not forge.is_sparse(path):
         pytest.skip("the file system writes holes out")
-    told, _ = cost(path)
+    told = cost(path)
     assert told["safety"] == "unknown"
 
 
@@ -368,5 +369,5 @@ def test_what_is_no_checkpoint_is_not_read_into_memory(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(b"(((X\xff\xff\xff\x7f" + os.urandom(1 << 16))  # a text of 2 GB is announced
         file.truncate(8 << 30)
-    told, _ = cost(path, 512 << 20)
+    told = cost(path, 512 << 20)
     assert told["integrity"] == "not-a-checkpoint"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.checkpoint import Checkpoint
 from transload.read.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
@@ -71,7 +72,8 @@ def test_what_torch_saves_is_read_to_the_byte() -> None:
     save = pytest.importorskip("safetensors.torch").save
     names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16",
              "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")  # fmt: skip
-    wanted = {name: torch.zeros(3, 2, dtype=torch.float32).to(getattr(torch, name)) for name in names}
+    known = [name for name in names if hasattr(torch, name)]  # an older torch has fewer
+    wanted = {name: torch.zeros(3, 2, dtype=torch.float32).to(getattr(torch, name)) for name in known}
     wanted["empty"], wanted["scalar"] = torch.empty(3, 0), torch.tensor(1.5)
     data = save(wanted, metadata={"format": "pt"})
     ours = read(data)
@@ -182,14 +184,14 @@ ODD: dict[str, tuple[bytes, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@each("name", ODD)
 def test_what_is_odd_is_told_and_no_more(name: str) -> None:
     data, code, opens = ODD[name]
     assert code in codes(data)
     assert check_against_reference(data) is opens
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         blob({}),
@@ -239,7 +241,7 @@ def test_metadata_is_shown_in_bounds() -> None:
     assert max(len(text) for _, text in facts) < 1000
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "answer"),
     [
         (b"", False),
@@ -294,9 +296,9 @@ def test_twenty_thousand_tensors_are_quick() -> None:
 
     def best(work: Callable[[], object]) -> float:
         def once() -> float:
-            start = time.perf_counter()
+            start = time.process_time()
             work()
-            return time.perf_counter() - start
+            return time.process_time() - start
 
         return min(once() for _ in range(3))
 

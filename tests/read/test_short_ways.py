@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.each import each
 
 from transload.read import rebuild, safetensors, tensors
 from transload.read.nodes import Call, Dict, Global, Persistent
@@ -73,8 +74,8 @@ def the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StorageTable, "enter", enter)
 
 
-@pytest.mark.parametrize("storage", list(STORAGES))
-@pytest.mark.parametrize("arguments", list(ARGUMENTS))
+@each("storage", list(STORAGES))
+@each("arguments", list(ARGUMENTS))
 def test_tensors_are_the_same_the_short_way(monkeypatch: pytest.MonkeyPatch, storage: str, arguments: str) -> None:
     short = tree_of(STORAGES[storage], ARGUMENTS[arguments])
     the_long_way(monkeypatch)
@@ -123,7 +124,7 @@ ENTRIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("entry", list(ENTRIES))
+@each("entry", list(ENTRIES))
 def test_entries_of_safetensors_are_the_same_the_short_way(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
     table = {"first": ENTRIES[entry], "second": {"dtype": "I8", "shape": [3], "data_offsets": [16, 19]}}
     header = json.dumps(table).encode()

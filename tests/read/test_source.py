@@ -6,13 +6,13 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from tests.each import each
 
 from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source
 
 
-@pytest.mark.parametrize("kind", ["file", "bytes", "object", "slice"])
-@pytest.mark.parametrize(("offset", "room"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
+@each("kind", ["file", "bytes", "object", "slice"])
+@each(("offset", "room"), [(0, 3), (2, 4), (5, 9), (6, 4), (99, 4), (0, 0), (0, 6)])
 def test_readinto_fills_as_much_as_there_is(kind: str, offset: int, room: int, tmp_path: Path) -> None:
     data = b"abcdef"
     (tmp_path / "f").write_bytes(data)

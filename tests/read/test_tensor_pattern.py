@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.each import each
 
 from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 from transload.read.pickle_machine import run
@@ -157,7 +158,7 @@ def test_the_graph_is_the_same_with_the_pattern_and_without(stream: bytes, slowl
     assert portrait(run(stream)) == portrait(slowly(stream))
 
 
-@pytest.mark.parametrize("path", sorted(DATA.glob("torch-releases/**/*.pt*")), ids=lambda path: path.name)
+@each("path", sorted(DATA.glob("torch-releases/**/*.pt*")), ids=lambda path: path.name)
 def test_the_graph_of_a_file_of_some_release_is_the_same(path: Path, slowly: Callable[[bytes], Pickle]) -> None:
     data = path.read_bytes()
     if data[:2] == b"PK":
@@ -165,8 +166,8 @@ def test_the_graph_of_a_file_of_some_release_is_the_same(path: Path, slowly: Cal
             streams = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
     else:
         streams = [data]
-    for each in streams:
-        assert portrait(run(each)) == portrait(slowly(each))
+    for stream in streams:
+        assert portrait(run(stream)) == portrait(slowly(stream))
 
 
 def mutilated(data: bytes, random: Random) -> bytes:
@@ -189,7 +190,7 @@ def mutilated(data: bytes, random: Random) -> bytes:
     return bytes(raw)
 
 
-@pytest.mark.parametrize("seed", range(6 * FUZZ))
+@each("seed", range(6 * FUZZ))
 def test_the_graph_of_a_mutilated_stream_is_the_same(
     stream: bytes, slowly: Callable[[bytes], Pickle], seed: int
 ) -> None:
@@ -252,7 +253,7 @@ CASES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@each("name", list(CASES))
 def test_the_graph_of_an_odd_stream_is_the_same(name: str, slowly: Callable[[bytes], Pickle]) -> None:
     assert portrait(run(CASES[name])) == portrait(slowly(CASES[name]))
 

@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.forge import (
     DANGEROUS,
     FLOATS,
@@ -64,7 +65,7 @@ def test_a_stream_cut_anywhere_claims_exactly_what_it_holds() -> None:
             assert storage.stored == expected, (length, storage.key)
 
 
-@pytest.mark.parametrize("stage", range(5), ids=STAGES)
+@each("stage", range(5), ids=list(STAGES))
 def test_the_stage_of_a_cut_is_told(stage: int) -> None:
     parts = Legacy().parts()
     data = b"".join(parts[:stage]) + parts[stage][:-1]
@@ -75,7 +76,7 @@ def test_the_stage_of_a_cut_is_told(stage: int) -> None:
     assert told.safety in ("data-only", "unknown")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each("stage", STAGES)
 def test_c20_a_call_in_any_of_the_five_pickles_is_seen(stage: str) -> None:
     data = legacy(**{stage: pickled(DANGEROUS)})
     assert inspect(data).safety == "dangerous"
@@ -106,7 +107,7 @@ def test_a_storage_that_is_not_listed_would_be_invented() -> None:
     assert torch.load(io.BytesIO(data))["w1"].shape == (4,)
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "code"),
     [
         (listing("0", "1", "2"), "legacy-unknown-key"),
@@ -124,7 +125,7 @@ def test_a_list_of_keys_that_is_none_is_told(keys: bytes, code: str) -> None:
     assert code in codes(told)
 
 
-@pytest.mark.parametrize("count", [3, 5, 0, -1, 1 << 62])
+@each("count", [3, 5, 0, -1, 1 << 62])
 def test_an_element_count_that_is_wrong_loses_all_that_follows(count: int) -> None:
     data = legacy(storages=(struct.pack("<q", count) + FLOATS, ONE))
     told = inspect(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.forge import DANGEROUS, FLOATS, dictionary, name, number, pickled, tar, tar_member, tuple_of
 
 from transload.checkpoint import Checkpoint
@@ -93,7 +94,7 @@ TWO_FACED = {
 }
 
 
-@pytest.mark.parametrize("trick", TWO_FACED)
+@each("trick", TWO_FACED)
 def test_a_member_that_another_reader_sees_otherwise_is_dangerous(trick: str) -> None:
     assert inspect(TWO_FACED[trick]).safety == "dangerous"
 
@@ -164,7 +165,7 @@ def test_an_archive_cut_anywhere_is_told() -> None:
             assert length >= len(data.rstrip(b"\0"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "code"),
     [
         ({"storages": forge.tar_storages()[:-3]}, "pickle-broken"),

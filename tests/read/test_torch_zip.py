@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, remade, storage_id, tensor, tuple_of
 
 from transload.checkpoint import Checkpoint
@@ -57,7 +58,7 @@ NOTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("note", NOTES)
+@each("note", NOTES)
 def test_a_small_record_that_torch_fails_on_is_told(note: str) -> None:
     held, code, works = NOTES[note]
     told = inspect(archive(held))
@@ -103,7 +104,7 @@ def test_a_missing_storage_is_named_with_what_needs_it() -> None:
     assert {storage.key: storage.offset is None for storage in told.storages} == {"0": False, "1": True}
 
 
-@pytest.mark.parametrize("key", ["../data/0", "/etc/passwd", "0/../1", "", "\0", "x" * 5000])
+@each("key", ["../data/0", "/etc/passwd", "0/../1", "", "\0", "x" * 5000])
 def test_a_key_leads_to_a_record_or_nowhere(key: str) -> None:
     told = inspect(forge.checkpoint(pickled(ordered({"w": tensor(key)})), {"0": bytes(16)}))
     assert told.integrity == "damaged"
@@ -204,7 +205,7 @@ def test_compressed_storages_have_no_place_in_the_file() -> None:
     assert loads(data)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pid", "code"),
     [
         (tuple_of("storage", forge.name("torch", "FloatStorage"), "0", "cpu") + b"Q", "storage-malformed"),

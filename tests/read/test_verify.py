@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.forge import Entry, archive, entries, remade
 
 from transload.checkpoint import Record
@@ -70,8 +71,8 @@ def test_every_flipped_bit_of_the_headers_is_harmless_or_found() -> None:
             assert forge.records(bad) == wanted, at
 
 
-@pytest.mark.parametrize("size", [0, 1, 257, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9_000_001])
-@pytest.mark.parametrize("method", [0, 8], ids=["stored", "deflated"])
+@each("size", [0, 1, 257, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9_000_001])
+@each("method", [0, 8], ids=["stored", "deflated"])
 def test_records_of_any_size_are_whole(size: int, method: int) -> None:
     entry = Entry(b"a/zeros", bytes(size), method=method, flags=0x800)
     data = archive([entry])
@@ -116,7 +117,7 @@ def test_whole_is_said_only_of_what_was_compared() -> None:
     assert inspect(forge.legacy(), verify=True).integrity == "unchecked"
 
 
-@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 4096, 4097, 70_000])
+@each("size", [0, 1, 1023, 1024, 4096, 4097, 70_000])
 def test_large_records_are_summed_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the parts, and whoever sums them: every flipped byte is found, and nothing else."""
     for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():

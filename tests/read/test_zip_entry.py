@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.each import each
 
 from transload.findings import Problem
 from transload.read.zip_entry import Entry, _check_each, check_names, find_root, names_below
@@ -36,7 +36,7 @@ def entries_of(names: tuple[bytes, ...]) -> list[Entry]:
     return [Entry(name, 0, 0, 1, 2, 2, 0) for name in names]
 
 
-@pytest.mark.parametrize("case", list(NAMES))
+@each("case", list(NAMES))
 def test_names_are_checked_as_if_one_by_one(case: str) -> None:
     together: list[Problem] = []
     apart: list[Problem] = []
@@ -45,15 +45,15 @@ def test_names_are_checked_as_if_one_by_one(case: str) -> None:
     assert together == apart
 
 
-@pytest.mark.parametrize("case", list(NAMES))
-@pytest.mark.parametrize("prefix", ["", "a/", "c/"])
+@each("case", list(NAMES))
+@each("prefix", ["", "a/", "c/"])
 def test_names_below_a_folder_are_those_one_by_one(case: str, prefix: str) -> None:
     texts = [name.decode("utf-8", "backslashreplace") for name in NAMES[case]]
     below = [text.removeprefix(prefix) if text.startswith(prefix) else f"/{text}" for text in texts]
     assert names_below(entries_of(NAMES[case]), prefix) == below
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "root", "codes"),
     [
         ("plain", "a", []),

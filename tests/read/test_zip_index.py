@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import forge
+from tests.each import each
 from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, remade, tensor
 
 from transload.read import inspect
@@ -216,7 +217,7 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("trick", TRICKS)
+@each("trick", TRICKS)
 def test_a_trick_is_named_for_what_it_is(trick: str) -> None:
     data, safety, integrity, code = TRICKS[trick]
     told = inspect(data, verify=True)
@@ -224,7 +225,7 @@ def test_a_trick_is_named_for_what_it_is(trick: str) -> None:
     assert code in {finding.code for finding in told.findings}
 
 
-@pytest.mark.parametrize("trick", [trick for trick, told in TRICKS.items() if told[1] == "dangerous"])
+@each("trick", [trick for trick, told in TRICKS.items() if told[1] == "dangerous"])
 def test_what_is_dangerous_without_checksums_stays_so_with_them(trick: str) -> None:
     assert inspect(TRICKS[trick][0]).safety == "dangerous"
 
@@ -255,7 +256,7 @@ def test_c6_c7_torch_does_not_look_at_case(name: str) -> None:
     assert by_torch(archive(renamed(b"data.pkl", b"DATA.PKL")), name) == forge.state_dict()
 
 
-@pytest.mark.parametrize(
+@each(
     ("trick", "seen"),
     [
         ("C1 wrong checksum (CVE-2025-10156)", (OTHER, None)),
@@ -326,7 +327,7 @@ CONTAINERS: dict[str, tuple[bytes, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("trick", CONTAINERS)
+@each("trick", CONTAINERS)
 def test_a_container_is_never_safer_than_what_it_holds(trick: str) -> None:
     data, verdicts = CONTAINERS[trick]
     assert inspect(data).safety in verdicts
@@ -337,7 +338,7 @@ def test_an_archive_behind_something_else_is_one_to_zipfile(trick: str) -> None:
     assert by_zipfile(CONTAINERS[trick][0], "archive/data.pkl") in (HOSTILE, forge.state_dict())
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".pt", ".txt", ".safetensors", ".ckpt", ""])
+@each("suffix", [".bin", ".pt", ".txt", ".safetensors", ".ckpt", ""])
 def test_c15_the_name_of_a_file_says_nothing(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     path.write_bytes(forge.checkpoint(HOSTILE))

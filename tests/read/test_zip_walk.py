@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.forge import Entry, archive, entries, ordered, pickled, remade, tensor
 
 from transload.checkpoint import Checkpoint
@@ -43,8 +44,8 @@ def without_directory(data: bytes) -> bytes:
     return data[: data.index(b"PK\x01\x02")]
 
 
-@pytest.mark.parametrize("release", ["1.6.0-py3.7.16", "1.12.1-py3.10.13", "2.1.2-py3.10.13", "2.13.0-py3.11.7"])
-@pytest.mark.parametrize("name", ["state_dict_cpu.pt", "train_cuda0.ckpt", "whole_custom_cuda0.pt", "traced_cpu.pt"])
+@each("release", ["1.6.0-py3.7.16", "1.12.1-py3.10.13", "2.1.2-py3.10.13", "2.13.0-py3.11.7"])
+@each("name", ["state_dict_cpu.pt", "train_cuda0.ckpt", "whole_custom_cuda0.pt", "traced_cpu.pt"])
 def test_the_walk_finds_what_the_directory_says(data: Path, release: str, name: str) -> None:
     raw = (data / "torch-releases" / f"torch-{release}" / name).read_bytes()
     index = read_index(BytesSource(raw))
@@ -131,7 +132,7 @@ def test_signatures_inside_a_tensor_do_not_lead_astray() -> None:
     assert places(told) == places(inspect(whole))
 
 
-@pytest.mark.parametrize("length", [1, 4095, 4096, (1 << 20) - 8, (1 << 20) - 1, 1 << 20, (1 << 20) + 3, 3 << 20])
+@each("length", [1, 4095, 4096, (1 << 20) - 8, (1 << 20) - 1, 1 << 20, (1 << 20) + 3, 3 << 20])
 def test_a_record_of_unknown_length_ends_at_its_own_checksum(length: int) -> None:
     """TorchScript writes tensors before it says how large they are."""
     data = (b"PK\x07\x08\0\0\0\0" * (length // 8 + 1))[:length]
@@ -200,7 +201,7 @@ def test_pickles_one_after_another_are_each_read_once() -> None:
     assert read < 1000 * len(data)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4, 29, 30, 31])
+@each("size", [0, 1, 4, 29, 30, 31])
 def test_a_few_bytes_are_no_reason_to_fail(size: int) -> None:
     told = inspect(forge.checkpoint()[:size])
     assert told.integrity in ("damaged", "repairable", "not-a-checkpoint")

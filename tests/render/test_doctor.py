@@ -30,6 +30,7 @@ from tests.diagnose.machines import (
     nvml_gpu,
     refused,
 )
+from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.diagnose.redact import redacted
@@ -130,7 +131,7 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
     assert marks == {"✓"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "found", "status", "words"),
     [
         (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. That is no fault."),
@@ -237,7 +238,7 @@ def test_a_warning_marks_its_layer() -> None:
 UNREADABLE = Unknown("/sys is not there")
 
 
-@pytest.mark.parametrize(
+@each(
     ("facts", "layer", "state", "words"),
     [
         ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys is not there"),

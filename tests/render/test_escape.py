@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import unicodedata
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.render.escape import cut, printable
 
 
-@pytest.mark.parametrize(
+@each(
     ("raw", "shown"),
     [
         ("layers.0.weight", "layers.0.weight"),

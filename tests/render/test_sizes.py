@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.render.sizes import count, plural, shape_text, size
 
 
-@pytest.mark.parametrize(
+@each(
     ("nbytes", "text"),
     [
         (0, "0 B"),
@@ -29,7 +30,7 @@ def test_size(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "text"),
     [
         (0, "0"),

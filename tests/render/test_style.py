@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import io
 
-import pytest
+from tests.each import each
 
 from transload.render.style import PIPE_WIDTH, Style, style_of, wants_colour
 
 
-@pytest.mark.parametrize(
+@each(
     ("flag", "environ", "terminal", "colour"),
     [
         ("auto", {}, True, True),
@@ -42,7 +42,7 @@ def test_a_pipe_is_not_cut_and_has_a_width_of_its_own() -> None:
     assert (style.colour, style.cut, style.width) == (False, False, PIPE_WIDTH)
 
 
-@pytest.mark.parametrize(
+@each(
     ("columns", "width"),
     [("72", 72), ("1", 40), ("0", PIPE_WIDTH), ("wide", PIPE_WIDTH), ("-80", PIPE_WIDTH), ("9" * 5000, 999_999)],
 )
@@ -50,7 +50,7 @@ def test_columns_rules_the_width(columns: str, width: int) -> None:
     assert style_of(Terminal(), environ={"COLUMNS": columns}).width == width
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "koi8-r", "no-such-encoding"])
+@each("encoding", ["ascii", "cp1252", "latin-1", "koi8-r", "no-such-encoding"])
 def test_signs_and_names_are_spelled_out_where_the_stream_lacks_them(encoding: str) -> None:
     stream = Terminal()
     stream.encoding = encoding

@@ -376,7 +376,7 @@ def test_a_full_disk(limit: int, tmp_path: Path) -> None:
     )
     source = str(Path(transload.__file__).parent.parent)
     command = [sys.executable, "-B", "-S", "-c", code]  # -B: or half a module would stay behind
-    done = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env={"PYTHONPATH": source}, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "nothing was changed" in done.stderr
     assert path.read_bytes() == old

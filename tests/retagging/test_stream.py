@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 from tests.retagging.makers import fresh
 
 from transload.read.pickle_machine import run
@@ -70,13 +71,13 @@ def expected(obj: Any, wish: Wish) -> Any:
 
 
 NUMELS = (0, 7, 255, 256, 65_535, 65_536, 1 << 31, 1 << 40)
-each_protocol = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+each_protocol = each("protocol", [2, 3, 4, 5])
 
 
 @each_protocol
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("before", [0, 300], ids=["short memo", "long memo"])
-@pytest.mark.parametrize("parts", [5, 6], ids=["zip", "legacy"])
+@each("numel", NUMELS)
+@each("before", [0, 300], ids=["short memo", "long memo"])
+@each("parts", [5, 6], ids=["zip", "legacy"])
 def test_cuda_becomes_cpu_in_as_many_bytes(protocol: int, numel: int, before: int, parts: int) -> None:
     """The common case always fits, whatever the numbers beside the tag are."""
     view = (fresh("v"), 0, 4) if numel == 7 else None
@@ -97,7 +98,7 @@ def test_there_and_back_is_the_same_again(protocol: int) -> None:
 
 
 @each_protocol
-@pytest.mark.parametrize("first", ["user", "tag"])
+@each("first", ["user", "tag"])
 def test_a_text_of_the_users_stays_where_it_shares_the_memo_entry_of_a_tag(protocol: int, first: str) -> None:
     tag = fresh("cuda:0")
     held = [Held(tag, "0"), Held(tag, "1"), Held(fresh("cuda:0"), "2")]
@@ -207,7 +208,7 @@ DIFFERENCES: dict[str, tuple[object, object, bool]] = {
 }
 
 
-@pytest.mark.parametrize(("left", "right", "equal"), DIFFERENCES.values(), ids=DIFFERENCES)
+@each(("left", "right", "equal"), DIFFERENCES.values(), ids=list(DIFFERENCES))
 def test_what_differs_is_seen(left: object, right: object, equal: bool) -> None:
     pair = run(written(left)), run(written(right))
     assert same_but_tags(*pair, lambda tag: "mps" if tag == "cpu" else tag) is equal

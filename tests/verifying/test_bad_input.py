@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import forge
+from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.read import inspect
@@ -62,9 +63,7 @@ def flat(tensor: Tensor) -> Iterator[Tensor]:
         yield from flat(part)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(DATA.glob("torch-releases/torch-[12].*/zoo_cuda0.pt")), ids=lambda path: path.parent.name
-)
+@each("path", sorted(DATA.glob("torch-releases/torch-[12].*/zoo_cuda0.pt")), ids=lambda path: path.parent.name)
 def test_a_flipped_bit_of_any_storage(path: Path) -> None:
     data, dice = path.read_bytes(), random.Random(7)  # noqa: S311 - a test
     if data[:2] != b"PK":

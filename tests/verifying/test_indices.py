@@ -7,8 +7,8 @@ import random
 import warnings
 from typing import Any
 
-import pytest
 import torch
+from tests.each import each
 from tests.loading.zoo import QUIET, ZOO
 
 from transload.verifying import verify
@@ -69,7 +69,7 @@ def torch_takes(made: torch.Tensor) -> bool:
     return True
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_as_torch_judges_where_it_looks(layout: str) -> None:
     dice, verdicts = random.Random(7), []  # noqa: S311 - the same each time
     for _ in range(60):
@@ -83,7 +83,7 @@ def test_as_torch_judges_where_it_looks(layout: str) -> None:
     assert 10 < sum(verdicts) < 50
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if "sparse" in name])
+@each("name", [name for name in ZOO if "sparse" in name])
 def test_sound_ones(name: str) -> None:
     assert not verify(saved(ZOO[name].make())).damaged
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forge
+from tests.each import each
 from tests.rescuing.makers import ARCHIVES, ident
 
 from transload import content
@@ -40,7 +41,7 @@ def saved(value: object) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("path", ARCHIVES, ids=ident)
+@each("path", ARCHIVES, ids=ident)
 def test_every_archive_whole_and_with_a_flipped_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(path) == told_by_list(path, monkeypatch)
     data = path.read_bytes()
@@ -61,7 +62,7 @@ STATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("state", list(STATES))
+@each("state", list(STATES))
 def test_nothing_is_listed_that_is_ordinary(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(STATES[state])
     wanted = told_by_list(data, monkeypatch)
@@ -116,8 +117,8 @@ ODD: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", list(ODD))
-@pytest.mark.parametrize("beside", [True, False], ids=["beside another", "alone"])
+@each("case", list(ODD))
+@each("beside", [True, False], ids=["beside another", "alone"])
 def test_what_is_odd_is_listed(case: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a tensor reaches beyond its storage, no checksum tells."""
     state = {"odd": ODD[case], "w1": forge.tensor("1")} if beside else {"odd": ODD[case]}

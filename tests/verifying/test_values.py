@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.verifying.values import FLOATING, Values, counted
 
@@ -32,7 +33,7 @@ def test_noise(name: str, data: bytes, special: bytes) -> None:
         assert counted(whole, name) == by_torch(whole, name)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if not getattr(torch, name).is_complex])
+@each("name", [name for name in KNOWN if not getattr(torch, name).is_complex])
 def test_every_kind_of_number(name: str) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-45] * 7)
     data = bytes(numbers.to(getattr(torch, name)).view(torch.uint8).numpy())
@@ -45,7 +46,7 @@ def test_nans_that_only_their_last_bit_tells() -> None:
     assert counted(struct.pack("<2H", 0x7C01, 0xFC00), "float16") == Values(1, 1)
 
 
-@pytest.mark.parametrize("name", ["int64", "bool", "uint8", "float4_e2m1fn_x2", "qint8"])
+@each("name", ["int64", "bool", "uint8", "float4_e2m1fn_x2", "qint8"])
 def test_what_has_no_such_numbers(name: str) -> None:
     assert counted(b"\xff" * 64, name) == Values()
 

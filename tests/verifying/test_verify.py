@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 from tests import forge
+from tests.each import each
 
 import transload
 from transload.errors import CannotReadError
@@ -56,7 +57,7 @@ def files() -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize(("path", "wanted"), files())
+@each(("path", "wanted"), files())
 def test_every_release_has_the_hashes_it_had(path: Path, wanted: dict[str, Any]) -> None:
     found = verify(path, hashes=True)
     assert found.ok
@@ -275,7 +276,7 @@ def test_one_hash_in_every_container(tmp_path: Path) -> None:
     assert len({verify(f, hashes=True).sha256 for f in every.values()}) == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         pytest.param(lambda v: v | {"scalar": torch.tensor(2.25)}, id="a number"),

@@ -12,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from tests.each import each
 
 from transload.writing import archive
 from transload.writing.archive import Bunch, Chunk, Record, write_archive
@@ -62,9 +63,9 @@ def in_memory(**options: Any) -> bytes:
     return held.getvalue()
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
-@pytest.mark.parametrize("step", [1000, 65536, 1 << 20])
-@pytest.mark.parametrize("piece", [1, 100_000, 8 << 20])
+@each("threads", [0, 1, 3])
+@each("step", [1000, 65536, 1 << 20])
+@each("piece", [1, 100_000, 8 << 20])
 def test_pieces_and_threads_make_no_difference(
     threads: int, step: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

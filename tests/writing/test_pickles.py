@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.read import read
 from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
@@ -89,13 +90,13 @@ def parts(node: Any) -> list[Any] | None:
     return None if fields is None else [getattr(node, field) for field in fields]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@each("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_pickle_of_every_file_comes_back(path: Path) -> None:
-    for each in read(path).pickles:
-        again = run(dumps(each.root))
+    for stream in read(path).pickles:
+        again = run(dumps(stream.root))
         assert not again.broken
         assert not again.ambiguous
-        assert same(each.root, again.root)
+        assert same(stream.root, again.root)
         assert same(again.root, run(dumps(again.root)).root)
 
 
@@ -155,7 +156,7 @@ def test_a_tuple_that_holds_itself(length: int) -> None:
     assert made[0][1] is made
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@each("protocol", range(6))
 def test_an_object_that_holds_itself(protocol: int) -> None:
     node = Node()
     node.other = (node, [node])
@@ -177,8 +178,8 @@ def test_a_call_that_is_given_what_holds_it() -> None:
 def test_tangles_end() -> None:
     lists: list[list[Any]] = [[] for _ in range(5000)]
     knot = tuple(lists)
-    for each in lists:
-        each.append(knot)
+    for one in lists:
+        one.append(knot)
     with pytest.raises(CannotPickleGraphError, match="holds itself"):
         dumps(knot)
 
@@ -213,7 +214,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("stream", KINDS)
+@each("stream", KINDS)
 def test_every_kind_of_node(stream: bytes) -> None:
     root = run(stream).root
     assert same(root, run(dumps(root)).root)
@@ -263,7 +264,7 @@ def rewritten(path: Path) -> io.BytesIO:
 ZIPS = [path for path in FILES if zipfile.is_zipfile(path) and "traced" not in path.name and "script" not in path.name]
 
 
-@pytest.mark.parametrize("path", ZIPS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@each("path", ZIPS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_torch_loads_equal_objects(path: Path) -> None:
     torch = pytest.importorskip("torch")
     weights_only = not path.name.startswith(("whole", "zoo", "train"))

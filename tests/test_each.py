@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.each import each
+
+
+@each("word, length", [("a", 1), ("bc", 2), pytest.param("def", 4, id="wrong"), ("g", 2)])
+def lengths(word: str, length: int) -> None:
+    assert len(word) == length
+
+
+@each("error", [ValueError, None, KeyError], ids=str)
+def raises(error: type[Exception] | None) -> None:
+    with pytest.raises(error or LookupError):
+        raise error or ValueError
+
+
+@each("word", ["no GPU", "no GPU either"], ids=["first", "second"])
+def skips(word: str) -> None:
+    pytest.skip(word)
+
+
+def test_every_case_that_fails_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)^2 of 4 cases failed\nwrong: .*\n'g'-2: ") as caught:
+        lengths()
+    assert isinstance(caught.value.__cause__, AssertionError)
+    with pytest.raises(AssertionError, match=r"^1 of 3 cases failed\nNone: ValueError"):
+        raises()
+
+
+def test_it_is_skipped_only_where_every_case_is() -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"^no GPU$"):
+        skips()
+
+    @each("number", [1, 2, 3], ids=["first", "second", "third"])
+    def some(number: int) -> None:
+        if number == 2:
+            pytest.skip("no GPU")
+        assert number != 3
+
+    with pytest.raises(AssertionError, match=r"^1 of 3 cases failed\nthird: "):
+        some()
+
+
+def test_no_case_is_not_a_pass() -> None:
+    with pytest.raises(AssertionError):
+        each("x", [])
+
+
+def test_cases_share_neither_folder_nor_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @each("case", ["first", "second"])
+    def cases(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert list(tmp_path.iterdir()) == []
+        assert "EACH" not in os.environ
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("EACH", case)
+        seen.append(case)
+
+    cases(tmp_path=tmp_path, monkeypatch=monkeypatch)
+    assert seen == ["first", "second"]
+
+
+def test_one_inside_another() -> None:
+    seen = []
+
+    @each("left", [1, 2])
+    @each("right", [3, 4])
+    def cases(left: int, right: int) -> None:
+        seen.append((left, right))
+
+    cases()
+    assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
+
+
+@each("number", [1, 2])
+def test_fixtures_are_found(number: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    assert request.fixturenames.count("tmp_path") == 1
+    assert "number" not in request.fixturenames
+    assert tmp_path.name == str(number - 1)
