@@ -51,6 +51,7 @@ test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/mypy --strict
 	$(BIN)/pytest -q -n $(JOBS)
 	$(BIN)/pytest -q --gpu tests/gpu
+	@$(BIN)/python scripts/metrics.py
 
 test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
 	$(MAKE) suite-with-cuda VENV=$(CUDA_VENV) REQUIREMENTS=requirements/cuda-build.txt

@@ -1,0 +1,216 @@
+"""Print how large the package is, how it hangs together and what it costs to start. Nothing here has a limit.
+
+    python scripts/metrics.py              what the sources say, and what a first load imports
+    python scripts/metrics.py --timings    also CPU times, as shares of ``import torch``: medians of several rounds
+
+- *import cycles*: strongly connected components of more than one module, counting every import in the sources, also
+  those inside functions and those for typing only.
+- *functions referenced once*: definitions by ``def`` whose name occurs exactly once as a name or an attribute, besides
+  imports: in their own module if the name begins with an underscore, else anywhere in src. Magic methods are left out.
+- *compiled*: Python finds the bytecode of all modules; *not compiled*: of torch only. Neither writes any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src"
+SMALL = ROOT / "examples" / "model_cuda0.pt"
+ROUNDS = 7
+
+Graph = dict[str, set[str]]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found: dict[str, ast.Module] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+@cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """Every node of a module; walking is what takes the time here."""
+    kinds = ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def lines() -> int:
+    """All lines of all modules."""
+    return sum(path.read_bytes().count(b"\n") for path in SRC.rglob("*.py"))
+
+
+def imports(trees: dict[str, ast.Module]) -> Graph:
+    """Which modules each module imports, anywhere in it."""
+    graph: Graph = {}
+    for name, tree in trees.items():
+        named: set[str] = set()
+        for node in nodes_of(tree):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                named.update(each if each in trees else node.module for each in full)
+        graph[name] = (named & trees.keys()) - {name}
+    return graph
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    """The modules that a module imports, directly or not."""
+    seen: set[str] = set()
+    ahead = [start]
+    while ahead:
+        new = graph[ahead.pop()] - seen
+        seen |= new
+        ahead += new
+    return seen
+
+
+def cycles(graph: Graph) -> list[set[str]]:
+    """The sets of modules that all import one another, directly or not."""
+    reach = {name: reachable(graph, name) for name in graph}
+    found = {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
+    return sorted(map(set, found), key=len)
+
+
+def names_used(tree: ast.Module) -> Iterator[str]:
+    """Every name and attribute in the code, as often as it occurs."""
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+
+
+def referenced_once(trees: dict[str, ast.Module]) -> tuple[int, int]:
+    """How many functions are referenced exactly once, and how many there are."""
+    own = {name: Counter(names_used(tree)) for name, tree in trees.items()}
+    everywhere = sum(own.values(), Counter())
+    once = total = 0
+    for name, tree in trees.items():
+        for node in nodes_of(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__"):
+                total += 1
+                once += (own[name] if node.name.startswith("_") else everywhere)[node.name] == 1
+    return once, total
+
+
+# -- what runs -------------------------------------------------------------------------------------------------------
+
+IMPORTED = """
+import sys, transload
+{load}
+print(sum(name.partition(".")[0] == "transload" for name in sys.modules))
+"""
+LOAD = f"transload.load({str(SMALL)!r}, map_location='cpu')"
+INSPECT = f"""
+import contextlib, io
+from transload.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["inspect", {str(SMALL)!r}, "--json"])
+"""
+FIRST_LOAD = f"""
+import sys, time
+began = time.process_time()
+import torch
+loaded = time.process_time()
+import transload
+{LOAD}
+print(loaded - began, time.process_time() - loaded)
+"""
+CPU = """
+import os, subprocess, sys
+before = os.times()
+subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
+after = os.times()
+print(after.children_user + after.children_system - before.children_user - before.children_system)
+"""
+
+
+def python(*arguments: str, bytecode: str = "", write: bool = False) -> str:
+    """What a fresh interpreter prints, with the bytecode in a folder; it is added to only where asked for."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRANSLOAD"))}
+    environ["PYTHONPATH"] = str(SRC)
+    environ |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {}
+    environ |= {} if write else {"PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    return done.stdout
+
+
+def has_torch() -> bool:
+    """Whether torch can be imported; it is not imported here."""
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+def imported_by_load() -> int:
+    """How many modules of ours are there after the first load of a small file."""
+    return int(python("-c", IMPORTED.format(load=LOAD)))
+
+
+def timings() -> Iterator[tuple[str, str]]:
+    """The first load, and ``inspect --json`` as a process, as shares of ``import torch``: CPU times."""
+    with tempfile.TemporaryDirectory() as folder:
+        python("-c", "import torch", bytecode=folder, write=True)
+        yield from shares("not compiled", folder)  # what is ours: torch has its bytecode in both
+        python("-c", FIRST_LOAD, bytecode=folder, write=True)
+        python("-c", INSPECT, bytecode=folder, write=True)
+        yield from shares("compiled", folder)
+
+
+def shares(state: str, folder: str) -> Iterator[tuple[str, str]]:
+    """The figures with the bytecode in a folder."""
+    first, seconds, process = [], [], []
+    for _ in range(ROUNDS):
+        torch, load = map(float, python("-c", FIRST_LOAD, bytecode=folder).split())
+        first.append(load / torch)
+        seconds.append(load)
+        inspect, whole = (float(python("-c", CPU, "-c", code, bytecode=folder)) for code in (INSPECT, "import torch"))
+        process.append(inspect / whole)
+    yield f"first load / import torch, {state}", f"{median(first):.1%} ({median(seconds) * 1000:.0f} ms)"
+    yield f"inspect --json / import torch, processes, {state}", f"{median(process):.1%}"
+
+
+def figures(*, timed: bool) -> Iterator[tuple[str, str]]:
+    """Names and values, in the order of the table."""
+    gc.disable()  # half of the time would go into looking for garbage among the trees
+    trees = modules()
+    found = cycles(imports(trees))
+    once, total = referenced_once(trees)
+    yield "lines under src", f"{lines():,}"
+    yield "modules", f"{len(trees):,}"
+    yield "import cycles", f"{len(found)} (largest: {max(map(len, found), default=0)} modules)"
+    yield "functions referenced once", f"{once:,} of {total:,}"
+    if has_torch():
+        yield "modules imported by a first load", str(imported_by_load())
+        if timed:
+            yield from timings()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--timings", action="store_true", help="also measure CPU times")
+    rows = list(figures(timed=parser.parse_args().timings))
+    width = max(len(name) for name, _ in rows)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+if __name__ == "__main__":
+    main()

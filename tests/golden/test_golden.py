@@ -1,0 +1,26 @@
+"""Every command answers as recorded. ``record.py`` says what is recorded, and how to record it anew or compare it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.golden.record import ANSWERS, PARTS, WORDS, differences, read, recorded
+
+UPDATE = "python tests/golden/record.py --full DIR shows the outputs, --update records them"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_command_answers_as_recorded(part: str) -> None:
+    """Exit codes, JSON and written files first: these are promises. The wording may change, and is recorded apart."""
+    answers, words = recorded(part)
+    assert differences(read(ANSWERS)[part], answers) == [], UPDATE
+    assert differences(read(WORDS)[part], words) == [], f"only the wording differs: {UPDATE}"
+
+
+def test_a_change_is_seen() -> None:
+    before = {"a": {"inspect json": "0 1234", "verify": "1"}}
+    assert differences(before, before) == []
+    assert differences(before, {"a": {"inspect json": "1 1234"}, "b": {"verify": "0"}}) == [
+        "a: inspect json: was 0 1234, is 1 1234",
+        "a: verify: was 1, is gone",
+        "b: verify: was not there, is 0",
+    ]
