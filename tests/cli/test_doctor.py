@@ -378,7 +378,7 @@ def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(importe
         "importlib.metadata",
         "logging",
         "urllib.request",
-        "transload.read",
+        "transload.formats",
     }
     assert not modules & unwanted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.each import each
 
 from transload.judge.safety import _Judge, judge_pickles
-from transload.read.nodes import Call, Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global, Pickle
 
 if TYPE_CHECKING:
     import pytest

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.read import checksum
-from transload.read.checksum import combined, fastest_crc32
+from transload.io import checksums as checksum
+from transload.io.checksums import combined, fastest_crc32
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))

@@ -31,8 +31,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.read.nodes import Pickle
-from transload.read.pickle_machine import opcodes, run, run_all
+from transload.formats.pickle_machine import opcodes, run, run_all
+from transload.nodes import Pickle
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.each import each
 
 from transload.checkpoint import Checkpoint
-from transload.read.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
-from transload.read.source import BytesSource
+from transload.formats.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
+from transload.io.sources import BytesSource
 
 safetensors = pytest.importorskip("safetensors")
 

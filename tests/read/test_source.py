@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.each import each
 
-from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
 
 
 @each("kind", ["file", "bytes", "object", "slice"])
