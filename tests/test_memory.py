@@ -31,7 +31,7 @@ from transload.writing.archive import Chunk
 from transload.writing.checksums import Checksums
 from transload.writing.pickles import CannotPickleGraphError, dumps
 
-OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # type: ignore[attr-defined] # the one in Python
+OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # the one in Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)
 
 
@@ -101,7 +101,7 @@ def test_a_save_holds_no_storage(ways: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ways", WAYS)
 def test_thirty_saves_do_not_grow(ways: dict[str, Any]) -> None:
-    watched = []
+    watched: list[weakref.ref[Any]] = []
     for _ in range(30):
         state = tensors()
         watched += map(weakref.ref, state.values())

@@ -414,7 +414,7 @@ def _reached(module: str, parts: list[str]) -> str:
         return _REACHES
     never = [at for at, part in enumerate(parts) if not _NEVER_ATTRIBUTES.isdisjoint((part, part.lstrip("_")))]
     modules = sorted({*never, *(at for at, part in enumerate(parts[:-1]) if not _is_class(part))})
-    if not modules:
+    if not modules or (not never and f"{module}.{'.'.join(parts)}" in {*TORCH_DEFAULT, *_HARMLESS}):
         return ""
     aliases = ((parts[at].lstrip("_"), ".".join(parts[at + 1 :])) for at in modules)
     ends = next((why for alias, rest in aliases if alias in _KNOWN and rest and (why := _listed(alias, rest))), "")
