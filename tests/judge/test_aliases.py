@@ -80,7 +80,7 @@ def test_a_name_that_never_ends() -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), HIDDEN)
-def test_inspect_and_check_say_so_and_print_no_line_that_allows_it(
+def test_inspect_and_load_say_so_and_print_no_line_that_allows_it(
     module: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = forge.text(module) + forge.text(name) + b"\x93"  # STACK_GLOBAL
