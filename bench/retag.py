@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transload.read import inspect
+from transload.formats import inspect
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.retagging import retag
-from transload.writing.zip_format import central_entry, descriptor, end_of_archive, local_header
 
 TENSORS = 100
 GOAL = 1.2

@@ -29,11 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from transload.read.checksum import combined, fastest_crc32
-from transload.read.nodes import Call, Global, Persistent
+from transload.formats.pickle_writer import dumps
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
+from transload.io.checksums import combined, fastest_crc32
+from transload.nodes import Call, Global, Persistent
 from transload.verifying import verify
-from transload.writing.pickles import dumps
-from transload.writing.zip_format import central_entry, descriptor, end_of_archive, local_header
 
 GOAL = 2.0
 LARGE = ("100 records", "one record")

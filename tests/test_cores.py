@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.cores import cores
+from transload.io.pool import cores
 
 GROUPS = {
     "a whole number": ({"cpu.max": "300000 100000"}, 3),

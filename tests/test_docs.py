@@ -15,8 +15,8 @@ import pytest
 from tests.test_packaging import ALLOWED_ROOMS, FLOORS
 
 import transload
+from transload.formats import FORMATS, inspect
 from transload.judge.problems import RULES
-from transload.read import FORMATS, inspect
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "transload").rglob("*.py"))

@@ -24,12 +24,11 @@ import transload
 from transload.checkpoint import Storage
 from transload.converting.crew import Chunk as Buffer
 from transload.converting.crew import Crew
+from transload.formats.pickle_writer import CannotPickleGraphError, dumps
+from transload.formats.zip_writer import Checksums, Chunk
 from transload.loading.arrival import Arrival
-from transload.read.nodes import Call, Dict
+from transload.nodes import Call, Dict
 from transload.saving.background import background
-from transload.writing.archive import Chunk
-from transload.writing.checksums import Checksums
-from transload.writing.pickles import CannotPickleGraphError, dumps
 
 OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # the one in Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)

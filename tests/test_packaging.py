@@ -83,7 +83,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """``read`` of ``transload.read.source``; the package itself is ``__init__``."""
+    """``read`` of ``transload.io.sources``; the package itself is ``__init__``."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -176,7 +176,7 @@ class Reader:
         ("os.path", False),
         ("transload.cli", False),
         ("transload.render", False),
-        ("transload.read", False),
+        ("transload.formats", False),
         ("zlib", False),
         ("msgpack", False),
         ("struct", False),

@@ -16,14 +16,24 @@ if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility, is_cuda_compatible
     from transload.checkpoint import Checkpoint, Storage, Tensor
     from transload.converting import convert
-    from transload.converting.errors import ConvertError
     from transload.converting.result import Conversion
     from transload.diagnose import doctor
     from transload.diagnose.verdict import Diagnosis
-    from transload.errors import CannotReadError, TransloadError, UsageError
+    from transload.errors import (
+        BusyFileError,
+        CannotReadError,
+        CannotWriteError,
+        ConvertError,
+        ManifestError,
+        RescueError,
+        RetagError,
+        TransloadError,
+        UsageError,
+    )
     from transload.explaining import explain
     from transload.explaining.result import Explanation
     from transload.findings import Finding
+    from transload.formats import inspect
     from transload.loading import load
     from transload.loading.errors import (
         BrokenFileError,
@@ -40,19 +50,14 @@ if TYPE_CHECKING:
     from transload.opening.into import MismatchError, load_into
     from transload.patching import load_ipython_extension, patch, unload_ipython_extension, unpatch
     from transload.place import Plan
-    from transload.read import inspect
     from transload.rescuing import rescue
-    from transload.rescuing.errors import RescueError
     from transload.rescuing.result import Rescue
     from transload.retagging import retag
-    from transload.retagging.errors import BusyFileError, RetagError
     from transload.retagging.result import Retag
     from transload.saving import save, save_async
     from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
     from transload.verifying import verify
-    from transload.verifying.errors import ManifestError
     from transload.verifying.result import Verification
-    from transload.writing.errors import CannotWriteError
 
 __all__ = [
     "BrokenFileError",
@@ -113,15 +118,15 @@ __all__ = [
 
 _HOMES = {
     "BrokenFileError": "transload.loading.errors",
-    "BusyFileError": "transload.retagging.errors",
+    "BusyFileError": "transload.errors",
     "CannotPickleError": "transload.saving.errors",
     "CannotReadError": "transload.errors",
-    "CannotWriteError": "transload.writing.errors",
+    "CannotWriteError": "transload.errors",
     "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
     "Compatibility": "transload.checking.compatibility",
     "Conversion": "transload.converting.result",
-    "ConvertError": "transload.converting.errors",
+    "ConvertError": "transload.errors",
     "Diagnosis": "transload.diagnose.verdict",
     "DoesNotFitError": "transload.loading.errors",
     "Explanation": "transload.explaining.result",
@@ -129,16 +134,16 @@ _HOMES = {
     "LandingWarning": "transload.loading.errors",
     "LoadError": "transload.loading.errors",
     "Machine": "transload.machine",
-    "ManifestError": "transload.verifying.errors",
+    "ManifestError": "transload.errors",
     "MismatchError": "transload.opening.into",
     "NoDeviceError": "transload.loading.errors",
     "NoTorchError": "transload.loading.errors",
     "NotACheckpointError": "transload.loading.errors",
     "Plan": "transload.place",
     "Rescue": "transload.rescuing.result",
-    "RescueError": "transload.rescuing.errors",
+    "RescueError": "transload.errors",
     "Retag": "transload.retagging.result",
-    "RetagError": "transload.retagging.errors",
+    "RetagError": "transload.errors",
     "SaveError": "transload.saving.errors",
     "SaveWarning": "transload.saving.errors",
     "Storage": "transload.checkpoint",
@@ -152,7 +157,7 @@ _HOMES = {
     "convert": "transload.converting",
     "doctor": "transload.diagnose",
     "explain": "transload.explaining",
-    "inspect": "transload.read",
+    "inspect": "transload.formats",
     "is_cuda_compatible": "transload.checking.compatibility",
     "load": "transload.loading",
     "load_into": "transload.opening.into",

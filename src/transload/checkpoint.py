@@ -19,7 +19,7 @@ from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
 
 if TYPE_CHECKING:
-    from transload.read.nodes import Pickle
+    from transload.nodes import Pickle
 
 __all__ = [
     "Checkpoint",

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import errno as numbers
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["CannotReadError", "TransloadError", "UsageError"]
+__all__ = [
+    "BusyFileError",
+    "CannotReadError",
+    "CannotWriteError",
+    "ContentError",
+    "ConvertError",
+    "ForbiddenWriteError",
+    "FullDiskError",
+    "ManifestError",
+    "NoDirectoryError",
+    "OverflowRefusedError",
+    "RescueError",
+    "RetagError",
+    "TransloadError",
+    "UsageError",
+    "cannot_write",
+    "told",
+]
 
 
 class TransloadError(Exception):
@@ -52,3 +73,105 @@ def _read_again(kind: type[CannotReadError], what: str, where: str, fix: str, er
 
 class UsageError(TransloadError, ValueError):
     """The call itself makes no sense."""
+
+
+class CannotWriteError(TransloadError, OSError, RuntimeError):
+    """The operating system did not take the bytes; ``errno`` is its number for the reason.
+
+    It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _write_error_again, (type(self), self.what, self.where, self.fix, self.errno)
+
+
+class NoDirectoryError(CannotWriteError, FileNotFoundError):
+    """The directory the file shall be in is not there."""
+
+
+class ForbiddenWriteError(CannotWriteError, PermissionError):
+    """The system does not let us write there."""
+
+
+class FullDiskError(CannotWriteError):
+    """There is no room: on the disk, in a quota, or below a limit for files."""
+
+
+def _write_error_again(
+    kind: type[CannotWriteError], what: str, where: str, fix: str, errno: int | None
+) -> CannotWriteError:
+    return kind(what, where=where, fix=fix, errno=errno)
+
+
+_ROOM = "Make room there, or write to another place."
+_RIGHT = "Write to another place, or ask for the right to write there."
+_REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
+    numbers.ENOSPC: (FullDiskError, "the disk is full", _ROOM),
+    numbers.EDQUOT: (FullDiskError, "the quota on this disk is used up", _ROOM),
+    numbers.EFBIG: (FullDiskError, "the file would be larger than this system allows", "`ulimit -f` shows the limit."),
+    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Make the directory first."),
+    numbers.ENOTDIR: (NoDirectoryError, "part of its path is a file, not a directory", "Check the path."),
+    numbers.EACCES: (ForbiddenWriteError, "permission denied", _RIGHT),
+    numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
+    numbers.EROFS: (ForbiddenWriteError, "the file system is read-only", "Write to another place."),
+    numbers.EISDIR: (CannotWriteError, "it is a directory", "Add the name of a file."),
+    numbers.EBUSY: (CannotWriteError, "it is a mount point, or in use by the system", "Write to another place."),
+    numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
+    numbers.ELOOP: (CannotWriteError, "its symbolic links point in a circle", "Check the path."),
+}
+
+
+def cannot_write(error: OSError, where: str) -> CannotWriteError:
+    """Our error for one of the system's.
+
+    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
+    True
+    """
+    if isinstance(error, CannotWriteError):
+        return error
+    known = _REASONS.get(error.errno or 0)
+    kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
+    return kind(f"cannot be written: {what}", where=where, fix=fix, errno=error.errno)
+
+
+@contextmanager
+def told(where: str) -> Iterator[None]:
+    """Let what the system refuses here be told as our error."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TransloadError):
+            raise
+        raise cannot_write(error, where) from error
+
+
+class RetagError(TransloadError, RuntimeError):
+    """The tags of this file cannot be changed as asked; the file is as it was."""
+
+
+class BusyFileError(RetagError):
+    """Somebody else writes the file, or has just changed it."""
+
+
+class ManifestError(TransloadError, ValueError):
+    """The file with the hashes to compare with cannot be used."""
+
+
+class ConvertError(TransloadError, RuntimeError):
+    """The checkpoint cannot be converted as asked; nothing was written."""
+
+
+class OverflowRefusedError(ConvertError, OverflowError):
+    """A number does not fit into the dtype that was asked for, and ``allow_inf`` was not."""
+
+
+class RescueError(TransloadError, ValueError):
+    """There is nothing in the file that could be rescued, or it cannot be put into the file that was asked for."""
+
+
+class ContentError(TransloadError, ValueError):
+    """The elements of a tensor are not all in the file, or are no plain run of numbers; the text names the tensor."""

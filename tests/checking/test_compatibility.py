@@ -12,8 +12,8 @@ from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, refused
 
 from transload.checking.compatibility import Compatibility, compatibility, is_cuda_compatible
 from transload.checkpoint import Origin
+from transload.formats import inspect
 from transload.machine import Machine
-from transload.read import inspect
 
 DATA = Path(__file__).parent.parent / "data"
 PACKAGE = DATA / "h200" / "aoti_cuda0.pt2"

@@ -10,9 +10,9 @@ from tests.forge import checkpoint as forged
 from transload.checking import checked
 from transload.checkpoint import Checkpoint, Origin
 from transload.diagnose import judge_machine
+from transload.formats import read_source
+from transload.io.sources import BytesSource
 from transload.judge import judge
-from transload.read import read_source
-from transload.read.source import BytesSource
 
 
 def notes(*recorded: tuple[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from transload.cli.main import main
-from transload.read import inspect
+from transload.formats import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Transload

@@ -380,7 +380,7 @@ def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(program
         "importlib.metadata",
         "logging",
         "urllib.request",
-        "transload.read",
+        "transload.formats",
     }
     assert not modules & unwanted
 

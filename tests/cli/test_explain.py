@@ -157,7 +157,7 @@ def test_torch_is_not_imported_and_nothing_heavy(program: Transload, log: Path) 
     told = program("explain", "--no-checks", str(log), python=("-X", "importtime"))
     modules = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
     assert "transload.explaining.texts" in modules
-    assert not modules & {"torch", "numpy", "rich", "asyncio", "logging", "transload.diagnose", "transload.read"}
+    assert not modules & {"torch", "numpy", "rich", "asyncio", "logging", "transload.diagnose", "transload.formats"}
 
 
 def test_a_terminal_of_eighty_columns_is_kept(program: Transload, log: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.content import Content, ContentError
 from transload.content.sharded import boxes
-from transload.read.source import BytesSource
+from transload.io.sources import BytesSource
 
 
 def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:

@@ -14,10 +14,9 @@ import pytest
 
 from transload.content import ContentError
 from transload.converting import convert, names, parts
-from transload.converting.errors import ConvertError, OverflowRefusedError
-from transload.errors import CannotReadError, UsageError
-from transload.read import inspect
-from transload.read.nodes import Call, Global
+from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
+from transload.formats import inspect
+from transload.nodes import Call, Global
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")

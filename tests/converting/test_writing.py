@@ -21,12 +21,10 @@ from transload.content import open_content
 from transload.converting import comparing, convert, crew, folder, moving, pouring
 from transload.converting.bundle import Bundle
 from transload.converting.entries import Data, Entry
-from transload.converting.errors import ConvertError
 from transload.converting.old_set import OldSet
 from transload.converting.to_npz import member_name
-from transload.errors import TransloadError, UsageError
-from transload.read import inspect
-from transload.writing.errors import CannotWriteError, FullDiskError
+from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
+from transload.formats import inspect
 
 DATA = Path(__file__).parent.parent / "data"
 STATE = DATA / "h200" / "state_dict_cuda0.pt"

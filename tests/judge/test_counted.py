@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from transload.judge.safety import _Judge, judge_pickles
-from transload.read.nodes import Call, Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global, Pickle
 
 Change = Callable[[Call, Call, Global], object]
 

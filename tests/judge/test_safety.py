@@ -12,9 +12,9 @@ import torch
 
 import transload
 from transload.checkpoint import Checkpoint, GlobalUse
+from transload.formats.pickle_machine import run, run_all
 from transload.judge.nested import MAX_DEPTH
 from transload.judge.safety import judge_pickles, safe_globals_lines
-from transload.read.pickle_machine import run, run_all
 
 
 class InspectZip(Protocol):
@@ -255,7 +255,7 @@ def test_n8_pickles_in_pickles_are_followed_so_far_and_no_further(depth: int) ->
 
 def test_n8_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte that is named a thousand times must not be read a thousand times."""
-    from transload.read import pickle_machine
+    from transload.formats import pickle_machine
 
     filler = b"\x80\x02" + b"N0" * 5000 + INNER[2:]
     latin = filler.decode("latin-1").encode()

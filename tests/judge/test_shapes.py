@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from transload.checkpoint import Checkpoint
+from transload.formats.pickle_machine import run
 from transload.judge.names import TORCH_DEFAULT
 from transload.judge.safety import judge_pickles
 from transload.judge.shapes import _SHADOWED, _SIGNATURES, check_call
-from transload.read.nodes import Call, Dict, Global
-from transload.read.pickle_machine import run
+from transload.nodes import Call, Dict, Global
 
 
 class InspectZip(Protocol):

@@ -10,11 +10,11 @@ import torch
 from tests.forge import checkpoint, number, ordered, pickled, tensor, text
 from tests.loading.zoo import saved
 
+from transload.formats import read_source
+from transload.io.sources import BytesSource, FileSource
 from transload.loading import load
 from transload.loading.errors import BrokenFileError, LandingWarning
 from transload.place import Device, Devices, place
-from transload.read import read_source
-from transload.read.source import BytesSource, FileSource
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = sorted(path for path in DATA.rglob("*") if path.suffix in (".pt", ".pth", ".ckpt", ".bin"))

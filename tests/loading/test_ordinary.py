@@ -35,7 +35,7 @@ from transload.loading import build as building
 from transload.loading import load
 from transload.loading.errors import LoadError
 from transload.loading.ordinary import kind_of, ordinary, view
-from transload.read.nodes import Call, Global, Persistent
+from transload.nodes import Call, Global, Persistent
 
 pytestmark = QUIET
 

@@ -21,11 +21,11 @@ from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, QUIET, ZOO, Net, Pair, sa
 from torch import nn
 
 from transload.errors import TransloadError, UsageError
+from transload.formats import read_source
+from transload.io.sources import open_source
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.trusted import load_trusted
 from transload.loading.trusted_names import MissingClassError, MissingModuleError
-from transload.read import read_source
-from transload.read.source import open_source
 
 pytestmark = QUIET
 

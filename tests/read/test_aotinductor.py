@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transload.checkpoint import Checkpoint, Part
-from transload.read import read
-from transload.read.cubin import HEADER, capability, ptx_target, read_elf
+from transload.formats import read
+from transload.formats.aotinductor import HEADER, capability, ptx_target, read_elf
 
 FOLDER = "data/aotinductor/model/"
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.read import checksum
-from transload.read.checksum import combined, fastest_crc32
+from transload.io import checksums as checksum
+from transload.io.checksums import combined, fastest_crc32
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))

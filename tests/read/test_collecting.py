@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from transload.formats import no_collecting
 from transload.loading import load
-from transload.read import no_collecting
 
 
 class Ring:

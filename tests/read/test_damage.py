@@ -18,7 +18,7 @@ import torch
 from tests import forge
 
 from transload.checkpoint import Checkpoint
-from transload.read import inspect
+from transload.formats import inspect
 
 PAGE = 4096
 

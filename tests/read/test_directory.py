@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.read import inspect, read
-from transload.read.directory import read_directory, read_sharded
-from transload.read.parts import MAX_ENTRIES, inner_name, list_directory
-from transload.read.unzipped import read_unzipped
+from transload.formats import inspect, read
+from transload.formats.directory import MAX_ENTRIES, inner_name, list_directory, read_directory, read_sharded
+from transload.formats.unzipped import read_unzipped
 
 torch = pytest.importorskip("torch")
 

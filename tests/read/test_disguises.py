@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from transload.cli.main import main
-from transload.read import inspect
-from transload.read.torch_legacy import MAGIC
+from transload.formats import inspect
+from transload.formats.torch_legacy import MAGIC
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOOKS = b"ccollections\nOrderedDict\n)R"

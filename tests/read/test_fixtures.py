@@ -25,7 +25,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from transload.dtypes import itemsize
-from transload.read import inspect
+from transload.formats import inspect
 
 def gathered(tensor, storages, raw):
     storage = storages.get(tensor.storage)

@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transload.read.foreign import Foreign, identify, identify_zip, mangled
-from transload.read.foreign.kinds import HEAD, LEGACY_MAGIC, SCAN
-from transload.read.source import BytesSource, Source, copied
+from transload.formats.foreign import HEAD, LEGACY_MAGIC, SCAN, Foreign, identify, identify_zip, mangled
+from transload.io.sources import BytesSource, Source, copied
 
 RECORD = struct.Struct("<4sHHHHHIIIHH")
 

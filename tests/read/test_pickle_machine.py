@@ -24,8 +24,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
-from transload.read.pickle_machine import MAX_INT_BYTES, opcodes, run, run_all
+from transload.formats.pickle_machine import MAX_INT_BYTES, opcodes, run, run_all
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -523,7 +523,7 @@ def test_a_million_levels_come_and_go(storm: str) -> None:
     """Freeing what is nested must not recurse: a stack that overflows there takes the interpreter down."""
     script = """
 import gc, sys
-from transload.read.pickle_machine import run
+from transload.formats.pickle_machine import run
 gc.disable()
 found = run(sys.stdin.buffer.read())
 gc.collect()
@@ -620,7 +620,7 @@ def test_nothing_is_imported_called_or_opened() -> None:
     """An audit hook cannot be removed, so a child process gets it."""
     script = """
 import sys
-from transload.read.pickle_machine import run
+from transload.formats.pickle_machine import run
 data = b"cthis\\ns\\n)R\\x8c\\x0bantigravity\\x8c\\x03fly\\x93)R(iturtle\\nTurtle\\n\\x82\\x01P0\\n."
 before = set(sys.modules)
 seen = []

@@ -30,8 +30,8 @@ import torch._weights_only_unpickler as weights_only
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transload.read.nodes import Pickle
-from transload.read.pickle_machine import opcodes, run, run_all
+from transload.formats.pickle_machine import opcodes, run, run_all
+from transload.nodes import Pickle
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from transload.read.recorded import MAX_RECORD, RECORD, Recorded, read_recorded
+from transload.formats.torch_zip import MAX_RECORD, RECORD, Recorded, read_recorded
 
 FULL: dict[str, Any] = {
     "schema": 1,

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from transload.checkpoint import Checkpoint
-from transload.read.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
-from transload.read.source import BytesSource
+from transload.formats.safetensors import BITS, MAX_HEADER, looks_like, read_safetensors
+from transload.io.sources import BytesSource
 
 safetensors = pytest.importorskip("safetensors")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from transload.read import rebuild, safetensors, tensors
-from transload.read.nodes import Call, Dict, Global, Persistent
-from transload.read.source import BytesSource
-from transload.read.storages import Budget, Place, StorageTable
+from transload.formats import safetensors, tensors
+from transload.formats import tensors as rebuild
+from transload.formats.tensors import Budget, Place, StorageTable
+from transload.io.sources import BytesSource
+from transload.nodes import Call, Dict, Global, Persistent
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2", 0)
 HALF = Global("torch", "HalfStorage", 0)

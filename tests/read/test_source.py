@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
 
 
 @pytest.mark.parametrize("kind", ["file", "bytes", "object", "slice"])

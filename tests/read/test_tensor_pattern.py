@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
-from transload.read.pickle_machine import run
-from transload.read.tensor_pattern import TensorPattern
+from transload.formats.pickle_machine import TensorPattern, run
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))
 DATA = Path(__file__).parent.parent / "data"

@@ -14,7 +14,7 @@ from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_i
 from torch import nn
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read import inspect
+from transload.formats import inspect
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from transload.read.threads import each, threads
+from transload.io.pool import each, threads
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read import read
-from transload.read.export_graph import graph_problems
+from transload.formats import read
+from transload.formats.torch_export import graph_problems
 
 # torch warns of views that do not cover their storage, and saves them all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found in the group:UserWarning")

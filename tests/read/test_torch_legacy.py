@@ -23,7 +23,7 @@ from tests.forge import (
 )
 
 from transload.checkpoint import Checkpoint
-from transload.read import inspect
+from transload.formats import inspect
 
 STAGES = ("magic", "protocol", "facts", "object", "keys")
 ONE = struct.pack("<q", 4) + FLOATS

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.package import PackageExporter, PackageImporter
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read import read
+from transload.formats import read
 
 SOURCE = """
 import torch

@@ -11,7 +11,7 @@ from tests import forge
 from tests.forge import DANGEROUS, FLOATS, dictionary, name, number, pickled, tar, tar_member, tuple_of
 
 from transload.checkpoint import Checkpoint
-from transload.read import inspect
+from transload.formats import inspect
 
 HOSTILE = pickled(DANGEROUS)
 PLAIN = pickled(dictionary({"w0": b"P100\n"}))

@@ -12,7 +12,7 @@ from tests import forge
 from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, remade, storage_id, tensor, tuple_of
 
 from transload.checkpoint import Checkpoint
-from transload.read import inspect, torch_zip
+from transload.formats import inspect, torch_zip
 
 
 def codes(told: Checkpoint) -> set[str]:

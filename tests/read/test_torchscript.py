@@ -19,8 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read import read
-from transload.read.script_code import code_problems, operators
+from transload.formats import read
+from transload.formats.torchscript import code_problems, operators
 
 RELEASES = [
     "torch-1.0.0-py2.7.18",

@@ -10,8 +10,8 @@ import pytest
 
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
-from transload.read import read, unzipped
-from transload.read.unzipped import read_unzipped
+from transload.formats import read, unzipped
+from transload.formats.unzipped import read_unzipped
 
 links = pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 

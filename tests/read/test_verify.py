@@ -15,10 +15,10 @@ from tests.forge import Entry, archive, entries, remade
 
 from transload.checkpoint import Record
 from transload.errors import CannotReadError
-from transload.read import inspect
-from transload.read.source import BytesSource
-from transload.read.verify import checksums, verify_records
-from transload.read.zip_index import read_index
+from transload.formats import inspect
+from transload.formats.verify import checksums, verify_records
+from transload.formats.zip_index import read_index
+from transload.io.sources import BytesSource
 
 
 def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
@@ -120,8 +120,8 @@ def test_whole_is_said_only_of_what_was_compared() -> None:
 def test_large_records_are_summed_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the parts, and whoever sums them: every flipped byte is found, and nothing else."""
     for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
-        monkeypatch.setattr(f"transload.read.verify.{name}", value)
-    monkeypatch.setattr("transload.read.verify.threads", lambda: 3)
+        monkeypatch.setattr(f"transload.formats.verify.{name}", value)
+    monkeypatch.setattr("transload.formats.verify.threads", lambda: 3)
     held = [Entry(f"a/{i}".encode(), bytes(range(256)) * (n // 256) + bytes(n % 256)) for i, n in enumerate((9, size))]
     data = archive([*held, Entry(b"a/last", bytes(2000))])
     records = list(read_index(BytesSource(data)).records.values())
@@ -181,8 +181,8 @@ def test_small_records_between_large_ones_are_not_read_with_them() -> None:
 
 def test_small_records_are_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are summed without letting others run, so that others would only wait."""
-    monkeypatch.setattr("transload.read.verify._ALONE", 1 << 20)
-    monkeypatch.setattr("transload.read.verify.threads", lambda: 4)
+    monkeypatch.setattr("transload.formats.verify._ALONE", 1 << 20)
+    monkeypatch.setattr("transload.formats.verify.threads", lambda: 4)
     source = Counted(archive([Entry(f"a/{i}".encode(), bytes(8000)) for i in range(400)]))
     assert verify_records(source, read_index(source).records.values(), ()) == []
     assert source.threads == {get_ident()}

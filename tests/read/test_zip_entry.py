@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transload.findings import Problem
-from transload.read.zip_entry import Entry, _check_each, check_names, find_root, names_below
+from transload.formats.zip_index import Entry, _check_each, check_names, find_root, names_below
 
 NAMES: dict[str, tuple[bytes, ...]] = {
     "plain": (b"a/data.pkl", b"a/data/0", b"a/version"),

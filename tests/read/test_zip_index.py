@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from tests import forge
 from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, remade, tensor
 
-from transload.read import inspect
-from transload.read.source import BytesSource
-from transload.read.zip_index import read_index
+from transload.formats import inspect
+from transload.formats.zip_index import read_index
+from transload.io.sources import BytesSource
 
 HOSTILE = pickled(ordered({"w0": tensor("0"), "w1": DANGEROUS}))
 OTHER = pickled(ordered({"z0": tensor("0"), "z1": tensor("1")}))

@@ -14,10 +14,10 @@ from tests import forge
 from tests.forge import Entry, archive, entries, ordered, pickled, remade, tensor
 
 from transload.checkpoint import Checkpoint
-from transload.read import inspect
-from transload.read.source import BytesSource
-from transload.read.zip_index import read_index
-from transload.read.zip_walk import walk_index
+from transload.formats import inspect
+from transload.formats.zip_index import read_index
+from transload.formats.zip_walk import walk_index
+from transload.io.sources import BytesSource
 
 SIZES = (40, 0, 7, 300)
 

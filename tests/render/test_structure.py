@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read.nodes import Big, Call, Dict, Extension, Global, Persistent, Pickle, Set
+from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Pickle, Set
 from transload.render.lines import layout, plain
 from transload.render.structure import MAX_DEPTH, structure
 from transload.render.style import Style

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transload.checkpoint import Tensor
 from transload.content import Content, open_content
-from transload.read import inspect
-from transload.read.source import BytesSource
+from transload.formats import inspect
+from transload.io.sources import BytesSource
 from transload.rescuing.fates import extents
 
 ROOT = Path(__file__).parent.parent / "data"

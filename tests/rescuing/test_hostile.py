@@ -20,10 +20,9 @@ from tests.forge import FUZZ
 from tests.rescuing.makers import FILES, ROOT
 from tests.rescuing.test_streams import SAFE
 
-from transload.errors import TransloadError, UsageError
-from transload.read import inspect
+from transload.errors import RescueError, TransloadError, UsageError
+from transload.formats import inspect
 from transload.rescuing import mending, rescue
-from transload.rescuing.errors import RescueError
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 MIB = 1 << 20

@@ -16,10 +16,9 @@ import pytest
 from tests.rescuing.makers import ROOT, flipped, hashes
 from tests.rescuing.test_streams import SAFE
 
-from transload.errors import TransloadError
-from transload.read.source import FileSource
+from transload.errors import RescueError, TransloadError
+from transload.io.sources import FileSource
 from transload.rescuing import rescue
-from transload.rescuing.errors import RescueError
 from transload.retagging.changes import Change, Changes
 from transload.retagging.journal import Journal
 from transload.retagging.names import names_of

@@ -12,7 +12,7 @@ import torch
 
 from transload import rescue
 from transload.errors import CannotReadError
-from transload.read.source import BytesSource, FileSource
+from transload.io.sources import BytesSource, FileSource
 from transload.rescuing.bits import Bit
 from transload.rescuing.mending import Claim, Verdict, verdicts
 
@@ -56,7 +56,7 @@ def test_stored_and_deflated_ones_side_by_side(method: int, size: int) -> None:
 
 def test_a_bit_is_found_in_a_record_that_is_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
-        monkeypatch.setattr(f"transload.read.verify.{name}", value)
+        monkeypatch.setattr(f"transload.formats.verify.{name}", value)
     data = bytearray(NOISE)
     data[123_456] ^= 8
     (found,) = verdicts(BytesSource(data), [whole(9, 250_000)])

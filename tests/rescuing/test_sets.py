@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from tests.rescuing.makers import rezipped
 
 import transload
-from transload.errors import UsageError
+from transload.errors import RescueError, UsageError
 from transload.rescuing import rescue
-from transload.rescuing.errors import RescueError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns that it is used by one process
 STATE = {f"layer{index}.weight": torch.arange(600.0).mul(index + 1).sin().view(20, 30) for index in range(9)}

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from transload.read.source import FileSource
+from transload.io.sources import FileSource
 from transload.retagging.changes import Changes
 from transload.retagging.plan import plan_of
 from transload.retagging.wish import wish_of

@@ -17,10 +17,9 @@ from tests import forge
 from tests.retagging.makers import fresh, same, save, state
 
 from transload.checkpoint import Checkpoint
-from transload.errors import UsageError
-from transload.read import inspect
+from transload.errors import RetagError, UsageError
+from transload.formats import inspect
 from transload.retagging import has_journal, recover, retag, undo
-from transload.retagging.errors import RetagError
 from transload.retagging.names import names_of
 
 DATA = Path(__file__).parent.parent / "data"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.retagging.makers import fresh
 
-from transload.read.pickle_machine import run
+from transload.formats.pickle_machine import run
 from transload.retagging.compare import same_but_tags
 from transload.retagging.quick_sites import find_quickly
 from transload.retagging.sites import find_sites

@@ -18,13 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from transload.errors import UsageError
+from transload.errors import NoDirectoryError, UsageError
 from transload.saving import background as module
 from transload.saving import save, save_async, snapshot
 from transload.saving.background import MAX_IN_FLIGHT, background
 from transload.saving.errors import SaveError, SaveWarning
 from transload.saving.snapshot import Snapshot, snapshot_of
-from transload.writing.errors import NoDirectoryError
 
 
 @pytest.fixture(autouse=True)

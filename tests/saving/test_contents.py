@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from transload.formats.zip_writer import AHEAD, write_archive
+from transload.io.atomic import FileObject
 from transload.loading.transfer.driver import DriverError
 from transload.saving import contents, snapshot
 from transload.saving.contents import Ring, Span, records_of
 from transload.saving.cuda import CudaFetcher
 from transload.saving.desk import Stored
 from transload.saving.errors import SaveError
-from transload.writing.archive import AHEAD, write_archive
-from transload.writing.sinks import FileObject
 
 
 class Device:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from transload.errors import TransloadError
+from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, TransloadError
+from transload.formats import zip_writer as archive
+from transload.io import atomic as sinks
 from transload.saving import contents, save
-from transload.writing import archive, sinks
-from transload.writing.errors import CannotWriteError, FullDiskError, NoDirectoryError
 
 CALLS = ("open", "fstat", "fchmod", "fchown", "writev", "fsync", "replace", "close")
 """What the system is asked for, from the hidden file to the flushed directory."""
@@ -115,7 +115,8 @@ import os, signal, sys
 import pytest, torch
 from tests.saving.test_faults import Faults, save, small_writes, state
 from transload.saving import contents
-from transload.writing import archive, sinks
+from transload.formats import zip_writer as archive
+from transload.io import atomic as sinks
 
 archive.PIECE = contents.PIECE = 4096
 archive.SMALL = contents.SMALL = 1024

@@ -25,13 +25,12 @@ from tests.loading.equal import same
 from tests.loading.zoo import tagged
 from torch import nn
 
-from transload.errors import UsageError
-from transload.read import read
+from transload.errors import CannotWriteError, UsageError
+from transload.formats import read
+from transload.formats import zip_writer as writing
+from transload.io import atomic
 from transload.saving import save, save_async
 from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
-from transload.writing import archive as writing
-from transload.writing import atomic
-from transload.writing.errors import CannotWriteError
 
 
 def saved(obj: Any, **options: Any) -> bytes:

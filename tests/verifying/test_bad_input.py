@@ -10,7 +10,7 @@ import pytest
 from tests import forge
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.read import inspect
+from transload.formats import inspect
 from transload.verifying import verify
 
 DATA = Path(__file__).parent.parent / "data"

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from transload.errors import CannotReadError, UsageError
-from transload.read import inspect
+from transload.errors import CannotReadError, ManifestError, UsageError
+from transload.formats import inspect
 from transload.verifying import verify
-from transload.verifying.errors import ManifestError
 from transload.verifying.manifest import hash_of_all, read_manifest, write_manifest
 from transload.verifying.result import Difference, TensorSum
 

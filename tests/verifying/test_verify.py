@@ -15,7 +15,7 @@ from tests import forge
 
 import transload
 from transload.errors import CannotReadError
-from transload.read import inspect
+from transload.formats import inspect
 from transload.verifying import files_in, verify
 from transload.verifying.result import Damage, Verification
 
@@ -156,7 +156,7 @@ def test_a_bad_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "model.pt"
     torch.save(state(), path)
     offset = inspect(path).tensor("layers.0.weight").file_offset or 0
-    from transload.read.source import FileSource
+    from transload.io.sources import FileSource
 
     def scratched(self: FileSource, at: int, buffer: memoryview, true: Any = FileSource.readinto) -> int:
         if at <= offset < at + len(buffer):

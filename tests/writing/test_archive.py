@@ -13,11 +13,19 @@ from zlib import crc32
 
 import pytest
 
-from transload.writing import archive
-from transload.writing.archive import Bunch, Chunk, Record, write_archive
-from transload.writing.checksums import Checksums
-from transload.writing.sinks import FileObject, SystemFile
-from transload.writing.zip_format import central_entry, descriptor, local_header, small_records
+from transload.formats import zip_writer as archive
+from transload.formats.zip_writer import (
+    Bunch,
+    Checksums,
+    Chunk,
+    Record,
+    central_entry,
+    descriptor,
+    local_header,
+    small_records,
+    write_archive,
+)
+from transload.io.atomic import FileObject, SystemFile
 
 
 class Parts:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from transload.errors import TransloadError
-from transload.writing import atomic
-from transload.writing.atomic import Beside, Straight, clear_debris, is_atomic
-from transload.writing.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, cannot_write
+from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, TransloadError, cannot_write
+from transload.io import atomic
+from transload.io.atomic import Beside, Straight, clear_debris, is_atomic
 
 as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
 posix = pytest.mark.skipif(os.name == "nt", reason="rights and links are another matter there")
@@ -221,7 +220,7 @@ def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from transload.writing.atomic import Beside
+from transload.io.atomic import Beside
 with Beside(sys.argv[1]) as file:
     os.write(file.descriptor, b"half")
     print("there", flush=True)

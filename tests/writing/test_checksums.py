@@ -7,8 +7,7 @@ from zlib import crc32
 
 import pytest
 
-from transload.writing.archive import Chunk
-from transload.writing.checksums import Checksums
+from transload.formats.zip_writer import Checksums, Chunk
 
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
 

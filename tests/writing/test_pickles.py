@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.read import read
-from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
-from transload.read.pickle_machine import run
-from transload.writing.pickles import CannotPickleGraphError, dumps
+from transload.formats import read
+from transload.formats.pickle_machine import run
+from transload.formats.pickle_writer import CannotPickleGraphError, dumps
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 FILES = sorted(
     path

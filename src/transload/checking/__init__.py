@@ -90,7 +90,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     'cpu'
     """
     from transload.diagnose import judge_machine
-    from transload.read import inspect
+    from transload.formats import inspect
 
     checkpoint = _with_indices(inspect(path), path)
     here = machine is None

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.findings import Finding, Severity
+from transload.formats.foreign import quoted
 from transload.judge.commands import WITHOUT_CODE
 from transload.loading.allowed import Allowed, registrar
 from transload.loading.errors import LoadError
 from transload.loading.refusal import PROGRAMS, loaded_pickles, refuse_program
-from transload.read.foreign.kinds import quoted
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.diagnose.verdict import Diagnosis
     from transload.machine import Machine
+    from transload.nodes import Global
     from transload.place import Devices, Plan
-    from transload.read.nodes import Global
 
 __all__ = [
     "of_compiled",

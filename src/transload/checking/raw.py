@@ -11,7 +11,7 @@ __all__ = ["raw_bytes"]
 
 def raw_bytes(path: str, start: int, count: int) -> bytes:
     """Up to ``count`` bytes from ``start`` on; none where the file cannot be read (any more)."""
-    from transload.read.source import open_source
+    from transload.io.sources import open_source
 
     try:
         with closing(open_source(path)) as source:

@@ -21,7 +21,7 @@ from transload.judge.names import TORCH_DEFAULT, torch_spelling
 if TYPE_CHECKING:
     from transload.checking.installed import Installed
     from transload.checkpoint import Checkpoint
-    from transload.read.nodes import Persistent, Pickle
+    from transload.nodes import Persistent, Pickle
 
 __all__ = ["Said", "torch_says"]
 

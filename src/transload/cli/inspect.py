@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _inspected(path: str, *, verify: bool) -> Checkpoint | TransloadError:
-    from transload.read import inspect
+    from transload.formats import inspect
 
     try:
         return inspect(path, verify=verify)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.content.axes import EndedError, axes_of, is_run
-from transload.content.errors import ContentError
 from transload.content.reading import Place, read_run, read_view
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import TransloadError
-from transload.read.source import BytesSource, FileSource, Source, SourceLike
+from transload.errors import ContentError, TransloadError
+from transload.io.sources import BytesSource, FileSource, Source, SourceLike
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Record, Storage, Tensor
@@ -169,7 +168,7 @@ class Content:
         return Inflating(source, record.offset, record.stored, record.size)
 
     def _record(self, storage: Storage, source: Source) -> Record | None:
-        from transload.read.zip_index import read_index
+        from transload.formats.zip_index import read_index
 
         if storage.file not in self._records:
             known = {} if storage.file else {record.name: record for record in self.checkpoint.records}
@@ -222,8 +221,8 @@ def open_content(f: SourceLike, *, tree: bool = True) -> Content:
     ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
     ...         hash.update(piece)
     """
+    from transload.formats import no_collecting
     from transload.loading.files import Files
-    from transload.read import no_collecting
 
     with no_collecting():
         files = Files(f, tree=tree)

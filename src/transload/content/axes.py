@@ -8,7 +8,7 @@ from importlib import import_module
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 
 __all__ = ["FORMATS", "WINDOW", "Axis", "EndedError", "Gather", "axes_of", "blocks", "is_run", "packed"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from transload.checkpoint import Storage, Tensor
 from transload.content.axes import FORMATS, WINDOW, EndedError, Gather, axes_of, blocks, packed
 from transload.content.numbers import component, resolved
-from transload.read.source import Source
+from transload.io.sources import Source
 
 __all__ = ["Integers", "Place", "as_integers", "read_run", "read_view"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transload.checkpoint import Tensor, contiguous
 from transload.content.axes import FORMATS, WINDOW, Axis, Gather
 from transload.content.reading import as_integers
-from transload.read.source import BytesSource
+from transload.io.sources import BytesSource
 
 __all__ = ["Box", "boxes", "read_sharded"]
 

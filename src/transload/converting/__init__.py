@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from transload.converting.candidates import Candidate
     from transload.converting.result import Conversion
-    from transload.read.source import SourceLike
+    from transload.io.sources import SourceLike
 
 __all__ = ["convert", "parts"]
 
@@ -58,8 +58,8 @@ def convert(  # noqa: PLR0913 - what a user may ask for
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
     from transload.converting.candidates import candidates
+    from transload.formats import inspect
     from transload.loading.refusal import refuse_broken
-    from transload.read import inspect
 
     checkpoint = inspect(src)
     refuse_broken(checkpoint)

@@ -10,9 +10,8 @@ from typing import Any
 
 from transload.converting.folder import Folder
 from transload.converting.old_set import OldSet, clear_links
-from transload.errors import TransloadError, UsageError
-from transload.writing.atomic import Beside, flush_directory, place_of
-from transload.writing.errors import cannot_write
+from transload.errors import TransloadError, UsageError, cannot_write
+from transload.io.atomic import Beside, flush_directory, place_of
 
 __all__ = ["Bundle", "refuse_existing"]
 

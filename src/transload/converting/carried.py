@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE
-from transload.read.nodes import Call, Global, Persistent
-from transload.read.values import called
+from transload.formats.tensors import called
+from transload.nodes import Call, Global, Persistent
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Storage

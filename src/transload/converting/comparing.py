@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.converting.errors import ConvertError
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.content import Content
     from transload.converting.entries import Data, Entry
-    from transload.read.source import Source
+    from transload.io.sources import Source
 
 __all__ = ["Back", "compare", "damaged_records", "whole_checksum"]
 
@@ -30,7 +30,7 @@ def compare(places: list[Back], data: Data, where: str, tell: Callable[[int], No
     """Read both sides again and compare every byte; ``ConvertError`` if any is another one."""
     from threading import Lock
 
-    from transload.read.threads import each, threads
+    from transload.io.pool import each, threads
 
     lock = Lock()
 
@@ -99,7 +99,7 @@ def whole_checksum(entry: Entry, data: Data) -> int | None:
 def damaged_records(content: Content, storages: set[str]) -> list[str]:
     """What is wrong with the records of some storages, by the checksums they were saved with."""
     from transload.checkpoint import Record
-    from transload.read.verify import verify_records
+    from transload.formats.verify import verify_records
 
     known = {record.name: record for record in content.checkpoint.records}
     found: list[str] = []

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
-from transload.converting.errors import ConvertError
+from transload.errors import ConvertError
 
 __all__ = ["CHUNK", "Chunk", "Crew", "Part"]
 
@@ -128,7 +128,7 @@ class Crew:
             self._free.put(error)
 
     def _do(self, chunk: Chunk, again: Chunk) -> None:
-        from transload.read.checksum import fastest_crc32
+        from transload.io.checksums import fastest_crc32
 
         compute = fastest_crc32()
         chunk.sums = [compute(chunk.view[at : at + nbytes], 0) for _, at, nbytes in chunk.parts]

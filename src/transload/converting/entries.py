@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.content import Allowance, Content, Run
 from transload.converting.casting import cast, is_cast
-from transload.converting.errors import OverflowRefusedError
 from transload.converting.selection import Distinct, Left, Named
 from transload.dtypes import itemsize
+from transload.errors import OverflowRefusedError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor

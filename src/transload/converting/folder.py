@@ -12,9 +12,8 @@ import secrets
 from contextlib import suppress
 
 from transload.converting.swapping import swapped
-from transload.errors import UsageError
-from transload.writing.atomic import flush_directory, place_of
-from transload.writing.errors import cannot_write
+from transload.errors import UsageError, cannot_write
+from transload.io.atomic import flush_directory, place_of
 
 try:
     import fcntl

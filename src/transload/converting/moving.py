@@ -25,7 +25,7 @@ class Writer:
     """Writes a file by its descriptor; ``copied`` counts the bytes that the kernel copied by itself."""
 
     def __init__(self, descriptor: int, tell: Tell | None) -> None:
-        from transload.writing.sinks import SystemFile
+        from transload.io.atomic import SystemFile
 
         self._descriptor = descriptor
         self._sink = SystemFile(descriptor, push=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.converting.below import children
-from transload.converting.errors import ConvertError
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from transload.converting.moving import Writer
-from transload.writing.atomic import Beside, clear_debris, flush_directory, place_of
+from transload.io.atomic import Beside, clear_debris, flush_directory, place_of
 
 __all__ = ["OldSet", "clear_links", "clear_parts", "other_shards"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.converting import to_npz, to_raw, to_safetensors, to_torch
 from transload.converting.entries import Sorted, sorted_out
-from transload.converting.errors import ConvertError
 from transload.converting.names import with_true_names
 from transload.converting.selection import Named, Selection, module_paths, select
 from transload.converting.ties import metadata_of, with_second_names
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key

@@ -126,7 +126,7 @@ class _Filler:
 
     def joined(self, count: int) -> list[int]:
         """The checksums of all entries, from those of their parts."""
-        from transload.read.checksum import combined
+        from transload.io.checksums import combined
 
         found: list[int | None] = [None] * count
         for entry, _, nbytes, checksum in sorted(self._sums):

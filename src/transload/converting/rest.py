@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.converting.scalars import MAX_BITS, NOTHING, Nothing, attributes, simple
 from transload.converting.selection import Left
-from transload.read.nodes import Call, Dict, Global, Set
-from transload.read.values import called, leaf_kind, short, short_key
+from transload.formats.tensors import called, leaf_kind, short, short_key
+from transload.nodes import Call, Dict, Global, Set
 
 if TYPE_CHECKING:
     from transload.checkpoint import Key

@@ -14,18 +14,17 @@ from transload.converting import to_npz, to_raw, to_safetensors, to_torch
 from transload.converting.bundle import Bundle, refuse_existing
 from transload.converting.comparing import Back, compare, damaged_records, whole_checksum
 from transload.converting.entries import Data
-from transload.converting.errors import ConvertError
 from transload.converting.job import Job
 from transload.converting.planning import Plan, planned
 from transload.converting.result import Conversion
-from transload.errors import UsageError
+from transload.errors import ConvertError, UsageError
 from transload.loading.progress import telling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.content import Content
     from transload.converting.wish import Wish
-    from transload.read.source import SourceLike
+    from transload.io.sources import SourceLike
 
 __all__ = ["convert_content", "run"]
 
@@ -65,7 +64,7 @@ def convert_content(  # noqa: PLR0913 - as above
     progress: bool | Callable[[int, int], object] | None,
 ) -> Conversion:
     """Convert what was opened, and is taken as it is; ``src`` is what it was opened by, if not its path."""
-    from transload.read import no_collecting
+    from transload.formats import no_collecting
 
     begun = time.monotonic()
     _refuse_there(dst, format_, overwrite=overwrite)

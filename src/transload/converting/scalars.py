@@ -6,8 +6,8 @@ from base64 import b64encode
 from math import isfinite
 from typing import Any
 
-from transload.read.nodes import Call, Dict, Global
-from transload.read.values import called, device_text
+from transload.formats.tensors import called, device_text
+from transload.nodes import Call, Dict, Global
 
 __all__ = ["MAX_BITS", "NOTHING", "Nothing", "attributes", "simple"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.converting.errors import ConvertError
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor

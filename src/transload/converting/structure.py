@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.converting.scalars import attributes
 from transload.dtypes import ITEMSIZE
-from transload.read.nodes import Big, Call, Dict, Global, Set
-from transload.read.values import called, short_key
+from transload.formats.tensors import called, short_key
+from transload.nodes import Big, Call, Dict, Global, Set
 
 if TYPE_CHECKING:
     from transload.checkpoint import Key

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from transload.converting.comparing import Back
-from transload.converting.errors import ConvertError
 from transload.converting.moving import Descriptor, Writer
 from transload.dtypes import ITEMSIZE
-from transload.writing.zip_format import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.errors import ConvertError
+from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted
     from transload.converting.job import Job
-    from transload.writing.atomic import Beside
+    from transload.io.atomic import Beside
 
 __all__ = ["MAX_RANK", "holds", "member_name", "write_npz"]
 

@@ -10,9 +10,9 @@ import os
 from typing import TYPE_CHECKING
 
 from transload.converting.comparing import Back
-from transload.converting.errors import ConvertError
 from transload.converting.moving import Writer
 from transload.dtypes import ITEMSIZE, QUANTIZED
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted
@@ -32,7 +32,7 @@ def holds(dtype: str) -> bool:
 
 def write_raw(job: Job, found: Sorted, data: Data) -> list[Back]:
     """Write the files and the index; where everything is now."""
-    from transload.read.source import FileSource
+    from transload.io.sources import FileSource
 
     folder = job.bundle.add_folder(job.dst)
     for number, entry in enumerate(found.entries):

@@ -7,16 +7,16 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.converting.comparing import Back
-from transload.converting.errors import ConvertError
 from transload.converting.moving import Descriptor, Writer
 from transload.converting.old_set import clear_parts
 from transload.converting.pouring import can_pour, pour
 from transload.dtypes import ITEMSIZE, SAFETENSORS
+from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted
     from transload.converting.job import Job
-    from transload.writing.atomic import Beside
+    from transload.io.atomic import Beside
 
 __all__ = ["holds", "index_name", "shard_names", "write_safetensors"]
 
@@ -125,7 +125,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 def _found(file: Beside, shard: _Shard) -> list[Back]:
     """Where the reader finds the entries of a file that was just written; it must find just them."""
-    from transload.read.safetensors import read_safetensors
+    from transload.formats.safetensors import read_safetensors
 
     source = Descriptor(file.descriptor, file.path)
     read = read_safetensors(source)

@@ -11,19 +11,19 @@ from transload.converting.carried import key_of, plain_dtype, rewritten
 from transload.converting.casting import is_cast
 from transload.converting.comparing import Back
 from transload.converting.entries import Entry, tie_of
-from transload.converting.errors import ConvertError
 from transload.converting.moving import Descriptor
 from transload.converting.structure import Slot
 from transload.dtypes import ITEMSIZE, QUANTIZED, STORAGES, itemsize
-from transload.read.nodes import Call, Dict, Global, Persistent
-from transload.writing.archive import PIECE, SMALL, Bunch, Chunk, Record, write_archive
+from transload.errors import ConvertError
+from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive
+from transload.nodes import Call, Dict, Global, Persistent
 
 if TYPE_CHECKING:
     from transload.content import Content
     from transload.converting.entries import Data
     from transload.converting.job import Job
     from transload.converting.structure import Structure
-    from transload.writing.atomic import Beside
+    from transload.io.atomic import Beside
 
 __all__ = ["Layout", "holds", "laid_out", "write_torch"]
 
@@ -70,9 +70,9 @@ class Layout(NamedTuple):
 
 def write_torch(job: Job, made: Structure, layout: Layout, data: Data) -> list[Back]:
     """Write the object and its storages; where they are now."""
+    from transload.formats.pickle_writer import dumps
+    from transload.io.atomic import SystemFile
     from transload.saving.archive import ROOT, closing_records, threads_for
-    from transload.writing.pickles import dumps
-    from transload.writing.sinks import SystemFile
 
     storages, views = layout
     nodes = _Nodes(views, _Whole(storages, data))
@@ -280,7 +280,7 @@ def _records(pickled: bytes, storages: list[_Stored], data: Data) -> Iterator[Re
 
 def _found(file: Beside, slots: tuple[Slot, ...], views: dict[int, _View], storages: list[_Stored]) -> list[Back]:
     """Where the reader finds what was just written; it must find just that."""
-    from transload.read import read_source
+    from transload.formats import read_source
 
     source = Descriptor(file.descriptor, file.path)
     read = read_source(source)

@@ -67,8 +67,8 @@ class Here:
 
     def _check(self, path: str) -> Check:
         from transload.checking import checked
+        from transload.formats import inspect
         from transload.place import AUTO
-        from transload.read import inspect
 
         return checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
 

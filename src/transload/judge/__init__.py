@@ -11,7 +11,7 @@ from transload.judge.origin import origin
 from transload.judge.prediction import predict
 from transload.judge.problems import judge_problems
 from transload.judge.safety import judge_pickles
-from transload.read.nodes import Pickle
+from transload.nodes import Pickle
 
 __all__ = ["integrity_of", "judge"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from transload.formats import pickle_machine
 from transload.judge.shapes import full_name
-from transload.read import pickle_machine
-from transload.read.nodes import Call, Pickle
+from transload.nodes import Call, Pickle
 
 __all__ = ["MAX_DEPTH", "Nested"]
 
@@ -75,9 +75,9 @@ def _first(args: object) -> tuple[object, ...]:
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
-    from transload.read.source import BytesSource
-    from transload.read.torch_zip import Archive
-    from transload.read.zip_index import read_index, starts_like_zip
+    from transload.formats.torch_zip import Archive
+    from transload.formats.zip_index import read_index, starts_like_zip
+    from transload.io.sources import BytesSource
 
     source = BytesSource(data)
     if not starts_like_zip(source):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, Origin
-from transload.read.nodes import Call, Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global, Pickle
 
 __all__ = ["origin"]
 

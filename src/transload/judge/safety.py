@@ -11,7 +11,7 @@ from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.judge.names import canonical, classify, is_class_path, is_loader, torch_spelling
 from transload.judge.nested import Nested
 from transload.judge.shapes import check_call, full_name
-from transload.read.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
+from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 __all__ = ["Judgement", "judge_pickles", "safe_globals_lines"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transload.findings import Safety
 from transload.judge.names import TORCH_DEFAULT, canonical
-from transload.read.nodes import Call, Dict, Global, Persistent
+from transload.nodes import Call, Dict, Global, Persistent
 
 __all__ = ["check_call", "full_name"]
 
@@ -33,7 +33,7 @@ def full_name(node: object) -> str:
 def check_call(name: str, call: Call) -> Complaint:
     r"""What is wrong with a call of an allowed name, if anything.
 
-    >>> from transload.read.pickle_machine import run
+    >>> from transload.formats.pickle_machine import run
     >>> check_call("builtins.bytearray", run(b"cbuiltins\nbytearray\nJ\0\0\0\1\x85R.").root)[0]
     'dangerous'
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import CannotReadError
+from transload.formats import no_collecting
 from transload.loading.arguments import (
     Progressing,
     check_arguments,
@@ -27,12 +28,11 @@ from transload.loading.objects import Wrong
 from transload.loading.progress import telling
 from transload.loading.storages import How
 from transload.loading.task import Task
-from transload.read import no_collecting
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
+    from transload.io.sources import SourceLike
     from transload.place import Plan
-    from transload.read.source import SourceLike
 
 __all__ = ["load"]
 

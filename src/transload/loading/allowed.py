@@ -13,7 +13,7 @@ from transload.judge.names import TORCH_DEFAULT, canonical, torch_spelling
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.read.nodes import Global, Pickle
+    from transload.nodes import Global, Pickle
 
 __all__ = ["Allowed", "Unknown", "registrar"]
 

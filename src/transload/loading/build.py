@@ -14,14 +14,14 @@ from transload.loading.held import Held
 from transload.loading.objects import BUILDERS, Args, Wrong, set_attributes
 from transload.loading.ordinary import Entry, ordinary
 from transload.loading.rebuild import Rebuilder
-from transload.read.nodes import Call, Dict, Global, Persistent, Set, module_class
+from transload.nodes import Call, Dict, Global, Persistent, Set, module_class
 
 if TYPE_CHECKING:
     import torch
 
     from transload.loading.arrival import Arrival
     from transload.loading.files import Piece
-    from transload.read.nodes import Pickle
+    from transload.nodes import Pickle
 
 __all__ = ["build"]
 

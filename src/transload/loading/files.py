@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from transload.errors import UsageError
 from transload.frozen import facts
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
 from transload.loading.errors import BrokenFileError
-from transload.read.source import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
@@ -182,13 +182,13 @@ class Files:
         if os.path.isdir(path):  # noqa: PTH112 - as above
             return self._directory(path)
         if path.endswith(".index.json"):
-            from transload.read.directory import read_sharded
+            from transload.formats.directory import read_sharded
 
             return self._sharded(read_sharded(path, self._read_file), os.path.dirname(path))  # noqa: PTH120 - as above
         return self._single(_File(path), path)
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.read import read_source
+        from transload.formats import read_source
 
         self._open[""] = (source, None)
         checkpoint = read_source(source, tree=self._tree)
@@ -196,7 +196,7 @@ class Files:
 
     def _read_file(self, path: str) -> Checkpoint:
         """Read a file of a directory, and keep it open."""
-        from transload.read import read_source
+        from transload.formats import read_source
 
         source = open_beside(path, len(self._open))
         self._open[path] = (source, None)
@@ -205,8 +205,8 @@ class Files:
         return checkpoint
 
     def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.read.directory import read_directory
-        from transload.read.unzipped import read_unzipped
+        from transload.formats.directory import read_directory
+        from transload.formats.unzipped import read_unzipped
 
         checkpoint = read_directory(path, read_file=self._read_file, read_unzipped=read_unzipped)
         if checkpoint.format == "sharded":
@@ -280,7 +280,7 @@ def _opened(f: object) -> Source:
 
 def _begins(source: Source) -> bool:
     """Whether a checkpoint begins here: else what lies before the position of a file object is meant, too."""
-    from transload.read.torch_legacy import looks_like_legacy
-    from transload.read.zip_index import starts_like_zip
+    from transload.formats.torch_legacy import looks_like_legacy
+    from transload.formats.zip_index import starts_like_zip
 
     return starts_like_zip(source) or looks_like_legacy(source)

@@ -13,7 +13,7 @@ from typing import Any
 
 from transload.loading.errors import LoadError
 from transload.loading.objects import Wrong
-from transload.read.nodes import Big, Dict, Extension, OutOfBand, Pickle, Set
+from transload.nodes import Big, Dict, Extension, OutOfBand, Pickle, Set
 
 __all__ = ["Missing", "Walk", "set_items"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.loading.objects import Wrong
 from transload.loading.ordinary import Entry, entries
-from transload.read.nodes import Persistent
+from transload.nodes import Persistent
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ class _Tar:
     """The tables of a tar archive: its pickle names tensors and storages by number."""
 
     def __init__(self, piece: Piece) -> None:
-        from transload.read import torch_tar
+        from transload.formats import torch_tar
 
         source = piece.open("")
         found = {member.name.removeprefix("./"): member for member in torch_tar.members(source)[0]}

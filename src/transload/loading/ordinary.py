@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transload.read.nodes import Call, Global, Persistent
+from transload.nodes import Call, Global, Persistent
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, GlobalUse
     from transload.findings import Finding
     from transload.loading.allowed import Allowed
-    from transload.read.nodes import Pickle
+    from transload.nodes import Pickle
 
 __all__ = ["loaded_pickles", "refuse_broken", "refuse_program", "refuse_unsafe", "worth_a_warning"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
-    from transload.read.source import Source
+    from transload.io.sources import Source
 
 __all__ = ["load_exported", "load_script"]
 

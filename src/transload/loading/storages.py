@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Record, Storage
+    from transload.io.sources import Source
     from transload.loading.arrival import Arrival
     from transload.loading.files import Piece
-    from transload.read.source import Source
 
 __all__ = ["How", "read_storages"]
 
@@ -216,7 +216,7 @@ class _Reader:
 
     def _record(self, storage: Storage) -> Record | None:
         """The record of a compressed storage, which says where its packed bytes lie."""
-        from transload.read.zip_index import read_index
+        from transload.formats.zip_index import read_index
 
         if storage.file not in self._records:
             known = {record.name: record for record in self._piece.checkpoint.records}
@@ -279,8 +279,7 @@ def _named(piece: Piece, storage: Storage) -> str:
 
 def _names(piece: Piece) -> dict[str, tuple[str, ...]]:
     """The tensors of each storage, of a checkpoint whose tensors were only counted."""
-    from transload.read.storages import Place, StorageTable
-    from transload.read.tensors import find_tensors
+    from transload.formats.tensors import Place, StorageTable, find_tensors
 
     found: dict[str, tuple[str, ...]] = {}
     for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from transload.read.source import Source
+from transload.io.sources import Source
 
 __all__ = ["as_file"]
 
@@ -44,7 +44,7 @@ class _Stream(io.RawIOBase):
 def as_file(source: Source) -> io.BufferedReader:
     """A binary file over a source; closing it leaves the source open.
 
-    >>> from transload.read.source import open_source
+    >>> from transload.io.sources import open_source
     >>> as_file(open_source(b"abc")).read(2)
     b'ab'
     """

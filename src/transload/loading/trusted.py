@@ -13,10 +13,10 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import TransloadError, UsageError
+from transload.io.sources import Slice, Source
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.streams import as_file
 from transload.loading.trusted_names import class_of, storage_dtype, unpickler_of
-from transload.read.source import Slice, Source
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ class _Load:
     # -- the tar format
 
     def _tar(self) -> Any:
-        from transload.read.torch_tar import members
+        from transload.formats.torch_tar import members
 
         parts = {
             member.name.removeprefix("./"): Slice(self._source, member.offset, member.size, member.name)
@@ -202,7 +202,7 @@ def _numbers(file: Any, count: int) -> tuple[int, ...]:
 
 def _pickle_of(source: Source, checkpoint: Checkpoint) -> bytes:
     """The record ``data.pkl``, which torch finds without regard to case."""
-    from transload.read.zip_index import read_payload
+    from transload.formats.zip_index import read_payload
 
     named = {record.name.lower(): record for record in checkpoint.records}
     named |= {record.name: record for record in checkpoint.records}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key, Tensor
+    from transload.io.sources import SourceLike
     from transload.opening.views import Index
-    from transload.read.source import SourceLike
 
 __all__ = ["Handle", "Lazy", "open"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transload.loading.errors import BrokenFileError, LoadError
+from transload.nodes import Call
 from transload.opening.one import check_one, fill, read_one
-from transload.read.nodes import Call
 
 if TYPE_CHECKING:
     import torch

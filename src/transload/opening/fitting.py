@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transload.nodes import Call, Dict
 from transload.opening.mismatch import Difference
 from transload.opening.paths import plain
 from transload.opening.slots import Slot
-from transload.read.nodes import Call, Dict
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from transload.loading.errors import BrokenFileError
 if TYPE_CHECKING:
     from zlib import _Decompress
 
-    from transload.read.source import Source
+    from transload.io.sources import Source
 
 __all__ = ["Inflating"]
 

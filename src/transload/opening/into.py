@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import TransloadError, UsageError
+from transload.formats import no_collecting
 from transload.loading.arguments import check_settings
 from transload.loading.errors import BrokenFileError, LoadError
 from transload.loading.transfer import Ended, Settings, Want, bring
@@ -19,12 +20,11 @@ from transload.opening.opened import Opened, open_checkpoint
 from transload.opening.own_way import Held, OwnWay, State
 from transload.opening.slots import has_post_hooks, modules, slots
 from transload.opening.subtree import build_node
-from transload.read import no_collecting
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.read.source import SourceLike
+    from transload.io.sources import SourceLike
 
 __all__ = ["KeysWarning", "Loaded", "MismatchError", "load_into"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from transload.formats.safetensors import header_metadata
 from transload.opening.paths import NOWHERE, plain
-from transload.read.safetensors import header_metadata
 
 if TYPE_CHECKING:
     from transload.checkpoint import Leaf

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.dtypes import ITEMSIZE
+from transload.io.sources import BytesSource, Source
 from transload.loading.errors import BrokenFileError, DoesNotFitError, LoadError
 from transload.loading.rebuild import is_fake_mode
 from transload.opening.views import View, pieces, select
-from transload.read.source import BytesSource, Source
 
 if TYPE_CHECKING:
     import torch

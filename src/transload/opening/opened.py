@@ -8,12 +8,12 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from transload.errors import CannotReadError, UsageError
+from transload.formats import no_collecting
+from transload.io.sources import Source, SourceLike
 from transload.loading.errors import BrokenFileError, LoadError, NotACheckpointError, os_error
 from transload.loading.files import Files, Piece, open_beside
 from transload.opening.inflating import Inflating
 from transload.opening.paths import NOWHERE, Paths
-from transload.read import no_collecting
-from transload.read.source import Source, SourceLike
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Record, Storage
@@ -103,7 +103,7 @@ class Opened:
         return Inflating(source, record.offset, record.stored, record.size)
 
     def _record(self, storage: Storage, source: Source) -> Record | None:
-        from transload.read.zip_index import read_index
+        from transload.formats.zip_index import read_index
 
         known = {record.name: record for record in self.checkpoint.records} if self._folder is None else {}
         return (known or read_index(source).records).get(storage.record)

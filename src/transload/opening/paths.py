@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transload.read.nodes import Call, Dict
-from transload.read.values import called, short_key
+from transload.formats.tensors import called, short_key
+from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
     from transload.checkpoint import Key

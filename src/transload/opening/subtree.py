@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.loading.errors import UnsafeError
-from transload.read.nodes import Call, Dict, Global, Persistent, Set
+from transload.nodes import Call, Dict, Global, Persistent, Set
 
 if TYPE_CHECKING:
     from transload.loading.arrival import Arrival

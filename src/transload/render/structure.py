@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transload.read.nodes import Big, Call, Dict, Extension, Global, Persistent, Set
+from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set
 from transload.render.escape import printable
 from transload.render.lines import Block, Line, Prose, heading, note
 from transload.render.sizes import plural, shape_text

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from transload.read import FORMATS
+from transload.formats import FORMATS
 from transload.render.escape import printable
 from transload.render.lines import BLANK, Block, Line, Prose, Table, heading, layout, note, plain
 from transload.render.sizes import count, plural, size
@@ -83,7 +83,7 @@ def _finding(finding: Finding) -> Sequence[Block]:
 
 
 def _rescue(verification: Verification) -> str:
-    from transload.read.foreign.kinds import rescue_command
+    from transload.formats.foreign import rescue_command
 
     return rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
 

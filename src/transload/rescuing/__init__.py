@@ -14,7 +14,7 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transload.read.source import SourceLike
+    from transload.io.sources import SourceLike
     from transload.rescuing.filling import Fill
     from transload.rescuing.result import Rescue
 
@@ -74,8 +74,8 @@ def _several_files(src: SourceLike) -> str:
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
     if not (path.endswith(".index.json") or os.path.isdir(path)):  # noqa: PTH112 - texts throughout, as given
         return ""
+    from transload.formats import inspect
     from transload.judge.commands import SETS
-    from transload.read import inspect
 
     return path if inspect(path).format in SETS else ""
 

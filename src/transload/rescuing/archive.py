@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.inflated import Inflated
 from transload.rescuing.judging import Judged, are_summed, judged_records
 from transload.rescuing.layout import Item, laid_out

@@ -10,8 +10,8 @@ from __future__ import annotations
 from math import isqrt
 from typing import NamedTuple
 
-from transload.read.checksum import ONE, POLYNOMIAL, times
-from transload.read.checksum import power as power_of
+from transload.io.checksums import ONE, POLYNOMIAL, times
+from transload.io.checksums import power as power_of
 
 __all__ = ["MOST_BITS", "Bit", "flipped_bits"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.headers import CENTRAL, END, END64, MAX_NAME, Line, is_sign, line_of
 
 __all__ = ["Directory", "find_directory", "read_directory"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-from transload.read.source import Source
-from transload.read.zip_index import widen
+from transload.formats.zip_index import widen
+from transload.io.sources import Source
 
 __all__ = [
     "CENTRAL",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from threading import Lock
 
-from transload.read.source import Source, copied
+from transload.io.sources import Source, copied
 
 __all__ = ["Inflated"]
 

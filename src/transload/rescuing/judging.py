@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.mending import Claim, Verdict, verdicts
 from transload.rescuing.names import Knowledge, chosen_names
 from transload.rescuing.placing import Found

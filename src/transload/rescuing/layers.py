@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from transload.read.source import BytesSource, Slice, Source
-from transload.rescuing.errors import RescueError
+from transload.errors import RescueError
+from transload.io.sources import BytesSource, Slice, Source
 from transload.rescuing.headers import LOCAL, is_sign
 from transload.rescuing.inflated import Inflated
 from transload.rescuing.judging import claim_of

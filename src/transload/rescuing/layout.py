@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from struct import pack_into
 from typing import NamedTuple
 
+from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 from transload.rescuing.parts import Part, literal
-from transload.writing.zip_format import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 
 __all__ = ["Item", "laid_out"]
 

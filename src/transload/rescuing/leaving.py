@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transload.read.nodes import Call, Dict, Set
-from transload.read.rebuild import READERS
-from transload.read.values import called
+from transload.formats.tensors import READERS, called
+from transload.nodes import Call, Dict, Set
 
 __all__ = ["leave_out"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from transload.dtypes import ITEMSIZE
-from transload.read.nodes import Pickle
-from transload.read.source import Source
-from transload.read.storages import Slot
-from transload.read.torch_legacy import claimed, run_at
+from transload.formats.tensors import Slot
+from transload.formats.torch_legacy import claimed, run_at
+from transload.io.sources import Source
+from transload.nodes import Pickle
 from transload.rescuing.mended import Gone, Mend, Mended
 from transload.rescuing.parts import Assembly, Filler, Part, patched
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from struct import Struct, error
 
-from transload.read.nodes import Pickle
-from transload.read.source import Source
-from transload.read.storages import Slot
-from transload.read.torch_legacy import claimed, run_at
+from transload.formats.tensors import Slot
+from transload.formats.torch_legacy import claimed, run_at
+from transload.io.sources import Source
+from transload.nodes import Pickle
 from transload.rescuing.headers import DESCRIPTOR, Local
 from transload.rescuing.mending import mended_bytes
 
@@ -48,7 +48,7 @@ class Measure:
     def slots(self) -> dict[str, Slot]:
         """The storages that the index names, by key. It is read when it is first asked for."""
         if self._index is not None:
-            from transload.read import pickle_machine
+            from transload.formats import pickle_machine
 
             data = mended_bytes(self.source, *self._index)
             pickle: Pickle = pickle_machine.run(data, name="data.pkl")

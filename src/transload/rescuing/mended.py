@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.layout import Item
 from transload.rescuing.mending import Certainty
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from transload.checkpoint import Record
-from transload.read.source import Source
-from transload.read.threads import each, threads
-from transload.read.verify import Lost, checksums
+from transload.formats.verify import Lost, checksums
+from transload.io.pool import each, threads
+from transload.io.sources import Source
 from transload.rescuing.bits import MOST_BITS, Bit, flipped_bits
 
 __all__ = ["Certainty", "Claim", "Verdict", "certainty_of", "mended_bytes", "verdicts"]

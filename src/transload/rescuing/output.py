@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Storage
-from transload.read import pickle_machine
-from transload.read.nodes import Call
-from transload.read.source import Source
-from transload.read.storages import Place, StorageTable
-from transload.read.tensors import find_tensors
-from transload.read.torch_legacy import claimed, run_at
-from transload.rescuing.errors import RescueError
+from transload.errors import RescueError
+from transload.formats import pickle_machine
+from transload.formats.tensors import Place, StorageTable, find_tensors
+from transload.formats.torch_legacy import claimed, run_at
+from transload.io.sources import Source
+from transload.nodes import Call
 from transload.rescuing.fates import Fate, Fates
 from transload.rescuing.filling import Fill, pattern_of
 from transload.rescuing.layout import Item, laid_out
@@ -149,7 +148,7 @@ def left_out(mended: Mended, checkpoint: Checkpoint, fates: Fates, lost: Sequenc
 
 
 def _index_without(root: object, storages: Sequence[Storage], fates: Fates, where: str) -> bytes:
-    from transload.writing.pickles import CannotPickleGraphError, dumps
+    from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 
     by_key = {storage.key: storage for storage in storages}
 
@@ -192,7 +191,7 @@ def _archive_without(mended: Mended, index: bytes) -> Source:
 
 def _legacy_without(source: Source, checkpoint: Checkpoint, index: bytes) -> Source:
     """The stream again, with the new object, the keys it needs, and their storages."""
-    from transload.writing.pickles import dumps
+    from transload.formats.pickle_writer import dumps
 
     position = 0
     for _ in range(3):

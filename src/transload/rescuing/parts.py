@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from transload.read.source import BytesSource, Source, copied
+from transload.io.sources import BytesSource, Source, copied
 
 __all__ = ["Assembly", "Filler", "Part", "literal", "patched"]
 

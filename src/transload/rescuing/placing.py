@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.headers import CENTRAL, LOCAL, Descriptor, Line, Local, describes, is_sign
 from transload.rescuing.measure import Measure
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from transload.read.safetensors import looks_like as looks_like_safetensors
-from transload.read.source import Slice, Source
-from transload.read.torch_legacy import looks_like_legacy
+from transload.formats.safetensors import looks_like as looks_like_safetensors
+from transload.formats.torch_legacy import looks_like_legacy
+from transload.io.sources import Slice, Source
 from transload.rescuing.archive import recover_archive
 from transload.rescuing.directory import find_directory
 from transload.rescuing.headers import LOCAL, is_plausible, is_sign, local_at

@@ -6,8 +6,8 @@ import json
 from collections.abc import Container
 
 from transload.checkpoint import Checkpoint
-from transload.read.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
-from transload.read.source import Source
+from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
+from transload.io.sources import Source
 from transload.rescuing.mended import Gone, Mend, Mended
 from transload.rescuing.parts import Assembly, Filler, Part, literal, patched
 

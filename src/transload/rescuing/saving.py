@@ -7,11 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from transload.errors import CannotReadError, UsageError
-from transload.read import FORMATS, no_collecting, read_source
-from transload.read.source import Source, SourceLike, open_source
+from transload.errors import CannotReadError, RescueError, UsageError
+from transload.formats import FORMATS, no_collecting, read_source
+from transload.io.sources import Source, SourceLike, open_source
 from transload.rescuing.archive import MINOR
-from transload.rescuing.errors import RescueError
 from transload.rescuing.fates import Fate, Fates
 from transload.rescuing.layers import peeled
 from transload.rescuing.mended import Lost, Mended
@@ -127,7 +126,7 @@ def _refuse_rank(path: str) -> None:
     """A rank's file is a row of small archives, and what they hold stands in another file."""
     folder, name = os.path.split(path)
     if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as below
-        from transload.read.foreign.kinds import rescue_command
+        from transload.formats.foreign import rescue_command
 
         what = "it is one of the files of a torch.distributed.checkpoint directory"
         raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")
@@ -241,9 +240,8 @@ def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> lis
 
 
 def _written(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
+    from transload.io.atomic import Beside, SystemFile
     from transload.loading.progress import telling
-    from transload.writing.atomic import Beside
-    from transload.writing.sinks import SystemFile
 
     tell = telling(progress, out.size, "writing")
     with Beside(target) as file:
@@ -262,8 +260,7 @@ def write_report(made: Rescue) -> None:
     """Write the report that lies beside a new file."""
     import json
 
-    from transload.writing.atomic import Beside
-    from transload.writing.sinks import SystemFile
+    from transload.io.atomic import Beside, SystemFile
 
     text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
     with Beside(made.report) as file:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from transload.content import Content, open_content
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.fates import Fate
 from transload.rescuing.mended import Lost, Mend
 from transload.rescuing.mending import Claim, Verdict, verdicts

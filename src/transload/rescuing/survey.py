@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.directory import Directory, find_directory, read_directory
 from transload.rescuing.headers import (
     CENTRAL,

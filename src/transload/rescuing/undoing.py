@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.rescuing.parts import Assembly, Part, literal
 from transload.rescuing.unpacking import Spool
 from transload.retagging.journal import Journal, journal_of, state_of

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import IO, Any
 
-from transload.read.source import Source, copied
-from transload.rescuing.errors import RescueError
+from transload.errors import RescueError
+from transload.io.sources import Source, copied
 
 __all__ = ["Spool", "most_of", "unpacked"]
 

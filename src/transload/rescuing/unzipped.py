@@ -7,8 +7,8 @@ from zlib import crc32
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.read.source import FileSource, copied
-from transload.read.unzipped import open_directory
+from transload.formats.unzipped import open_directory
+from transload.io.sources import FileSource, copied
 from transload.rescuing.layout import Item, laid_out
 from transload.rescuing.mended import Mended
 from transload.rescuing.parts import Assembly, Part

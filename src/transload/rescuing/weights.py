@@ -7,9 +7,9 @@ from zlib import crc32
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.dtypes import ITEMSIZE, STORAGES
-from transload.read.nodes import Call, Dict, Global, Persistent
-from transload.read.source import Source
-from transload.rescuing.errors import RescueError
+from transload.errors import RescueError
+from transload.io.sources import Source
+from transload.nodes import Call, Dict, Global, Persistent
 from transload.rescuing.layout import Item, laid_out
 from transload.rescuing.parts import Assembly, Part, literal
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 def weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """A file with these tensors, on the CPU, sharing storages as they did."""
-    from transload.writing.pickles import dumps
+    from transload.formats.pickle_writer import dumps
 
     storages = {storage.id: storage for storage in checkpoint.storages}
     plain = [t for t in tensors if t.kind == "strided" and t.dtype in _CLASSES and t.storage in storages]

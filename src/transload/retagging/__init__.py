@@ -15,7 +15,7 @@ from transload.retagging.names import has_journal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transload.read.source import FileSource
+    from transload.io.sources import FileSource
     from transload.retagging.result import Retag
     from transload.retagging.wish import Wish
 
@@ -42,7 +42,7 @@ def retag(  # noqa: PLR0913 - what a user may ask for
     """
     from dataclasses import replace
 
-    from transload.read.source import FileSource
+    from transload.io.sources import FileSource
     from transload.retagging.guard import refuse_written_by_others
     from transload.retagging.wish import wish_of
 
@@ -123,7 +123,7 @@ def _ready(path: str, out: str, *, keep_undo: bool, hard_links: bool) -> str:
     elif not several:
         refuse_in_place(path, hard_links=hard_links)
     if several:
-        from transload.read import inspect
+        from transload.formats import inspect
         from transload.retagging.refusals import refuse_file
 
         refuse_file(inspect(path))
@@ -140,7 +140,7 @@ def _recovered(path: str) -> str:
 
 
 def _retagged(source: FileSource, wish: Wish, out: str, *, dry_run: bool, keep: bool) -> Retag:
-    from transload.read import no_collecting
+    from transload.formats import no_collecting
     from transload.retagging.applying import apply
     from transload.retagging.plan import plan_of
     from transload.retagging.result import Retag

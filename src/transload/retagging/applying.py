@@ -7,14 +7,12 @@ import stat
 from contextlib import suppress
 from errno import ELOOP
 
-from transload.errors import CannotReadError
+from transload.errors import CannotReadError, CannotWriteError, RetagError
 from transload.retagging.changes import Changes
 from transload.retagging.disk import Disk, read_at
-from transload.retagging.errors import RetagError
 from transload.retagging.guard import cannot_write, lock, refuse_changed, refuse_replaced
 from transload.retagging.journal import Journal, journal_of, state_of
 from transload.retagging.names import Names, names_of
-from transload.writing.errors import CannotWriteError
 
 __all__ = ["apply", "recover", "stale_journal", "undo_changes"]
 

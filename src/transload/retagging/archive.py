@@ -10,13 +10,13 @@ from struct import Struct
 from zlib import crc32
 
 from transload.checkpoint import Record
+from transload.errors import RetagError
+from transload.formats.zip_index import widen
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import facts
-from transload.read.source import Source
-from transload.read.zip_index import widen
+from transload.io.sources import Source
 from transload.retagging.changes import Change, Changes
-from transload.retagging.errors import RetagError
 from transload.retagging.stream import Edit, in_stream, spliced
-from transload.writing.zip_format import central_entry, descriptor, end_of_archive, local_header
 
 __all__ = ["Place", "appended", "find_record", "overwritten"]
 

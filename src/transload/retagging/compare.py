@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transload.read.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 from transload.retagging.sites import tag_of
 
 __all__ = ["same_but_tags"]

@@ -7,9 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from transload.errors import CannotReadError
-from transload.retagging.errors import BusyFileError, RetagError
-from transload.writing.errors import CannotWriteError
+from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError
 
 __all__ = [
     "cannot_write",

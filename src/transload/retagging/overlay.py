@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transload.read.source import Source
+from transload.io.sources import Source
 from transload.retagging.changes import Changes
 
 __all__ = ["Overlay"]

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from transload.errors import RetagError
 from transload.frozen import facts
 from transload.retagging.archive import appended, overwritten
 from transload.retagging.changes import Change, Changes
 from transload.retagging.compare import same_but_tags
-from transload.retagging.errors import RetagError
 from transload.retagging.overlay import Overlay
 from transload.retagging.quick_sites import find_quickly
 from transload.retagging.refusals import data_pickle, refuse_file
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transload.checkpoint import Checkpoint, Storage
-    from transload.read.nodes import Pickle
-    from transload.read.source import FileSource, Source
+    from transload.io.sources import FileSource, Source
+    from transload.nodes import Pickle
     from transload.retagging.wish import Wish
 
 __all__ = ["Planned", "TagChange", "plan_of"]
@@ -63,8 +63,8 @@ def plan_of(source: FileSource, wish: Wish, *, copy: bool) -> Planned:
 
     The plan is proven: the file as it would be is read by the same reader, and is the same but for the tags.
     """
+    from transload.formats import read_source
     from transload.judge import judge
-    from transload.read import read_source
 
     seen = os.fstat(source.descriptor)
     checkpoint = judge(read_source(source))
@@ -155,7 +155,7 @@ def _changes(file: _File, found: Found, offset: int, data: bytes) -> tuple[str, 
 
 def _is_right(file: _File, changes: Changes) -> bool:
     """Read the file as it would be: the same pickle but for the tags, the same storages, and nothing wrong with it."""
-    from transload.read import read_source
+    from transload.formats import read_source
 
     old, new = file.checkpoint, read_source(Overlay(file.source, changes))
     pickle = next((each for each in new.pickles if each.main), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from transload.read.nodes import Persistent, Pickle
+from transload.nodes import Persistent, Pickle
 from transload.retagging.sites import LITERALS, PUTS, Found, Op, Site, tag_of
 
 __all__ = ["find_quickly"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from transload.errors import RetagError
+from transload.formats.foreign import quoted, rescue_command
 from transload.judge.commands import command_lines
-from transload.read.foreign.kinds import quoted, rescue_command
-from transload.retagging.errors import RetagError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Record

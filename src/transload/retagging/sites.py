@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from transload.formats.pickle_machine import opcodes
 from transload.frozen import facts
-from transload.read.nodes import Persistent, Pickle
-from transload.read.pickle_machine import opcodes
+from transload.nodes import Persistent, Pickle
 
 __all__ = [
     "FRAME",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from transload.read.nodes import Pickle
+from transload.nodes import Pickle
 from transload.retagging.changes import Change
 from transload.retagging.sites import FRAME, MEMOIZE, NUMBERS, PROTO, Found, Op, Site, tag_of
 

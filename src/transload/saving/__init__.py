@@ -79,7 +79,7 @@ def save_async(  # noqa: PLR0913 - as above
 
     >>> future = transload.save_async(checkpoint, "step-1000.pt")  # doctest: +SKIP
     """
-    from transload.read.checksum import fastest_crc32
+    from transload.io.checksums import fastest_crc32
     from transload.saving.background import background
     from transload.saving.job import Wish, prepare, write
     from transload.saving.snapshot import snapshot_of

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from zlib import crc32
 
-from transload.cores import cores
-from transload.writing.archive import Record
+from transload.formats.zip_writer import Record
+from transload.io.pool import cores
 
 __all__ = ["ROOT", "closing_records", "opening_records", "threads_for"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transload.errors import UsageError
+from transload.formats.zip_writer import ALIGNMENT
 from transload.saving.errors import SaveError
-from transload.writing.zip_format import ALIGNMENT
 
 __all__ = [
     "Progressing",

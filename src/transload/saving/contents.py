@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
 from transload.loading.transfer.memory import view
 from transload.saving.desk import Stored
-from transload.writing.archive import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
 
 __all__ = ["Copied", "Fetcher", "Memory", "Ring", "Span", "bytes_at", "records_of"]
 

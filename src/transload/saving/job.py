@@ -11,9 +11,12 @@ from errno import EACCES, EBUSY, EPERM, EROFS
 from itertools import chain
 from typing import Any, NamedTuple
 
+from transload.errors import CannotWriteError
+from transload.formats import no_collecting
+from transload.formats.zip_writer import Sink, write_archive
+from transload.io.atomic import Beside, FileObject, Straight, SystemFile, is_atomic
 from transload.loading.errors import NoTorchError
 from transload.loading.progress import telling
-from transload.read import no_collecting
 from transload.saving.archive import ROOT, closing_records, opening_records, threads_for
 from transload.saving.arguments import (
     Progressing,
@@ -31,10 +34,6 @@ from transload.saving.desk import Stored
 from transload.saving.origin import ORIGIN, Origin, origin_of
 from transload.saving.pickled import pickled
 from transload.saving.snapshot import Snapshot
-from transload.writing.archive import Sink, write_archive
-from transload.writing.atomic import Beside, Straight, is_atomic
-from transload.writing.errors import CannotWriteError
-from transload.writing.sinks import FileObject, SystemFile
 
 __all__ = ["Prepared", "Wish", "prepare", "write"]
 

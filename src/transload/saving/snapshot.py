@@ -12,11 +12,11 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any, TypeVar
 
-from transload.cores import cores
+from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record
+from transload.io.pool import cores
 from transload.loading.transfer.memory import Pages, copy, view
 from transload.saving.contents import Fetcher, Span, bytes_at
 from transload.saving.desk import Stored
-from transload.writing.archive import PIECE, SMALL, Bunch, Chunk, Record
 
 __all__ = ["Copy", "Snapshot", "fetch_all", "snapshot_of"]
 

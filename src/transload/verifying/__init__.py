@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.content import Content
     from transload.findings import Problem
-    from transload.read.source import SourceLike
+    from transload.io.sources import SourceLike
     from transload.verifying.manifest import Manifest
     from transload.verifying.records import Key, Region, Sums
     from transload.verifying.result import TensorSum, Verification
@@ -217,7 +217,7 @@ def files_in(path: str) -> list[str]:
     """
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
         return [path]
-    from transload.read import inspect
+    from transload.formats import inspect
 
     try:
         parts = inspect(path).parts

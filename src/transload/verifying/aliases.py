@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.read.safetensors import header_metadata
+from transload.formats.safetensors import header_metadata
 
 if TYPE_CHECKING:
     from transload.content import Content

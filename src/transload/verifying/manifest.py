@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.verifying.errors import ManifestError
+from transload.errors import ManifestError
 from transload.verifying.result import Difference, TensorSum, Verification
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
     """Write the hashes of some checkpoints beside, then rename; ``ManifestError`` if one has none, or is damaged."""
     from transload._version import __version__
-    from transload.writing.atomic import Beside
+    from transload.io.atomic import Beside
 
     for each in verifications:
         if not each.ok or not each.sha256:
@@ -108,7 +108,7 @@ def _file(each: Verification) -> str:
 
 def read_manifest(path: str) -> Manifest:
     """The hashes in a file; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
-    from transload.read.source import FileSource
+    from transload.io.sources import FileSource
 
     source = FileSource(path)
     try:

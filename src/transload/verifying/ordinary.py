@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from transload.read.nodes import Call, Dict, Global, Persistent
-from transload.read.storages import MAX_SIZE
+from transload.formats.tensors import MAX_SIZE
+from transload.nodes import Call, Dict, Global, Persistent
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint

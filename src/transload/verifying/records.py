@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.read.verify import Lost, checksums, mismatch
+from transload.formats.verify import Lost, checksums, mismatch
 
 if TYPE_CHECKING:
     from transload.checkpoint import Storage
@@ -49,7 +49,7 @@ def regions(content: Content) -> list[Region]:
 
 def _archived(content: Content, file: str) -> Iterable[Record]:
     """The records of a rank's file. One of distributed checkpoints is a row of archives, and told by its storages."""
-    from transload.read.zip_index import read_index, starts_like_zip
+    from transload.formats.zip_index import read_index, starts_like_zip
 
     if content.checkpoint.format not in ("deepspeed", "megatron") or file.endswith(".distcp"):
         return ()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transload.content import Allowance, ContentError
 from transload.errors import CannotReadError, TransloadError
-from transload.read.checksum import fastest_crc32
-from transload.read.threads import each, threads
-from transload.read.verify import Lost, mismatch
+from transload.formats.verify import Lost, mismatch
+from transload.io.checksums import fastest_crc32
+from transload.io.pool import each, threads
 from transload.verifying.records import Key, Region, key_of
 from transload.verifying.result import TensorSum
 from transload.verifying.values import FLOATING, counted

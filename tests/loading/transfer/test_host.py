@@ -13,10 +13,10 @@ import pytest
 from tests.loading.transfer.fake import Goal
 
 from transload.errors import CannotReadError
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Source
 from transload.loading.transfer import Ended, Settings, Sums, Want, bring
 from transload.loading.transfer.host import HostLane
 from transload.loading.transfer.plan import CELL, Run
-from transload.read.source import BytesSource, FileSource, ObjectSource, Source
 
 SEEDS = range(4)
 

@@ -11,10 +11,10 @@ from zlib import crc32
 import pytest
 from tests.loading.transfer.fake import FakeDriver, Goal
 
+from transload.io.sources import FileSource
 from transload.loading.transfer import Choice, Ended, Sums, Want, bring, engine, mapped, ring
 from transload.loading.transfer.driver import DriverError
 from transload.loading.transfer.plan import CELL
-from transload.read.source import FileSource
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 

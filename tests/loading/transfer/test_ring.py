@@ -13,10 +13,10 @@ from zlib import crc32
 import pytest
 from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
 
+from transload.io.sources import BytesSource, FileSource
 from transload.loading.transfer import Ended, Settings, Sums, Want, bring, ring
 from transload.loading.transfer.driver import DriverError
 from transload.loading.transfer.plan import CELL
-from transload.read.source import BytesSource, FileSource
 
 SetCores = Callable[[int], None]
 LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transload.cores import cores
+from transload.io.pool import cores
 from transload.loading.transfer.cached import cached_share
 from transload.loading.transfer.choice import LITTLE, Choice, Facts, Settings, choose
 from transload.loading.transfer.crew import work
@@ -15,8 +15,8 @@ from transload.loading.transfer.memory import huge_pages_pay, in_huge_pages
 from transload.loading.transfer.plan import Job, Want, jobs
 
 if TYPE_CHECKING:
+    from transload.io.sources import Source
     from transload.loading.transfer.driver import Driver
-    from transload.read.source import Source
 
 __all__ = ["bring"]
 

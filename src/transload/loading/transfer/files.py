@@ -10,8 +10,8 @@ from transload.loading.transfer.memory import PAGE, view
 from transload.loading.transfer.plan import CELL
 
 if TYPE_CHECKING:
+    from transload.io.sources import Source
     from transload.loading.transfer.plan import Job, Run
-    from transload.read.source import Source
 
 __all__ = ["Ended", "File"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from transload.cores import cores
+from transload.io.pool import cores
 from transload.loading.transfer.cached import cached_share
 from transload.loading.transfer.choice import LITTLE, Choice, Facts, choose
 from transload.loading.transfer.memory import huge_pages_pay

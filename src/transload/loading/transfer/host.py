@@ -34,7 +34,7 @@ class Sums:
 
     def whole(self, count: int) -> list[int]:
         """The checksum of each of so many wants, all of whose parts came by."""
-        from transload.read.checksum import combined
+        from transload.io.checksums import combined
 
         found = [0] * count
         for want, begin, nbytes, value in sorted(self.parts):

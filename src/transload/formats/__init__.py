@@ -1,0 +1,293 @@
+"""Bytes to a ``Checkpoint``: which format a file has, and its reader. Nothing a file names is imported or run."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from transload.findings import Problem
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+    from transload.formats.foreign import Foreign
+    from transload.formats.torch_zip import Archive
+    from transload.formats.zip_index import ZipIndex
+    from transload.io.sources import Source, SourceLike
+
+__all__ = ["FORMATS", "inspect", "no_collecting", "read"]
+
+
+FORMATS: dict[str, str] = {
+    "torch-zip": "torch.save zip archive",
+    "torch-legacy": "torch.save legacy stream",
+    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
+    "torch-directory": "unpacked torch.save archive",
+    "torchscript": "TorchScript program",
+    "torch-export": "torch.export program",
+    "aotinductor": "AOTInductor package",
+    "torch-package": "torch.package archive",
+    "safetensors": "safetensors",
+    "sharded": "sharded checkpoint",
+    "dcp": "torch.distributed.checkpoint directory",
+    "deepspeed": "DeepSpeed checkpoint directory",
+    "megatron": "Megatron checkpoint directory",
+    "directory": "directory",
+    "pickle": "plain pickle",
+}
+"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
+
+
+def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
+
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
+    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
+    never an exception.
+
+    >>> inspect(b"<html>").integrity
+    'not-a-checkpoint'
+    """
+    from transload.judge import judge
+
+    with no_collecting():
+        return judge(read(f, verify=verify))
+
+
+@contextmanager
+def no_collecting(*, strangers: bool = False) -> Iterator[None]:
+    """Hold the garbage collector off while a graph is built.
+
+    The graph of a large checkpoint is half a million objects, none of which is garbage until we return: collecting
+    meanwhile takes as long as the reading itself. Nor is it worth a look right afterwards, so what is young is handed
+    to the oldest generation: freezing and thawing moves it there without looking (not where somebody else has
+    frozen). What comes there so is not counted, and garbage in it may never be looked for. So the program's own is
+    collected before; and with ``strangers``, objects that may hold one another, nothing is moved.
+    """
+    collecting = gc.isenabled()
+    if collecting:
+        gc.collect(1)
+        _holding.append(None)
+    try:
+        gc.disable()
+        yield
+    finally:
+        if collecting:
+            if not strangers and hasattr(gc, "freeze") and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+            del _holding[-1:]
+
+
+_holding: list[None] = []
+"""One for each that holds the garbage collector off at the moment."""
+
+
+def _collect_again() -> None:
+    """In a child process, which has none of the threads that held the collector off and would let it go."""
+    if _holding:
+        _holding.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_collect_again)
+
+
+def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """The facts of a checkpoint, not yet judged."""
+    if isinstance(f, str | os.PathLike):
+        path = os.fspath(f)
+        if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
+            return _read_directory(path, verify=verify)
+        if path.endswith(".index.json"):
+            return _read_sharded(path, verify=verify)
+    from transload.io.sources import open_source
+
+    source = open_source(f)
+    try:
+        return read_source(source, verify=verify)
+    finally:
+        source.close()
+
+
+def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> Checkpoint:
+    """Tell the format by content, in torch's own order (zip, tar, stream, then what torch does not know); read it.
+
+    Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
+    are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
+    """
+    from transload.formats.zip_index import starts_like_zip
+
+    if starts_like_zip(source):
+        return _rank(source) or _read_zip(source, verify=verify, tree=tree)
+    for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
+        checkpoint = recognise(source)
+        if checkpoint is not None:
+            return checkpoint
+    return _foreign(source, verify=verify)
+
+
+def _rank(source: Source) -> Checkpoint | None:
+    """A file of a ``torch.distributed.checkpoint`` directory: a row of small archives, of which another file tells."""
+    folder, name = os.path.split(source.name)
+    if not name.endswith(".distcp") or not os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
+        return None
+    from transload.formats.foreign import Foreign, quoted
+
+    title = "one of the files of a torch.distributed.checkpoint directory"
+    return _named(
+        source, Foreign("distcp", title, (), ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}"))
+    )
+
+
+def _try_tar(source: Source) -> Checkpoint | None:
+    from transload.formats.torch_tar import looks_like_tar, read_tar
+
+    return read_tar(source) if looks_like_tar(source) else None
+
+
+def _try_legacy(source: Source) -> Checkpoint | None:
+    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
+
+    return read_legacy(source) if looks_like_legacy(source) else None
+
+
+def _try_safetensors(source: Source) -> Checkpoint | None:
+    from transload.formats.safetensors import looks_like, read_safetensors
+
+    return read_safetensors(source) if looks_like(source) else None
+
+
+def _try_pickle(source: Source) -> Checkpoint | None:
+    from transload.formats.plain_pickle import read_plain_pickle
+
+    return read_plain_pickle(source)
+
+
+def _foreign(source: Source, *, verify: bool) -> Checkpoint:
+    from transload.formats.foreign import identify
+    from transload.formats.zip_index import ends_like_zip
+
+    what = identify(source)
+    if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
+        checkpoint = _read_zip(source, verify=verify)
+        return replace(checkpoint, problems=(Problem("zip-head-lost", detail=what.title), *checkpoint.problems))
+    return _named(source, what)
+
+
+def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
+    """A file that is no checkpoint, named for what it is."""
+    from transload.checkpoint import Checkpoint
+
+    problem = Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)
+    records = tuple(index.records.values()) if index else ()
+    problems = (problem, *(index.problems if index else ()))
+    return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
+
+
+def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
+    from transload.formats.torch_zip import Archive
+    from transload.formats.zip_index import read_index
+
+    index = read_index(source)
+    if not index.ok:
+        from transload.formats.foreign import mangled
+        from transload.formats.zip_walk import walk_index
+
+        copied_as_text = mangled(source)
+        if copied_as_text:
+            return _named(source, copied_as_text)
+        index = walk_index(source, index)
+    archive = Archive.of_zip(source, index)
+    reader = _zip_reader(archive)
+    if reader is None:
+        return _foreign_zip(source, index)
+    problems = (*index.problems, *_other_face(source))
+    light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
+    checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
+    return _with_checksums(checkpoint, source, index) if verify else checkpoint
+
+
+def _other_face(source: Source) -> list[Problem]:
+    """The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name."""
+    from transload.formats.safetensors import looks_like
+
+    detail = "it is also a safetensors file, and torch goes by the name"
+    return [Problem("zip-inside", detail=detail)] if looks_like(source) else []
+
+
+def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
+    """The reader for an archive, by its records; the first that fits, and only its module is imported."""
+    for fits, module, function in _ZIP_KINDS:
+        if fits(archive):
+            reader: Callable[..., Checkpoint] = getattr(import_module(f"transload.formats.{module}"), function)
+            return reader
+    return None
+
+
+def _holds(*names: str) -> Callable[[Archive], bool]:
+    """Whether an archive has a record of one of these names, or below one of them that ends in a slash."""
+    folders = tuple(name for name in names if name.endswith(("/", "_")))
+
+    def holds(archive: Archive) -> bool:
+        if any(archive.find(name) for name in names):
+            return True
+        return bool(folders) and any(name.startswith(folders) for name in archive.records)
+
+    return holds
+
+
+_has_pickle = _holds("data.pkl")
+_has_model = _holds("model.json")
+_ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
+    (_holds("constants.pkl"), "torchscript", "read_torchscript"),
+    (lambda archive: _has_model(archive) and not _has_pickle(archive), "torchscript", "read_torchscript"),  # 1.0 to 1.2
+    (_has_pickle, "torch_zip", "read_torch_zip"),
+    (_holds("data/aotinductor/"), "aotinductor", "read_aotinductor"),
+    (_holds("archive_format", "serialized_"), "torch_export", "read_export"),
+    (_holds(".data/extern_modules", ".data/python_version"), "torch_package", "read_package"),
+    # What is left of a torch.save archive whose index is lost.
+    (_holds("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0"), "torch_zip", "read_torch_zip"),
+)
+
+
+def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:
+    from transload.formats.foreign import identify_zip
+
+    prefix = f"{index.root}/" if index.root else ""
+    # A name that begins with a slash is one outside the folder.
+    names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
+    return _named(source, identify_zip(names, source.name), index)
+
+
+def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:
+    from transload.formats.verify import verify_records
+
+    if index.unsummed:
+        return checkpoint
+    bad = verify_records(source, index.records.values(), checkpoint.storages)
+    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
+    problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
+    return replace(checkpoint, problems=problems, checksummed=not bad and not known)
+
+
+def _read_directory(path: str, *, verify: bool) -> Checkpoint:
+    from transload.formats.directory import read_directory
+    from transload.formats.unzipped import read_unzipped
+
+    def read_file(name: str) -> Checkpoint:
+        return read(name, verify=verify)
+
+    return read_directory(path, verify=verify, read_file=read_file, read_unzipped=read_unzipped)
+
+
+def _read_sharded(path: str, *, verify: bool) -> Checkpoint:
+    from transload.formats.directory import read_sharded
+
+    return read_sharded(path, lambda name: read(name, verify=verify))

@@ -1,0 +1,1085 @@
+"""What the recognisers share: the answer, and a bounded look at the bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from transload.io.sources import BytesSource, Slice, Source
+
+__all__ = [
+    "CHECKPOINT_NAME",
+    "LEGACY_MAGIC",
+    "LOOKS",
+    "SCAN",
+    "Foreign",
+    "View",
+    "as_text",
+    "clean",
+    "identify",
+    "identify_zip",
+    "is_named",
+    "listed",
+    "magic",
+    "mangled",
+    "match",
+    "packed",
+    "pickled",
+    "quoted",
+    "rescue_command",
+    "taken_out",
+    "tar",
+    "text",
+    "zip_names",
+    "zipped",
+]
+
+
+# Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
+HEAD = 64 * 1024
+TAIL = 64 * 1024
+# A checkpoint behind foreign bytes is looked for this far, and no farther.
+SCAN = 1 << 20
+
+LONGEST_TEXT = 160
+LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What a file is that is no checkpoint.
+
+    ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are what was seen; ``fix``
+    is what to do, each a sentence or a command. ``holds`` is the ending of the checkpoint that is, or lies inside, it;
+    empty if there is none.
+
+    >>> Foreign("html", "a web page (title: 404 Not Found), not a checkpoint").format
+    'html'
+    """
+
+    format: str
+    title: str
+    details: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    holds: str = ""
+
+
+class View:
+    """The first and last bytes of a source. ``whole`` is false for the unpacked beginning of something longer."""
+
+    def __init__(self, source: Source, *, depth: int = 0, whole: bool = True) -> None:
+        self.source = source
+        self.size = source.size
+        self.depth = depth
+        self.whole = whole
+        self.head = source.read(0, HEAD)
+
+    @cached_property
+    def tail(self) -> bytes:
+        """The last bytes; they overlap the head in a small file."""
+        return self.source.read(max(0, self.size - TAIL), TAIL)
+
+    @cached_property
+    def wide(self) -> bytes:
+        """The first ``SCAN`` bytes, for those who must search."""
+        return self.head if self.size <= len(self.head) else self.source.read(0, SCAN)
+
+    @property
+    def path(self) -> str:
+        """Where the bytes lie; ``FILE`` if they have no path that a shell would know."""
+        return self.source.name if is_named(self.source.name) else "FILE"
+
+    @property
+    def file(self) -> str:
+        """The path as a shell takes it."""
+        return quoted(self.path)
+
+    def beside(self, suffix: str) -> str:
+        """A new path next to this one, as a shell takes it."""
+        return quoted(self.path + suffix)
+
+
+def quoted(path: str) -> str:
+    """A path as a shell takes it, and no command takes for an option.
+
+    >>> quoted("my model.pt"), quoted("-x.pt")
+    ("'my model.pt'", './-x.pt')
+    """
+    import shlex
+
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def is_named(name: str) -> bool:
+    """Whether the name of a source is a path; bytes and streams have none."""
+    return not name.startswith("<")
+
+
+def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
+    """The command that saves a checkpoint out of what it lies in, or what is left of it.
+
+    >>> rescue_command("my model.pt.gz")
+    "$ transload rescue 'my model.pt.gz' NEW.pt"
+    """
+    file = quoted(path) if is_named(path) else "FILE"
+    return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"
+
+
+def taken_out(path: str, ending: str, member: str = "") -> tuple[str, ...]:
+    """What to do about a checkpoint inside something else."""
+    which = "This takes one of them out." if member else "This takes the checkpoint out, as far as it is there."
+    return (which, rescue_command(path, ending, member))
+
+
+def clean(text: str | bytes, limit: int = LONGEST_TEXT) -> str:
+    r"""A stranger's text on one line, without control characters, cut.
+
+    >>> clean("404\x1b[31m  Not\nFound")
+    '404[31m Not Found'
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else "" for c in text[: 4 * limit]).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """A few cleaned names."""
+    shown = ", ".join(clean(name, 80) for name in names[:most])
+    return f"{shown}, …" if len(names) > most else shown
+
+
+def match(pattern: str, text: str) -> str:
+    """The first group of the first match, cleaned; empty if there is none."""
+    found = re.search(pattern, text, re.IGNORECASE | re.DOTALL)
+    return clean(found[1]) if found else ""
+
+
+# How much a packer may unpack to, and what its window may take: 1 KiB of xz can ask for 4 GiB.
+UNPACKED = 64 * 1024
+LZMA_MEMORY = 64 << 20
+# Members of a tar looked at; each costs one small read.
+TAR_MEMBERS = 64
+TAR_BLOCK = 512
+# Names of a zip that are looked at, and how much of its directory: a zip can hold millions of empty records.
+MAX_NAMES = 10_000
+MAX_DIRECTORY = 256 * 1024
+MAX_NAME = 4096
+
+CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle|distcp|gguf)(\.tar)?$", re.IGNORECASE)
+
+# As above, of what has been packed: model.pt.zst.
+CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
+
+
+class _ZipKind(NamedTuple):
+    """``all_of``: patterns that each must match a name. ``fix`` may use ``{file}`` (shell) and ``{path}``."""
+
+    format: str
+    title: str
+    all_of: tuple[str, ...]
+    fix: str
+
+
+_ASIDE = "Check the path: this is another kind of file."
+
+# The first that matches is the answer, so the special ones come before the general.
+_ZIPS = (
+    _ZipKind("torch-zip", "a PyTorch checkpoint (zip)", (r"^[^/]+/data\.pkl$",), ""),
+    _ZipKind("torch-zip-flat", "a PyTorch checkpoint zipped again without its top folder", (r"^data\.pkl$",), ""),
+    _ZipKind(
+        "torchserve",
+        "a TorchServe model archive (.mar)",
+        (r"^MAR-INF/MANIFEST\.json$",),
+        "Unpack it and take the weights: unzip {file}",
+    ),
+    _ZipKind(
+        "stable-baselines3",
+        "a Stable-Baselines3 model",
+        (r"(^|/)policy\.pth$", r"(^|/)pytorch_variables\.pth$"),
+        "Load it with stable_baselines3, or take the weights out: unzip {file} policy.pth",
+    ),
+    _ZipKind("npz", "a NumPy archive (.npz)", (r"\.npy$",), "numpy.load({path!r}, allow_pickle=False)"),
+    _ZipKind(
+        "keras",
+        "a Keras model (.keras)",
+        (r"^config\.json$", r"\.weights\.h5$"),
+        "keras.models.load_model({path!r}), or export it to PyTorch from there",
+    ),
+    _ZipKind("apk", "an Android package", (r"^AndroidManifest\.xml$",), _ASIDE),
+    _ZipKind("jar", "a Java archive", (r"^META-INF/MANIFEST\.MF$",), _ASIDE),
+    _ZipKind("docx", "a Word document", (r"^\[Content_Types\]\.xml$", r"^word/"), _ASIDE),
+    _ZipKind("xlsx", "an Excel workbook", (r"^\[Content_Types\]\.xml$", r"^xl/"), _ASIDE),
+    _ZipKind("pptx", "a PowerPoint presentation", (r"^\[Content_Types\]\.xml$", r"^ppt/"), _ASIDE),
+    _ZipKind("epub", "an electronic book (EPUB)", (r"^META-INF/container\.xml$",), _ASIDE),
+    _ZipKind("odf", "an OpenDocument file", (r"^META-INF/manifest\.xml$", r"^content\.xml$"), _ASIDE),
+    _ZipKind("wheel", "a Python wheel", (r"^[^/]+\.dist-info/WHEEL$",), "Install it instead: pip install {file}"),
+    _ZipKind("coreml", "a Core ML package", (r"com\.apple\.CoreML|\.mlmodel$",), "Open it with coremltools."),
+    _ZipKind(
+        "tensorflow",
+        "a TensorFlow SavedModel, zipped",
+        (r"(^|/)saved_model\.pb$",),
+        "unzip {file} and load the folder with tf.saved_model.load",
+    ),
+)
+
+
+def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
+    """What a zip archive is, from the names of its records; ``path`` is for the commands in the fix.
+
+    >>> identify_zip(["readme.txt", "weights/ok.pt"]).title
+    'a zip archive with a checkpoint inside: weights/ok.pt'
+    """
+    ours = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
+    for kind in _ZIPS:
+        if all(any(re.search(pattern, name) for name in ours) for pattern in kind.all_of):
+            fix = (kind.fix.format(file=quoted(path), path=path),) if kind.fix else ()
+            holds = ".pt" if kind.format.startswith("torch-zip") else ""
+            return Foreign(kind.format, kind.title, _records(ours), fix or _rescued(holds, path), holds)
+    inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
+    if inside:
+        found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
+        ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
+        member = inside[0] if len(inside) > 1 else ""
+        usual = not member or _is_usual(member)
+        return replace(found, fix=taken_out(path, ending, member), holds=ending) if ending and usual else found
+    title = "a zip archive, but not one of PyTorch's" if ours else "an empty zip archive"
+    return Foreign("zip", title, _records(ours), (f"See what it holds: unzip -l {quoted(path)}",))
+
+
+# The endings of members that a rescue takes out, and what it makes of them.
+_RESCUED = {
+    **dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"),
+    "safetensors": ".safetensors",
+}
+
+
+def _rescued(holds: str, path: str) -> tuple[str, ...]:
+    return taken_out(path, holds) if holds else ()
+
+
+def _is_usual(member: str) -> bool:
+    """Whether a name can stand in a command: one called --checkpoint-action=exec=… must not, for somebody pastes it."""
+    return bool(re.fullmatch(r"\w[\w./ +=-]*", member))
+
+
+def _records(names: list[str]) -> tuple[str, ...]:
+    count = "1 record" if len(names) == 1 else f"{len(names):,} records"
+    return (f"{count}: {listed(names)}",) if names else ()
+
+
+def _holding(format_: str, title: str, inside: list[str], names: list[str], unpack: str) -> Foreign:
+    """An archive with checkpoints in it: name them, and give the command that takes them out."""
+    several = "a checkpoint" if len(inside) == 1 else f"{len(inside):,} checkpoints"
+    fix = f"{unpack} {quoted(inside[0])}" if _is_usual(inside[0]) else unpack
+    return Foreign(format_, f"{title} with {several} inside: {listed(inside, 3)}", _records(names), (fix,))
+
+
+def zip_names(data: bytes, most: int = 1000) -> list[str]:
+    r"""Names in the local headers and directory entries that lie in ``data``, whatever else is broken.
+
+    >>> zip_names(b"PK\x03\x04" + bytes(22) + b"\x05\x00\x00\x00a.txt")
+    ['a.txt']
+    """
+    names: dict[str, None] = {}
+    for found in re.finditer(rb"PK(?:\x03\x04|\x01\x02)", data):
+        at = found.start()
+        length_at, name_at = (at + 28, at + 46) if data[at + 2] == 1 else (at + 26, at + 30)
+        length = int.from_bytes(data[length_at : length_at + 2], "little")
+        if 0 < length <= MAX_NAME and name_at + length <= len(data):
+            names[clean(data[name_at : name_at + length], 400)] = None
+        if len(names) >= most:
+            break
+    return list(names)
+
+
+def zipped(view: View) -> Foreign | None:
+    """A zip archive, by its directory; without one, by the names in its first bytes."""
+    if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return None
+    end = view.tail.rfind(b"PK\x05\x06")
+    if end >= 0:
+        size, offset = (int.from_bytes(view.tail[end + at : end + at + 4], "little") for at in (12, 16))
+        names = zip_names(view.source.read(offset, min(size, MAX_DIRECTORY)), MAX_NAMES)
+        if names or not size:
+            return identify_zip(names, view.path)
+    names = zip_names(view.head)
+    if not names:
+        return Foreign("zip", "the first bytes of a zip archive and nothing more", (), ("Save or download it again.",))
+    # A stored archive shows the records of the archives inside it: the first name is its own.
+    return identify_zip(names[:1] if CHECKPOINT_NAME.search(names[0]) and "/" not in names[0] else names, view.path)
+
+
+def tar(view: View) -> Foreign | None:
+    """A tar archive: the first header's checksum is right."""
+    names = _tar_names(view)
+    if not names:
+        return None
+    if {"pickle", "storages", "tensors"} <= {name.removeprefix("./") for name in names}:
+        return Foreign("torch-tar", "a PyTorch checkpoint of the oldest kind (tar)")
+    inside = [name for name in names if CHECKPOINT_NAME.search(name)]
+    if inside:
+        return _holding("tar", "a tar archive", inside, names, f"tar xf {view.file}")
+    return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
+
+
+def _tar_names(view: View) -> list[str]:
+    names: list[str] = []
+    offset = 0
+    while len(names) < TAR_MEMBERS:
+        block = view.source.read(offset, TAR_BLOCK)
+        size = _tar_size(block)
+        if size is None:
+            break
+        names.append(clean(block[:100].split(b"\0")[0], 100))
+        offset += TAR_BLOCK + -(-size // TAR_BLOCK) * TAR_BLOCK
+    return names
+
+
+def _tar_size(block: bytes) -> int | None:
+    """The size of the member that this header describes; ``None`` if it is no header."""
+    if len(block) < TAR_BLOCK or not block[0]:
+        return None
+    total = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
+    try:
+        if _octal(block[148:156]) != total:
+            return None
+        # A size that sets the top bit is a binary number: a member of 8 GiB or more.
+        return int.from_bytes(block[125:136], "big") if block[124] & 0x80 else _octal(block[124:136])
+    except ValueError:
+        return None
+
+
+def _octal(field: bytes) -> int:
+    return int(field.strip(b" \0") or b"0", 8)
+
+
+class _Packer(NamedTuple):
+    format: str
+    magic: bytes
+    command: str
+    """The shell command that unpacks to standard output."""
+    unpack: Callable[[View], bytes] | None = None
+    rescued: bool = False
+    """Whether a rescue unpacks it, too."""
+
+
+class _Decompressor(Protocol):
+    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
+
+
+def _gunzip(view: View) -> bytes:
+    import zlib
+
+    return zlib.decompressobj(31).decompress(view.head, UNPACKED)
+
+
+def _inflate(view: View) -> bytes:
+    import zlib
+
+    return zlib.decompressobj(15).decompress(view.head, UNPACKED)
+
+
+def _bunzip2(view: View) -> bytes:
+    import bz2
+
+    # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
+    unpacker: _Decompressor = bz2.BZ2Decompressor()
+    return unpacker.decompress(view.wide[:SCAN], UNPACKED)
+
+
+def _unxz(view: View) -> bytes:
+    import lzma
+
+    return lzma.LZMADecompressor(memlimit=LZMA_MEMORY).decompress(view.head, UNPACKED)
+
+
+_ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
+
+_PACKERS = (
+    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", _gunzip, rescued=True),
+    _Packer("bzip2", b"BZh", "bunzip2 -c", _bunzip2, rescued=True),
+    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", _unxz, rescued=True),
+    _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", rescued=True),
+    _Packer("lz4", b"\x04\x22\x4d\x18", "lz4 -dc"),
+    _Packer("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so"),
+    _Packer("rar", b"Rar!\x1a\x07", "unrar p -inul"),
+    _Packer("compress", b"\x1f\x9d", "uncompress -c"),
+    *(_Packer("zlib", b"\x78" + level, _ZLIB, _inflate) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
+)
+
+
+def packed(view: View, look: Callable[[bytes], Foreign]) -> Foreign | None:
+    """Something compressed, and what ``look`` makes of the beginning of its content."""
+    packer = next((packer for packer in _PACKERS if view.head.startswith(packer.magic)), None)
+    if packer is None:
+        return None
+    inner = _opened(view, packer)
+    if inner is None:
+        return None
+    fix: tuple[str, ...] = (f"Unpack it first: {packer.command} {view.file} > {view.beside('.unpacked')}",)
+    if not inner:
+        ending = ".safetensors" if ".safetensors" in view.path else ".pt"
+        unseen = packer.rescued and packer.unpack is None
+        fix = taken_out(view.path, ending) if unseen and CHECKPOINT_INSIDE.search(view.path) else fix
+        return Foreign(packer.format, f"a file compressed with {packer.format}", (), fix)
+    content = look(inner)
+    fix = taken_out(view.path, content.holds) if content.holds and packer.rescued else (*fix, *content.fix[:1])
+    return Foreign(packer.format, f"{packer.format} around {content.title}", content.details, fix, content.holds)
+
+
+def _opened(view: View, packer: _Packer) -> bytes | None:
+    """The beginning of the content; empty if it cannot be had, ``None`` if this is no such file after all."""
+    # zlib's two bytes and bzip2's three occur by chance: there the data must really unpack.
+    weak = len(packer.magic) <= 3 and packer.format != "gzip"
+    if packer.unpack is None:
+        return b""
+    try:
+        inner = packer.unpack(view)
+    except Exception:  # noqa: BLE001 (zlib.error, LZMAError, OSError, EOFError …: a stranger's stream)
+        inner = b""
+    return None if weak and not inner and not view.head.startswith(b"BZh") else inner
+
+
+# (offset, bytes, format, title, fix). The first match counts.
+_MAGIC: tuple[tuple[int, bytes, str, str, str], ...] = (
+    (0, b"lmgg", "ggml", "a GGML model (older than GGUF)", "Convert it with llama.cpp's scripts."),
+    (0, b"fmgg", "ggml", "a GGML model (ggmf, older than GGUF)", "Convert it with llama.cpp's scripts."),
+    (0, b"tjgg", "ggml", "a GGML model (ggjt, older than GGUF)", "Convert it with llama.cpp's scripts."),
+    (4, b"TFL3", "tflite", "a TensorFlow Lite model", "Run it with the TensorFlow Lite interpreter."),
+    (
+        4,
+        b"PTMF",
+        "torch-mobile",
+        "a PyTorch mobile model (flatbuffer)",
+        "torch.jit.load may read it; its program runs.",
+    ),
+    (0, b"ftrt", "tensorrt", "a TensorRT engine", "Load it with the TensorRT release and GPU it was built for."),
+    (0, b"SQLite format 3\0", "sqlite", "an SQLite database", "sqlite3 {file} .tables"),
+    (0, b"PAR1", "parquet", "a Parquet table", "pandas.read_parquet({path!r})"),
+    (0, b"ARROW1", "arrow", "an Arrow table", "pyarrow.ipc.open_file({path!r})"),
+    (0, b"FEA1", "arrow", "a Feather table", "pandas.read_feather({path!r})"),
+    (0, b"MATLAB 5.0 MAT-file", "matlab", "a MATLAB file", "scipy.io.loadmat({path!r})"),
+    (0, b"MATLAB 7.3 MAT-file", "matlab", "a MATLAB 7.3 file", "h5py.File({path!r})"),
+    (0, b"\x12\x01\0\0\0\0\0\0", "mxnet", "an MXNet parameter file", "mxnet.nd.load({path!r})"),
+    (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _ASIDE),
+    (0, b"\xfe\xed\xfa\xce", "mach-o", "a macOS program or library", _ASIDE),
+    (0, b"\xfe\xed\xfa\xcf", "mach-o", "a macOS program or library", _ASIDE),
+    (0, b"\xce\xfa\xed\xfe", "mach-o", "a macOS program or library", _ASIDE),
+    (0, b"\xcf\xfa\xed\xfe", "mach-o", "a macOS program or library", _ASIDE),
+    (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _ASIDE),
+    (0, b"%PDF-", "pdf", "a PDF document", _ASIDE),
+    (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _ASIDE),
+    (0, b"\xff\xd8\xff", "image", "a JPEG picture", _ASIDE),
+    (0, b"GIF8", "image", "a GIF picture", _ASIDE),
+    (8, b"WEBP", "image", "a WebP picture", _ASIDE),
+    (8, b"WAVE", "audio", "a sound file (WAV)", _ASIDE),
+    (0, b"OggS", "audio", "a sound file (Ogg)", _ASIDE),
+    (0, b"fLaC", "audio", "a sound file (FLAC)", _ASIDE),
+    (0, b"ID3", "audio", "a sound file (MP3)", _ASIDE),
+    (4, b"ftyp", "video", "a video (MP4)", _ASIDE),
+    (0, b"\x1aE\xdf\xa3", "video", "a video (Matroska)", _ASIDE),
+    (0, b"\0\x05\x16\x07", "apple-double", "a macOS side file (AppleDouble)", "Take the file without ._ in its name."),
+    (0, b"book\0\0\0\0mark", "alias", "a macOS alias, not the file", "Copy the file it points to."),
+    (0, b"L\0\0\0\x01\x14\x02\0", "alias", "a Windows shortcut, not the file", "Copy the file it points to."),
+    (0, b"Salted__", "encrypted", "a file encrypted with OpenSSL", "Decrypt it first: openssl enc -d …"),
+    (0, b"age-encryption.org/v1", "encrypted", "a file encrypted with age", "Decrypt it first: age -d {file}"),
+    (0, b"-----BEGIN PGP MESSAGE", "encrypted", "a file encrypted with PGP", "Decrypt it first: gpg -d {file}"),
+    (0, b"bplist00", "plist", "an Apple property list", _ASIDE),
+    (0, b"ORC", "orc", "an ORC table", "pandas.read_orc({path!r})"),
+)
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+# A user block may stand before an HDF5 file; its sizes are powers of two.
+HDF5_OFFSETS = (0, 512, 1024, 2048, 4096)
+# https://github.com/google/leveldb: the last eight bytes of a table.
+TABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+
+# The bytes that can be an opcode: what may follow the protocol number of a pickle.
+_OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(range(0x80, 0x99))
+NEWEST_PROTOCOL = 5
+
+
+def magic(view: View) -> Foreign | None:
+    """Formats that their first bytes name outright."""
+    for offset, mark, format_, title, fix in _MAGIC:
+        if view.head.startswith(mark, offset):
+            return Foreign(format_, f"{title}, not a checkpoint", (), (fix.format(file=view.file, path=view.path),))
+    return None
+
+
+def _gguf(view: View) -> Foreign | None:
+    if view.head[:4] != b"GGUF" or len(view.head) < 24:  # its fixed header
+        return None
+    raw = view.head[4:8]
+    order = "little" if raw[0] or raw[1] else "big"
+    version = int.from_bytes(raw, order)  # type: ignore[arg-type]
+    # Version 1 counted in 32 bits.
+    width = 4 if version == 1 else 8
+    tensors = int.from_bytes(view.head[8 : 8 + width], order)  # type: ignore[arg-type]
+    architecture = re.search(rb"general\.architecture\x08\0\0\0(.)\0{7}([\w.-]+)", view.head[:4096], re.DOTALL)
+    details = (f"architecture {clean(architecture[2][: architecture[1][0]])}",) if architecture else ()
+    title = f"a GGUF model (version {version}, {tensors:,} tensors), not a PyTorch checkpoint"
+    return Foreign("gguf", title, details, _GGUF_FIX)
+
+
+_GGUF_FIX = (
+    "Run it with llama.cpp.",
+    "Or with transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME)",
+)
+
+
+def _hdf5(view: View) -> Foreign | None:
+    if not any(view.head.startswith(HDF5_MAGIC, offset) for offset in HDF5_OFFSETS):
+        return None
+    if any(mark in view.head for mark in (b"keras_version", b"layer_names", b"model_weights")):
+        fix = f"keras.models.load_model({view.path!r})"
+        return Foreign("hdf5", "a Keras model (HDF5), not a PyTorch checkpoint", (), (fix,))
+    return Foreign("hdf5", "an HDF5 file, not a PyTorch checkpoint", (), (f"h5py.File({view.path!r})",))
+
+
+def _npy(view: View) -> Foreign | None:
+    if not view.head.startswith(b"\x93NUMPY"):
+        return None
+    shown = re.search(rb"\{[^\n}]{0,400}\}", view.head[6:1024])
+    fix = f"torch.from_numpy(numpy.load({view.path!r}, allow_pickle=False))"
+    return Foreign("npy", "a NumPy array, not a checkpoint", (clean(shown[0]),) if shown else (), (fix,))
+
+
+def _executorch(view: View) -> Foreign | None:
+    if not re.match(rb"ET\d\d", view.head[4:8]):
+        return None
+    fix = "Run it with the ExecuTorch runtime."
+    return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))
+
+
+def _windows_program(view: View) -> Foreign | None:
+    at = int.from_bytes(view.head[60:64], "little")
+    if view.head[:2] != b"MZ" or view.head[at : at + 4] != b"PE\0\0":
+        return None
+    return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_ASIDE,))
+
+
+def _table(view: View) -> Foreign | None:
+    if not view.tail.endswith(TABLE_MAGIC):
+        return None
+    fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
+    return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
+
+
+def _msgpack(view: View) -> Foreign | None:
+    """Flax writes one map; its first key is text."""
+    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", view.head)
+    if not found or len(found[2]) < found[1][0] - 0xA0:
+        return None
+    key = clean(found[2][: found[1][0] - 0xA0])
+    fix = "Load it with flax.serialization.msgpack_restore, or from_pretrained(…, from_flax=True)."
+    return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
+
+
+def pickled(view: View) -> Foreign | None:
+    """A bare pickle, by its protocol mark or, in the oldest protocols, by its shape."""
+    head = view.head
+    if head[:1] == b"\x80" and len(head) > 2 and head[1] <= NEWEST_PROTOCOL and head[2] in _OPCODES:
+        return _pickle(view, f"protocol {head[1]}")
+    old = re.match(rb"\(?[dl]p\d+\r?\n|\(?c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n[(pq)]|[\]}]q\0|\([dl]q\0", head)
+    if old and view.tail.endswith((b".", b".\n")):
+        return _pickle(view, "protocol 0 or 1")
+    return None
+
+
+def _pickle(view: View, protocol: str) -> Foreign:
+    writer = next((name for mark, name in _PICKLERS if mark in view.head), "")
+    title = f"a {writer} pickle ({protocol})" if writer else f"a bare pickle ({protocol})"
+    fix = "Unpickling runs what the file says: look at the names it imports before anything loads it."
+    return Foreign("pickle", f"{title}, not written by torch.save", (), (fix,))
+
+
+_PICKLERS = (
+    (b"joblib.numpy_pickle", "joblib"),
+    (b"sklearn.", "scikit-learn"),
+    (b"xgboost.", "XGBoost"),
+    (b"pandas.core", "pandas"),
+)
+
+
+def _protobuf(view: View) -> Foreign | None:
+    """ONNX, Core ML and TensorFlow files have no magic: they are told apart by which fields follow each other."""
+    fields = _fields(view)
+    numbers = {number for number, _, _ in fields}
+    for format_, title, fits, fix in _PROTOBUFS:
+        if fields and fits(fields, numbers):
+            return Foreign(format_, f"{title}, not a PyTorch checkpoint", _producer(format_, fields), (fix,))
+    return None
+
+
+_Field = tuple[int, int, bytes]
+"""A field's number, its value or length, and the first bytes of a length-delimited one."""
+
+
+def _fields(view: View, most: int = 24) -> list[_Field]:
+    """The first top-level fields of a protobuf message; empty if it cannot be one."""
+    fields: list[_Field] = []
+    offset = 0
+    while offset < view.size and len(fields) < most:
+        data = view.source.read(offset, 128)
+        tag, used = _varint(data, 0)
+        value, after = _varint(data, used)
+        if not used or not after or tag & 7 not in (0, 2) or not tag >> 3:
+            return []
+        fields.append((tag >> 3, value, data[after : after + value] if tag & 7 else b""))
+        offset += after + (value if tag & 7 else 0)
+    return fields if offset <= view.size or not view.whole else []
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A base-128 number and where it ends; ``0, 0`` if there is none."""
+    value = 0
+    for index, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:  # the last byte of the number
+            return value, at + index + 1
+    return 0, 0
+
+
+def _is_onnx(fields: list[_Field], numbers: set[int]) -> bool:
+    number, version, _ = fields[0]
+    return number == 1 and 1 <= version <= 50 and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}
+
+
+def _is_coreml(fields: list[_Field], numbers: set[int]) -> bool:
+    number, version, _ = fields[0]
+    return number == 1 and 1 <= version <= 50 and any(200 <= n <= 3000 for n in numbers)
+
+
+def _is_saved_model(fields: list[_Field], numbers: set[int]) -> bool:
+    return fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a"
+
+
+def _is_graph(fields: list[_Field], _numbers: set[int]) -> bool:
+    """A frozen GraphDef: nodes, each beginning with a name and an operator."""
+    return fields[0][0] == 1 and bool(re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", fields[0][2], re.DOTALL))
+
+
+_PROTOBUFS: tuple[tuple[str, str, Callable[[list[_Field], set[int]], bool], str], ...] = (
+    ("onnx", "an ONNX model", _is_onnx, "Run it with onnxruntime, or convert it with onnx2torch."),
+    ("coreml", "a Core ML model", _is_coreml, "Open it with coremltools."),
+    ("tensorflow", "a TensorFlow SavedModel (.pb)", _is_saved_model, "tf.saved_model.load its directory."),
+    ("tensorflow", "a frozen TensorFlow graph (.pb)", _is_graph, "Load it with tf.compat.v1.GraphDef."),
+)
+
+
+def _producer(format_: str, fields: list[_Field]) -> tuple[str, ...]:
+    """Who wrote an ONNX file: its second and third fields are text."""
+    said = [clean(data, 60) for number, _, data in fields if number in (2, 3) and data.isascii()]
+    return (f"written by {listed(said)}",) if format_ == "onnx" and said else ()
+
+
+LOOKS: tuple[Callable[[View], Foreign | None], ...] = (
+    magic,
+    _gguf,
+    _hdf5,
+    _npy,
+    _executorch,
+    _windows_program,
+    pickled,
+)
+# Without a magic number of their own, so tried last.
+WEAK_LOOKS: tuple[Callable[[View], Foreign | None], ...] = (_table, _protobuf, _msgpack)
+
+
+# A server's answer is a line or two; longer text is a document.
+LONGEST_ANSWER = 512
+# JSON is parsed only while it is short: an answer is, and a longer one is described by its first bytes.
+LONGEST_JSON = 64 * 1024
+
+_DOWNLOAD_AGAIN = "Download it again from the direct link, and compare the size with the one the server lists."
+_LOGIN = "The link wants a login: huggingface-cli login (or hf auth login), or pass a token, then download again."
+_GONE = "The file is not at that address: check the repository, revision and file name."
+
+# What a page or an answer says, and what it means. The first match counts.
+_ANSWERS: tuple[tuple[str, str], ...] = (
+    (r"google drive|drive\.google|virus scan", "Google Drive sends a page first: pip install gdown; gdown --fuzzy URL"),
+    (r"dropbox", "End the Dropbox link in ?dl=1."),
+    (
+        r"access to (model|dataset|this)|gated|awaiting a review",
+        "Accept the conditions on its page, then: hf auth login",
+    ),
+    (r"invalid (username|credentials)|unauthori[sz]ed|\bsign in\b|\blog ?in\b|authenticat|\b401\b", _LOGIN),
+    (r"not found|nosuchkey|blobnotfound|does not exist|no such|\b404\b", _GONE),
+    (r"denied|forbidden|expired|signature|\b403\b", "The link has expired or needs permission: ask for a fresh one."),
+    (r"too many|rate limit|quota|\b429\b", "The server refuses for now: wait, then download again."),
+    (r"just a moment|cloudflare|captcha", "The site lets only browsers in: open the link in one."),
+    (r"huggingface|hugging face", "Use /resolve/ instead of /blob/ in the link, or: hf download REPOSITORY FILE"),
+    (r"github", "Use the raw link, or the release's asset link."),
+)
+
+
+def as_text(head: bytes) -> str:
+    """The bytes as text; empty if they are not.
+
+    >>> as_text(b"Entry not found"), as_text(bytes(4))
+    ('Entry not found', '')
+    """
+    encoding = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    if b"\0" in head and encoding != "utf-16":
+        return ""
+    try:
+        found = head.decode(encoding)
+    except UnicodeDecodeError as error:
+        # The last character may have been cut in two by where the reading ended.
+        if error.start < len(head) - 4:
+            return ""
+        found = head[: error.start].decode(encoding, "ignore")
+    if encoding == "utf-16" and 2 * len(found.encode("latin-1", "ignore")) < len(found):
+        return ""  # almost any bytes are some Chinese in UTF-16
+    return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", found) else found
+
+
+def text(view: View) -> Foreign | None:
+    """What a text is, if it is one."""
+    found = as_text(view.head)
+    if not found.strip():
+        return None
+    return next((foreign for look in _TEXT_LOOKS if (foreign := look(view, found)) is not None), None)
+
+
+def _advice(said: str, otherwise: str = _DOWNLOAD_AGAIN) -> tuple[str, ...]:
+    return (next((fix for pattern, fix in _ANSWERS if re.search(pattern, said, re.IGNORECASE)), otherwise),)
+
+
+def _lfs(view: View, found: str) -> Foreign | None:
+    if not found.startswith("version https://git-lfs.github.com/spec/"):
+        return None
+    size, oid = match(r"\nsize (\d{1,20})\s", found + "\n"), match(r"\noid (\S+)", found)
+    of = f" for a file of {int(size):,} bytes" if size else ""
+    fix = f"git lfs install && git lfs pull --include={view.file}"
+    return Foreign("git-lfs", f"a Git LFS pointer{of}, not the file", (f"oid {oid}",) if oid else (), (fix,))
+
+
+def _other_pointer(view: View, found: str) -> Foreign | None:
+    for pattern, format_, title, fix in _POINTERS:
+        if view.size <= LONGEST_ANSWER and re.search(pattern, found):
+            return Foreign(format_, title, (clean(found),), (fix.format(file=view.file),))
+    return None
+
+
+_POINTERS = (
+    (r"(?m)^outs:\s*\n- (md5|etag|hash):", "dvc", "a DVC pointer, not the file", "dvc pull {file}"),
+    (r"^(\.\./)*(\.git)?/annex/objects/", "git-annex", "a git-annex pointer, not the file", "git annex get {file}"),
+)
+
+
+def _html(_view: View, found: str) -> Foreign | None:
+    if not re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", found, re.IGNORECASE | re.DOTALL):
+        return None
+    title = match(r"<title[^>]{0,200}>(.{0,300}?)</title", found)
+    shown = f"a web page (title: {title}), not a checkpoint" if title else "a web page, not a checkpoint"
+    return Foreign("html", shown, (), _advice(title or found[:4000]))
+
+
+def _xml(_view: View, found: str) -> Foreign | None:
+    if not re.match(r"\s*<(\?xml|[A-Za-z][\w:.-]*[\s/>])", found):
+        return None
+    root = match(r"<([A-Za-z][\w:.-]{0,80})", found)
+    code, message = match(r"<Code>(.{0,500}?)</Code>", found), match(r"<Message>(.{0,2000}?)</Message>", found)
+    if not code and not message:
+        title = f"an XML document (root element {root or 'unknown'}), not a checkpoint"
+        return Foreign("xml", title, (), _advice(root))
+    said = ": ".join(part for part in (code, message) if part)
+    return Foreign("xml-error", f"a storage server's error ({said}), not a checkpoint", (), _advice(said))
+
+
+def _json(view: View, found: str) -> Foreign | None:
+    if not re.match(r'\s*(\{\s*["}]|\[)', found):
+        return None
+    parsed = _parsed(view, found)
+    keys = [str(key) for key in parsed]
+    said = _error_in(parsed)
+    if said:
+        return Foreign("json-error", f"a server's error in JSON ({said}), not a checkpoint", (), _advice(said))
+    if "weight_map" in parsed or '"weight_map"' in found:
+        return Foreign("index-json", "the index of a sharded checkpoint; the tensors are in other files")
+    if "nbformat" in parsed:
+        return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_ASIDE,))
+    details = (f"keys: {listed(keys, 8)}",) if keys else ()
+    if "model_type" in parsed or "architectures" in parsed:
+        return Foreign("json", "a model's configuration (config.json), not its weights", details, _WEIGHTS)
+    return Foreign("json", "a JSON document, not a checkpoint", details) if keys or view.size > LONGEST_JSON else None
+
+
+_WEIGHTS = ("The weights lie beside it: model.safetensors or pytorch_model.bin.",)
+
+
+def _parsed(view: View, found: str) -> dict[str, object]:
+    """The document, if it is a short object."""
+    import json
+
+    if view.size > LONGEST_JSON:
+        return {}
+    try:
+        parsed = json.loads(found)
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _error_in(parsed: dict[str, object]) -> str:
+    """What a server's JSON says went wrong, in any of the usual places."""
+    for key in ("error", "errors", "message", "detail", "error_description", "Message", "msg"):
+        value = parsed.get(key)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, dict):
+            value = value.get("message") or value.get("status") or value.get("code")
+        if isinstance(value, str) and value.strip():
+            return clean(value)
+    return ""
+
+
+def _answer(view: View, found: str) -> Foreign | None:
+    """A line or two, as servers send."""
+    if not view.whole or view.size > LONGEST_ANSWER or found.strip().count("\n") > 2:
+        return None
+    said = clean(found)
+    title = f'{view.size:,} bytes of text, probably a server\'s answer: "{said}"'
+    return Foreign("text-answer", title, (), _advice(said))
+
+
+def _source(_view: View, found: str) -> Foreign | None:
+    if found.startswith("#!"):
+        return Foreign("script", f"a script ({_first_line(found, 80)}), not a checkpoint", (), (_ASIDE,))
+    lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", found)
+    if len(lines) >= 2:  # one such line may be prose
+        return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_ASIDE,))
+    return None
+
+
+def _yaml(_view: View, found: str) -> Foreign | None:
+    lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
+    shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
+    if len(lines) < 3 or shaped < 0.8 * len(lines):  # most lines are keys or items
+        return None
+    return Foreign("yaml", "a YAML document (a configuration?), not a checkpoint", (clean(lines[0]),), _WEIGHTS)
+
+
+def _plain(_view: View, found: str) -> Foreign:
+    begins = f"it begins: {_first_line(found)}"
+    return Foreign("text", "a text file, not a checkpoint", (begins,), _advice(found[:1000]))
+
+
+def _first_line(found: str, limit: int = 160) -> str:
+    return clean(found.strip().split("\n", 1)[0], limit)
+
+
+_TEXT_LOOKS: tuple[Callable[[View, str], Foreign | None], ...] = (
+    _lfs,
+    _other_pointer,
+    _html,
+    _xml,
+    _json,
+    _source,
+    _answer,
+    _yaml,
+    _plain,
+)
+
+
+# gzip in gzip in gzip … can be made to unpack to itself for ever.
+DEEPEST = 2
+# Blocks looked at in a file that begins with zeros.
+SAMPLES = 16
+SAMPLE = 4096
+
+# A shorter run of zeros is how many formats begin.
+ZERO_RUN = 512
+# Bytes from a zip record's start to the end of its name, at most: what is looked back over from "data.pkl".
+RECORD_NAME = 30 + 255 + len("/data.pkl")
+
+
+def identify(source: Source) -> Foreign:
+    r"""What ``source`` is, given that it could not be read as a checkpoint.
+
+    >>> identify(BytesSource(b"Entry not found")).title
+    '15 bytes of text, probably a server\'s answer: "Entry not found"'
+    """
+    return _identify(View(source))
+
+
+def mangled(source: Source) -> Foreign | None:
+    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
+    return _mangled(View(source))
+
+
+def _identify(view: View) -> Foreign:
+    return next((foreign for look in _LOOKS if (foreign := look(view)) is not None), None) or _unknown(view)
+
+
+def _empty(view: View) -> Foreign | None:
+    if view.size:
+        return None
+    return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
+
+
+_AGAIN = "Save or download it again, and compare the sizes."
+
+
+def _zeros(view: View) -> Foreign | None:
+    """Nothing but zeros, by all samples."""
+    if view.head.strip(b"\0") or view.tail.strip(b"\0"):
+        return None
+    step = max(1, view.size // SAMPLES)
+    if any(view.source.read(at, SAMPLE).strip(b"\0") for at in range(0, view.size, step)):
+        return None
+    title = f"{view.size:,} bytes of zeros: the space was reserved and never written (disk full, download not begun)"
+    return Foreign("zeros", title, (), (_AGAIN,))
+
+
+def _zeros_first(view: View) -> Foreign | None:
+    """A file that begins with zeros: its first pages were lost or never written."""
+    if view.head[:ZERO_RUN].strip(b"\0") or view.size < ZERO_RUN:
+        return None
+    zeros = len(view.wide) - len(view.wide.lstrip(b"\0"))
+    more = " or more" if zeros == len(view.wide) else ""
+    details = ("the zip directory at its end is still there",) if b"PK\x05\x06" in view.tail else ()
+    title = f"a file whose first {zeros:,} bytes{more} are zero; the rest is not"
+    return Foreign("zeros-first", title, details, (_AGAIN,))
+
+
+def _http(view: View) -> Foreign | None:
+    """A response saved with its header, as ``curl -i`` does."""
+    status = re.match(rb"HTTP/\d(?:\.\d)? (\d{3}[^\r\n]{0,80})", view.head)
+    if not status:
+        return None
+    end = re.search(rb"\r?\n\r?\n", view.head)
+    body = end.end() if end else view.size
+    if body >= view.size or view.depth >= DEEPEST:
+        return Foreign("http", f"the header of an HTTP response ({clean(status[1])}), not a checkpoint", (), (_AGAIN,))
+    rest = Slice(view.source, body, view.size - body, view.source.name)
+    inner = _identify(View(rest, depth=view.depth + 1, whole=view.whole))
+    title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
+    fix = (_cut_front(view, body),) if inner.format in ("torch-tar", "pickle") else inner.fix
+    fix = taken_out(view.path, inner.holds) if inner.holds else fix
+    return Foreign("http", title, inner.details, fix, inner.holds)
+
+
+def _cut_front(view: View, count: int) -> str:
+    return f"Cut the first {count:,} bytes off: tail -c +{count + 1} {view.file} > {view.beside('.cut')}"
+
+
+def _mangled(view: View) -> Foreign | None:
+    """A binary file that was copied as text: line ends doubled, or bytes replaced by U+FFFD."""
+    head = view.head
+    zipped_or_pickled = _torch_record(head) == 0 or re.match(rb"\x80[\x02-\x05]", head)
+    if zipped_or_pickled and head.count(b"\n") == head.count(b"\r\n") >= 3:  # chance is 1 in 2**24
+        title = "a checkpoint copied in text mode: every line feed has become CR LF"
+        seen = f"{head.count(bytes((13, 10))):,} CR LF and no bare LF"
+        return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
+    started = head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80"))
+    decoded = head[:-4].decode("utf-8", "replace") if started and _is_utf8(head) else ""
+    if decoded.count("\ufffd") >= 4:
+        title = "a binary file that was read and written as text: its bytes above 127 are lost"
+        return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))
+    if sum(0x80 <= ord(c) <= 0xFF for c in decoded) >= 4:
+        title = "a binary file that was re-encoded from Latin-1 to UTF-8"
+        return Foreign("utf8", title, (), (_BINARY, _undo(view, _UNDO_UTF8)))
+    return None
+
+
+_BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.pt binary' in .gitattributes)."
+_UNDONE = ("If there is no other copy, this undoes it.",)
+_UNDO_UTF8 = "d.decode().encode('latin-1')"
+
+
+def _undo(view: View, expression: str) -> str:
+    code = f"import sys; d = open(sys.argv[1], 'rb').read(); open(sys.argv[2], 'xb').write({expression})"
+    return f'Or try to undo it: python -c "{code}" {view.file} {view.beside(".mended")}'
+
+
+def _is_utf8(data: bytes) -> bool:
+    """Whether it decodes, the last character aside; binary data never does for long."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start >= len(data) - 4 and len(data) > 8
+    return True
+
+
+def _checkpoint(view: View) -> Foreign | None:
+    """A checkpoint after all: asked about what lies inside something else."""
+    from transload.formats.safetensors import looks_like
+
+    if view.head.startswith(LEGACY_MAGIC):
+        return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
+    if looks_like(view.source):
+        return Foreign("safetensors", "a safetensors file", holds=".safetensors")
+    return None
+
+
+def _packed(view: View) -> Foreign | None:
+    def look(data: bytes) -> Foreign:
+        if view.depth >= DEEPEST:
+            return Foreign("unknown", "something packed again and again")
+        return _identify(View(BytesSource(data, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
+
+    return packed(view, look)
+
+
+def _binary(view: View) -> Foreign | None:
+    return next((foreign for look in LOOKS if (foreign := look(view)) is not None), None)
+
+
+def _embedded(view: View) -> Foreign | None:
+    """A checkpoint behind foreign bytes: torch looks for its magic at byte 0 only."""
+    starts = [start for start in (_torch_record(view.wide), view.wide.find(LEGACY_MAGIC)) if start > 0]
+    if not starts:
+        return None
+    start = min(starts)
+    details = (f"it begins: {clean(view.head[: min(start, 60)])}",) if as_text(view.head[: min(start, 1000)]) else ()
+    title = f"{start:,} foreign bytes with a checkpoint behind them: it starts at byte {start:,}"
+    return Foreign("prefixed", title, details, taken_out(view.path, ".pt"), ".pt")
+
+
+def _torch_record(data: bytes) -> int:
+    """Where the zip record of the first ``data.pkl`` begins; -1 if there is none."""
+    name = data.find(b"data.pkl")
+    while name >= 0:
+        start = data.rfind(b"PK\x03\x04", max(0, name - RECORD_NAME), name)
+        length = int.from_bytes(data[start + 26 : start + 28], "little")
+        if start >= 0 and start + 30 + length == name + len("data.pkl"):
+            return start
+        name = data.find(b"data.pkl", name + 1)
+    return -1
+
+
+def _weak(view: View) -> Foreign | None:
+    return next((foreign for look in WEAK_LOOKS if (foreign := look(view)) is not None), None)
+
+
+def _unknown(view: View) -> Foreign:
+    first = view.head[:16].hex(" ")
+    details = [f"first bytes: {first}"]
+    if zip_names(view.tail[-SCAN:], 1):
+        details.append("its end looks like that of a zip archive: the beginning may be lost")
+    return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
+
+
+# The order matters: what is exact comes first, what is a guess last, and a container before what it may contain.
+_LOOKS = (
+    _empty,
+    _zeros,
+    _http,
+    _mangled,
+    _checkpoint,
+    zipped,
+    _packed,
+    tar,
+    _binary,
+    _embedded,
+    _zeros_first,
+    text,
+    _weak,
+)

@@ -1,0 +1,1045 @@
+"""The state of a pickle machine: its stack, its memo, and what it has read so far."""
+
+from __future__ import annotations
+
+import _codecs
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import compress
+from struct import Struct
+from struct import error as struct_error
+from typing import Any
+
+from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
+
+__all__ = [
+    "HANDLERS",
+    "MAX_GAP",
+    "MAX_INT_BYTES",
+    "MAX_IRREGULAR",
+    "MAX_STREAM",
+    "Broken",
+    "Cut",
+    "Machine",
+    "TensorPattern",
+    "opcodes",
+    "run",
+    "run_all",
+]
+
+
+MAX_GAP = 64
+"""Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a
+secret: integers hash to themselves, so a file could choose them to make every lookup walk over all the others."""
+
+MAX_IRREGULAR = 100
+
+
+class Broken(Exception):  # noqa: N818 - a signal inside the machine, never seen outside
+    """All loaders stop here."""
+
+
+class Cut(Broken):
+    """The data ends here: with more of it, reading could go on."""
+
+
+class Sparse(dict[Any, Any]):
+    """A memo whose indexes are far apart: kept by their bytes, which Python hashes with a secret."""
+
+    def __init__(self, dense: dict[int, Any]) -> None:
+        super().__init__()
+        for index, value in dense.items():
+            self[index] = value
+
+    def __setitem__(self, index: int, value: object) -> None:
+        super().__setitem__(_bytes_of(index), value)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return super().__getitem__(_bytes_of(index))
+        except KeyError:
+            raise KeyError(index) from None
+
+
+def _bytes_of(index: int) -> bytes:
+    return index.to_bytes(index.bit_length() // 8 + 1, "little", signed=True)
+
+
+class Machine:
+    """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
+
+    ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
+    dictionary.
+    """
+
+    __slots__ = ("data", "frame_end", "frames", "given", "memo", "meta", "out", "pos", "size", "stack")
+
+    def __init__(self, data: bytes, start: int, name: str) -> None:
+        self.data = data
+        self.size = len(data)
+        self.pos = start
+        self.stack: list[Any] = []
+        self.meta: list[list[Any]] = []
+        self.memo: list[Any] | dict[int, Any] = []
+        self.frame_end = 0
+        self.frames: list[int] = []
+        self.given: set[int] = set()
+        self.out = Pickle(name, start)
+
+    # -- reading arguments
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes, only if they are there."""
+        end = self.pos + count
+        if count < 0:
+            raise Broken(f"a length of {count} bytes")
+        if end > self.size:
+            raise Cut(f"it needs {count} more bytes, {self.size - self.pos} are left")
+        chunk = self.data[self.pos : end]
+        self.pos = end
+        return chunk
+
+    def line(self) -> bytes:
+        """Bytes up to the next newline.
+
+        At the end of the data the Python unpicklers take what is there and cut its last byte; so do we, and note it.
+        """
+        end = self.data.find(b"\n", self.pos)
+        if end < 0:
+            text = self.data[self.pos : -1] if self.pos < self.size else b""
+            self.pos = self.size
+            self.out.cut = True
+            self.odd("a line without its end")
+            return text
+        text = self.data[self.pos : end]
+        self.pos = end + 1
+        return text
+
+    def odd(self, text: str) -> None:
+        """Loaders differ on this, or refuse it."""
+        if len(self.out.irregular) < MAX_IRREGULAR:
+            self.out.irregular.append((self.pos, text))
+
+    def ambiguous(self, text: str) -> None:
+        """Loaders see different streams in the bytes from here on."""
+        if len(self.out.ambiguous) < MAX_IRREGULAR:
+            self.out.ambiguous.append((self.pos, text))
+
+    # -- the memo
+
+    def remember(self, index: int, value: object) -> None:
+        """Enter a value into the memo, which becomes another one where the index is not the next."""
+        memo = self.memo
+        if type(memo) is list:
+            if index == len(memo):
+                memo.append(value)
+                return
+            memo = self.memo = dict(enumerate(memo))
+        if type(memo) is dict and index > len(memo) * 5 // 4 + MAX_GAP:
+            memo = self.memo = Sparse(memo)
+        memo[index] = value
+
+    def recall(self, index: int) -> Any:
+        """The value of a memo entry; ``KeyError`` if there is none."""
+        if type(self.memo) is list and not 0 <= index < len(self.memo):
+            raise KeyError(index)
+        return self.memo[index]
+
+    # -- building
+
+    def find(self, module: str, name: str) -> Global:
+        """The node of a global: one for each name."""
+        node = self.out.globals.get((module, name))
+        if node is None:
+            node = self.out.globals[module, name] = Global(module, name, self.pos)
+        else:
+            node.count += 1
+        return node
+
+    def call(self, callee: object, args: object, kind: str) -> Call:
+        """Record a call; nothing is called."""
+        node = Call(callee, args, kind, self.pos)
+        self.out.calls.append(node)
+        return node
+
+    def pop_mark(self) -> list[Any]:
+        """Everything above the last MARK, which goes away."""
+        items = self.stack
+        self.stack = self.meta.pop()
+        return items
+
+
+_GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
+_INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
+_PUT = rb"r(....)"  # LONG_BINPUT: all but the first thirty tensors
+_SIZE = rb"(" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)"  # TUPLE1 to TUPLE3; or MARK and TUPLE
+_CALL = re.compile(
+    # MARK, the id of the storage: its key is BINUNICODE, or GET where it was met before; TUPLE, BINPERSID
+    rb"\((" + _GET + _GET + rb")(?:X(.)\0\0\0([0-9]+)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + _INT + rb"N?)t" + _PUT
+    + rb"Q(" + _INT + rb")(?:\)\)|" + _SIZE + _PUT + _SIZE + _PUT + rb")"  # offset; size and stride, or EMPTY_TUPLEs
+    + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT  # whether it requires gradients; its hooks, an empty OrderedDict
+    + rb"t" + _PUT + rb"R" + _PUT,
+    re.DOTALL,
+).match  # fmt: skip
+
+_TEXT, _AGAIN, _OFFSET = 3, 5, 8
+_PUTS = (4, 7, 10, 12, 14, 15, 16)
+
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
+_NUMBERS = {0x4A: Struct("<i"), 0x4B: Struct("<B"), 0x4D: Struct("<H")}
+_GETS = {0x68: Struct("<B"), 0x6A: Struct("<I")}
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+
+_MAX_MOULDS = 4096
+_MAX_FOLLOWING = 64
+
+
+class _Mould:
+    """The call of a tensor with holes: ``pieces``, the text of a key after the first, a memo index after the others.
+
+    ``values`` are what the pieces stand for; ``written`` says which of the seven values a call can enter into the memo
+    it does (a key met before and an empty size are not entered). ``named`` is where BINPERSID ends.
+    """
+
+    __slots__ = ("layout", "named", "pieces", "puts", "values", "written")
+
+    def __init__(self, match: re.Match[bytes], memo: list[Any]) -> None:
+        head, _, text, _, again, tail, _, first, size, _, stride, _, last, _, _, _ = match.groups()
+        key = None if text else _decode(again, memo)[0]
+        shape, steps = (_decode(size, memo), _decode(stride, memo)) if size else ([], [])
+        kind, place, (offset,), (flag, ordered) = (_decode(raw, memo) for raw in (head, tail, first, last))
+        self.values = (kind, key, place, offset, shape, steps, flag, ordered)
+        self.named = match.start(_OFFSET) - match.start()
+        self.written = [match.start(put) >= 0 for put in _PUTS]
+        at, after = match.span(_TEXT) if text else (match.end(_AGAIN), match.end(_AGAIN))
+        pieces, form = [match.string[match.start() : at]], f"<{at - match.start()}s{after - at}s"
+        for put in compress(_PUTS, self.written):
+            pieces.append(match.string[after : match.start(put)])
+            form += f"{len(pieces[-1])}sI"
+            after = match.end(put)
+        self.pieces, self.puts, self.layout = tuple(pieces), len(pieces) - 1, _layout(form)
+
+
+@lru_cache(maxsize=1024)
+def _layout(form: str) -> Struct:
+    return Struct(form)
+
+
+def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
+    """The values that GETs, numbers and constants leave on the stack, or that the tuple at their end takes from it.
+
+    ``LookupError`` where a GET finds nothing, or a tuple takes more or fewer of them.
+    """
+    values: list[Any] = []
+    position = 1 if raw[0] == 0x28 else 0
+    while position < len(raw):
+        code = raw[position]
+        form = _NUMBERS.get(code) or _GETS.get(code)
+        position += 1
+        if form is not None:
+            (value,) = form.unpack_from(raw, position)
+            values.append(memo[value] if code in _GETS else value)
+            position += form.size
+        elif code in _CONSTANTS:
+            values.append(_CONSTANTS[code])
+        elif _TUPLES.get(code, len(values)) != len(values):
+            raise LookupError
+    return values
+
+
+class _Step:
+    """The last two moulds that fitted, and the steps that came next, by the last part of the tensor's name."""
+
+    __slots__ = ("following", "mould")
+
+    def __init__(self, mould: _Mould | None) -> None:
+        self.mould = mould
+        self.following: dict[str, _Step] = {}
+
+
+class TensorPattern:
+    """Reads the calls of tensors in one run of a machine.
+
+    Which mould will fit is guessed: layers repeat one another, so it is the one that came after the same two moulds,
+    under a name with the same last part. A wrong guess costs a match of the regular expression.
+    """
+
+    def __init__(self, vm: Machine) -> None:
+        self._data, self._size = vm.data, vm.size
+        self._calls, self._persistent = vm.out.calls, vm.out.persistent
+        self._moulds: dict[tuple[bytes | None, ...], _Mould] = {}
+        self._steps: dict[tuple[_Mould | None, _Mould], _Step] = {}
+        self._step = _Step(None)
+
+    def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
+        """Read the call of a tensor from behind its first MARK on; where it ends, or 0 if it is no ordinary one.
+
+        What is called, whatever it is, lies on top of the stack, and the call takes its place.
+        """
+        if not stack:
+            return 0
+        name = stack[-2] if len(stack) > 1 else ""
+        name = name.rpartition(".")[2] if type(name) is str else ""
+        step = self._step.following.get(name)
+        if step is not None and (end := self._fill(step.mould, pos, stack, memo)):
+            self._step = step
+            return end
+        mould = self._mould(pos, memo)
+        end = self._fill(mould, pos, stack, memo) if mould is not None else 0
+        if mould is not None and end:
+            self._learn(mould, name)
+        return end
+
+    def _mould(self, pos: int, memo: list[Any]) -> _Mould | None:
+        """The mould of what stands there, if it is the call of a tensor."""
+        match = _CALL(self._data, pos)
+        if match is None:
+            return None
+        head, length, text, _, again, tail, _, first, size, _, stride, _, last, _, _, _ = match.groups()
+        if text and length[0] != len(text):
+            return None
+        pieces = (head, length, again, tail, first, size, stride, last)
+        mould = self._moulds.get(pieces)
+        if mould is None:
+            if len(self._moulds) >= _MAX_MOULDS:
+                self._moulds.clear()
+            try:
+                mould = self._moulds[pieces] = _Mould(match, memo)
+            except LookupError:
+                return None
+        return mould
+
+    def _learn(self, mould: _Mould, name: str) -> None:
+        """Take the step that was not guessed, and remember it."""
+        if len(self._steps) >= _MAX_MOULDS:
+            self._steps.clear()
+        key = (self._step.mould, mould)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = _Step(mould)
+        if len(self._step.following) >= _MAX_FOLLOWING:
+            self._step.following.clear()
+        self._step.following[name] = step
+        self._step = step
+
+    def _fill(self, mould: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
+        """Make the nodes of a call if the bytes fit the mould; where it ends, or 0."""
+        layout, index = mould.layout, len(memo)
+        end: int = pos + layout.size
+        if end > self._size:
+            return 0
+        if mould.puts == 7:
+            begin, text, p0, i0, p1, i1, p2, i2, p3, i3, p4, i4, p5, i5, p6, i6 = layout.unpack_from(self._data, pos)
+            # Seven numbers that rise from the next index to the sixth after it are those between.
+            if i0 != index or i6 != index + 6 or not i0 < i1 < i2 < i3 < i4 < i5 < i6:
+                return 0
+            pieces = (begin, p0, p1, p2, p3, p4, p5, p6)
+        else:
+            found = layout.unpack_from(self._data, pos)
+            text, pieces = found[1], (found[0], *found[2::2])
+            if found[3::2] != (*range(index, index + mould.puts),):
+                return 0
+        if pieces != mould.pieces or (text and not text.isdigit()):
+            return 0
+        kind, key, place, offset, shape, steps, flag, ordered = mould.values
+        if text:
+            key = text.decode()
+        pid = (*kind, key, *place)
+        storage = Persistent(pid, pos + mould.named)
+        hooks = Call(ordered, (), "reduce", end - 17)
+        size, stride = tuple(shape), tuple(steps)  # new ones: who walks the graph knows things by their identity
+        args = (storage, offset, size, stride, flag, hooks)
+        call = stack[-1] = Call(stack[-1], args, "reduce", end - 5)
+        self._persistent.append(storage)
+        self._calls += (hooks, call)
+        entries = (key, pid, size, stride, hooks, args, call)
+        memo += entries if mould.puts == 7 else compress(entries, mould.written)
+        return end
+
+
+MAX_INT_BYTES = 1024
+"""Longer integers stay opaque: turning a megabyte of LONG4 into an ``int`` and printing it is quadratic work."""
+
+MAX_TEXT_DIGITS = 4300
+"""The same for integers written as text; CPython refuses more digits than this as well."""
+
+_F64 = Struct(">d").unpack_from
+
+
+def _proto(vm: Machine) -> None:
+    version = vm.take(1)[0]
+    vm.out.protocol = max(vm.out.protocol, version)
+    if version > 5:
+        vm.odd(f"protocol {version} does not exist")
+
+
+def _frame(vm: Machine) -> None:
+    # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a call
+    # in one and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns frames.
+    length = int.from_bytes(vm.take(8), "little")
+    if vm.pos - 9 < vm.frame_end:
+        vm.ambiguous("a frame begins inside a frame")
+    if length > vm.size - vm.pos:
+        vm.ambiguous("a frame is longer than the data")
+    vm.frame_end = vm.pos + length
+    vm.frames.append(vm.frame_end)
+
+
+def _global(vm: Machine) -> None:
+    module, name = vm.line().decode(), vm.line().decode()
+    vm.stack.append(vm.find(module, name))
+
+
+def _stack_global(vm: Machine) -> None:
+    name, module = vm.stack.pop(), vm.stack.pop()
+    if type(name) is str and type(module) is str:
+        vm.stack.append(vm.find(module, name))
+        return
+    for operand in (module, name):
+        # A call, a constant of some module or a persistent id can turn out to be text, and so can a Python 2 text
+        # that is not UTF-8 (encoding="latin1"): then loaders read on, with a name that is not in the file.
+        if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
+            raise Broken("STACK_GLOBAL wants two texts")
+    vm.odd("a name that is computed")
+    vm.stack.append(vm.call(None, (module, name), "stack_global"))
+
+
+_MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
+
+
+def _inst(vm: Machine) -> None:
+    module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
+    callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
+    args = tuple(vm.pop_mark())
+    vm.stack.append(vm.call(callee, args, "inst"))
+
+
+def _obj(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
+
+
+def _newobj(vm: Machine) -> None:
+    args = vm.stack.pop()
+    vm.stack[-1] = vm.call(vm.stack[-1], args, "newobj")
+
+
+def _newobj_ex(vm: Machine) -> None:
+    kwargs, args = vm.stack.pop(), vm.stack.pop()
+    node = vm.call(vm.stack[-1], args, "newobj_ex")
+    node.kwargs = kwargs
+    vm.stack[-1] = node
+
+
+def _extension(width: int) -> Callable[[Machine], None]:
+    def ext(vm: Machine) -> None:
+        code = int.from_bytes(vm.take(width), "little", signed=width == 4)
+        if code <= 0:
+            raise Broken(f"extension code {code} is not above zero")
+        node = Extension(code)
+        vm.out.extensions.append(node)
+        vm.stack.append(node)
+
+    return ext
+
+
+def _build(vm: Machine) -> None:
+    state = vm.stack.pop()
+    target = vm.stack[-1]
+    if type(target) is Call:
+        if target.states is None:
+            target.states = []
+        target.states.append(state)
+    else:
+        vm.out.built.append((target, state))
+
+
+def _changed(vm: Machine, target: object, items: list[Any], how: str) -> None:
+    """Items put into something that was not made here: into a dictionary of some module it is BUILD by another name."""
+    vm.odd(f"{how} {_kind(target)}")
+    if type(target) is Global or type(target) is Extension:
+        vm.out.built.append((target, items))
+
+
+def _append(vm: Machine) -> None:
+    value = vm.stack.pop()
+    _extend(vm, vm.stack[-1], [value])
+
+
+def _appends(vm: Machine) -> None:
+    items = vm.pop_mark()
+    _extend(vm, vm.stack[-1], items)
+
+
+def _extend(vm: Machine, target: object, items: list[Any]) -> None:
+    if type(target) is list:
+        if id(target) in vm.given:
+            vm.odd("a list is changed after a call was given it")
+        target.extend(items)
+    elif type(target) is Call:
+        if target.appended is None:
+            target.appended = []
+        target.appended.extend(items)
+    else:
+        _changed(vm, target, items, "values are appended to")
+
+
+def _additems(vm: Machine) -> None:
+    items = vm.pop_mark()
+    target = vm.stack[-1]
+    if type(target) is Set and not target.frozen:
+        target.items.extend(items)
+    elif type(target) is Call:
+        _extend(vm, target, items)
+    else:
+        _changed(vm, target, items, "members are added to")
+
+
+def _setitem(vm: Machine) -> None:
+    value, key = vm.stack.pop(), vm.stack.pop()
+    _update(vm, vm.stack[-1], [key, value])
+
+
+def _setitems(vm: Machine) -> None:
+    items = vm.pop_mark()
+    if len(items) % 2:
+        vm.odd("a key without a value")
+        items.pop()
+    _update(vm, vm.stack[-1], items)
+
+
+def _update(vm: Machine, target: object, items: list[Any]) -> None:
+    if type(target) is Dict:
+        target.items.extend(items)
+    elif type(target) is Call:
+        if target.items is None:
+            target.items = []
+        target.items.extend(items)
+    else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
+        _changed(vm, target, items, "keys are set on")
+    for key in items[::2]:
+        if type(key) is not str and _is_unhashable(key):
+            vm.odd("a key that cannot be hashed")
+
+
+def _is_unhashable(key: object) -> bool:
+    """Whether a loader cannot use it as a key; of a tuple with many parts, only the first are looked at."""
+    parts = [key]
+    for part in parts:
+        if type(part) in _UNHASHABLE or (type(part) is Set and not part.frozen):
+            return True
+        if type(part) is Call and type(part.callee) is Global and part.callee.name in _UNHASHABLE_CLASSES:
+            return True
+        if type(part) is tuple and len(parts) < _MAX_KEY_PARTS:
+            parts += part[:_MAX_KEY_PARTS]
+    return False
+
+
+_MAX_KEY_PARTS = 16
+_UNHASHABLE = frozenset({list, bytearray, Dict})
+_UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
+
+
+def _kind(target: object) -> str:
+    return "a global" if type(target) is Global else f"a {type(target).__name__.lower()}"
+
+
+def _dict(vm: Machine) -> None:
+    items = vm.pop_mark()
+    node = Dict([])
+    vm.stack.append(node)
+    if len(items) % 2:
+        raise Broken("a key without a value")
+    _update(vm, node, items)
+
+
+def _empty_dict(vm: Machine) -> None:
+    vm.stack.append(Dict([]))
+
+
+def _empty_list(vm: Machine) -> None:
+    vm.stack.append([])
+
+
+def _list(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(items)
+
+
+def _empty_set(vm: Machine) -> None:
+    vm.stack.append(Set([]))
+
+
+def _frozenset(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(Set(items, frozen=True))
+
+
+def _tuple3(vm: Machine) -> None:
+    third, second = vm.stack.pop(), vm.stack.pop()
+    vm.stack[-1] = (vm.stack[-1], second, third)
+
+
+def _pop(vm: Machine) -> None:
+    if vm.stack:
+        vm.stack.pop()
+    else:
+        vm.pop_mark()
+
+
+def _pop_mark(vm: Machine) -> None:
+    vm.pop_mark()
+
+
+def _dup(vm: Machine) -> None:
+    vm.stack.append(vm.stack[-1])
+
+
+def _none(vm: Machine) -> None:
+    vm.stack.append(None)
+
+
+def _newtrue(vm: Machine) -> None:
+    vm.stack.append(True)
+
+
+def _memoize(vm: Machine) -> None:
+    vm.remember(len(vm.memo), vm.stack[-1])
+
+
+def _put(vm: Machine) -> None:
+    index = _decimal(vm)
+    if index < 0:
+        raise Broken("a negative memo index")
+    vm.remember(index, vm.stack[-1])
+
+
+def _get(vm: Machine) -> None:
+    vm.stack.append(vm.recall(_decimal(vm)))
+
+
+def _c_text(vm: Machine) -> bytes:
+    """A line that holds a number. C reads it up to a NUL, and takes no digits before it for 0; blanks do not count."""
+    text, nul, _ = vm.line().partition(b"\0")
+    if nul:
+        vm.odd("a number with a NUL in it")
+    return text.strip() if text or not nul else b"0"
+
+
+def _decimal(vm: Machine) -> int:
+    text = _c_text(vm)
+    try:
+        return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
+    except ValueError:
+        raise Broken("a memo index that is no number") from None
+
+
+def _int(vm: Machine) -> None:
+    text = _c_text(vm)
+    special = {b"00": False, b"01": True}.get(text)
+    vm.stack.append(_number(vm, text) if special is None else special)
+
+
+def _long(vm: Machine) -> None:
+    vm.stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))
+
+
+def _number(vm: Machine, text: bytes) -> int | Big:
+    if len(text) > MAX_TEXT_DIGITS:
+        vm.odd("an integer of thousands of digits")
+        return Big(len(text))
+    for base in (0, 8):  # C's strtol reads "010" as octal where Python refuses it
+        try:
+            value = int(text, base)
+        except ValueError:
+            continue
+        if base:
+            vm.odd("an octal integer")
+        return value
+    raise Broken("an integer that is no number")
+
+
+def _long1(vm: Machine) -> None:
+    vm.stack.append(_little(vm, vm.take(1)[0]))
+
+
+def _long4(vm: Machine) -> None:
+    vm.stack.append(_little(vm, int.from_bytes(vm.take(4), "little", signed=True)))
+
+
+def _little(vm: Machine, count: int) -> int | Big:
+    raw = vm.take(count)
+    return int.from_bytes(raw, "little", signed=True) if count <= MAX_INT_BYTES else Big(count)
+
+
+def _float(vm: Machine) -> None:
+    text = _c_text(vm)
+    try:
+        vm.stack.append(float(text))
+    except ValueError:
+        raise Broken("a float that is no number") from None
+
+
+def _binfloat(vm: Machine) -> None:
+    vm.stack.append(_F64(vm.take(8))[0])
+
+
+def _python2_text(vm: Machine, raw: bytes) -> None:
+    """A ``str`` of Python 2: text for torch, which decodes it as UTF-8; bytes where that cannot be."""
+    vm.out.python2 = True
+    try:
+        vm.stack.append(raw.decode())
+    except UnicodeDecodeError:
+        vm.out.undecoded += 1
+        vm.stack.append(raw)
+
+
+def _string(vm: Machine) -> None:
+    text = vm.line()
+    if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
+        raise Broken("a text without quotes")
+    _python2_text(vm, _ESCAPE.sub(_unescape, text[1:-1]))
+
+
+# As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
+_ESCAPES = dict(
+    zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
+)
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, broken, letter = match.groups()
+    if broken is not None:
+        raise Broken("a text with a broken escape")
+    if letter is not None:
+        return _ESCAPES.get(letter[0], b"\\" + letter)
+    return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])
+
+
+def _short_binstring(vm: Machine) -> None:
+    _python2_text(vm, vm.take(vm.take(1)[0]))
+
+
+def _binstring(vm: Machine) -> None:
+    _python2_text(vm, vm.take(int.from_bytes(vm.take(4), "little", signed=True)))
+
+
+def _unicode(vm: Machine) -> None:
+    vm.stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])
+
+
+def _counted(width: int, convert: Callable[[bytes], object]) -> Callable[[Machine], None]:
+    def counted(vm: Machine) -> None:
+        vm.stack.append(convert(vm.take(int.from_bytes(vm.take(width), "little"))))
+
+    return counted
+
+
+def _utf8(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _persid(vm: Machine) -> None:
+    node = Persistent(vm.line().decode("ascii", "replace"), vm.pos)
+    vm.out.persistent.append(node)
+    vm.stack.append(node)
+
+
+def _next_buffer(vm: Machine) -> None:
+    vm.odd("a buffer from outside the stream")
+    vm.stack.append(OutOfBand())
+
+
+def _readonly_buffer(vm: Machine) -> None:
+    if not vm.stack:
+        raise IndexError
+
+
+def _named(name: str, handler: Callable[[Machine], None]) -> Callable[[Machine], None]:
+    handler.__name__ = name
+    return handler
+
+
+_RARE: dict[int, Callable[[Machine], None]] = {
+    0x30: _pop,
+    0x31: _pop_mark,
+    0x32: _dup,
+    0x42: _named("binbytes", _counted(4, bytes)),
+    0x43: _named("short_binbytes", _counted(1, bytes)),
+    0x46: _float,
+    0x47: _binfloat,
+    0x49: _int,
+    0x4C: _long,
+    0x4E: _none,
+    0x50: _persid,
+    0x53: _string,
+    0x54: _binstring,
+    0x55: _short_binstring,
+    0x56: _unicode,
+    0x5D: _empty_list,
+    0x61: _append,
+    0x62: _build,
+    0x63: _global,
+    0x64: _dict,
+    0x65: _appends,
+    0x67: _get,
+    0x69: _inst,
+    0x6C: _list,
+    0x6F: _obj,
+    0x70: _put,
+    0x73: _setitem,
+    0x75: _setitems,
+    0x7D: _empty_dict,
+    0x80: _proto,
+    0x81: _newobj,
+    0x82: _named("ext1", _extension(1)),
+    0x83: _named("ext2", _extension(2)),
+    0x84: _named("ext4", _extension(4)),
+    0x87: _tuple3,
+    0x88: _newtrue,
+    0x8A: _long1,
+    0x8B: _long4,
+    0x8C: _named("short_binunicode", _counted(1, _utf8)),
+    0x8D: _named("binunicode8", _counted(8, _utf8)),
+    0x8E: _named("binbytes8", _counted(8, bytes)),
+    0x8F: _empty_set,
+    0x90: _additems,
+    0x91: _frozenset,
+    0x92: _newobj_ex,
+    0x93: _stack_global,
+    0x94: _memoize,
+    0x95: _frame,
+    0x96: _named("bytearray8", _counted(8, bytearray)),
+    0x97: _next_buffer,
+    0x98: _readonly_buffer,
+}
+
+HANDLERS: list[Callable[[Machine], None] | None] = [_RARE.get(code) for code in range(256)]
+
+
+MAX_STREAM = 512 << 20
+"""Larger pickles are not read: 20,000 tensors take 2 MB, so this is room for five million."""
+
+_U16 = Struct("<H").unpack_from
+_I32 = Struct("<i").unpack_from
+_U32 = Struct("<I").unpack_from
+
+# What weights_only understands (torch/_weights_only_unpickler.py, 2.13): it refuses a stream with any other opcode.
+_WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
+
+
+def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
+    r"""Read one pickle from ``start`` to its STOP, or to where it breaks.
+
+    >>> run(b"\x80\x02cos\ngetcwd\n)R.").calls
+    [Call(Global(os.getcwd), reduce)]
+    """
+    vm = Machine(data, start, name)
+    out = vm.out
+    try:
+        _execute(vm)
+    except Broken as reason:
+        out.broken = f"{reason} at byte {vm.pos}"
+        out.cut |= type(reason) is Cut
+    except IndexError:
+        out.cut = vm.pos >= vm.size
+        out.broken = (
+            f"it ends without STOP at byte {vm.size}" if out.cut else f"it takes from an empty stack at byte {vm.pos}"
+        )
+    except KeyError as error:
+        out.broken = f"it reads memo entry {error.args[0]!r}, which was never written, at byte {vm.pos}"
+    except struct_error:
+        out.cut = True
+        out.broken = f"it is cut off inside an argument at byte {vm.size}"
+    except UnicodeDecodeError:
+        out.broken = f"its text is not valid UTF-8 at byte {vm.pos}"
+    out.end = vm.pos
+    if vm.frames:
+        _check_frames(vm)
+    return out
+
+
+def _check_frames(vm: Machine) -> None:
+    """A frame must end where an opcode ends."""
+    crossed = {end for end in vm.frames if end < vm.out.end}
+    for start, _ in opcodes(vm.data, vm.out.start):
+        if start >= vm.out.end:
+            break
+        crossed.discard(start)
+    vm.out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:MAX_IRREGULAR])
+    if not vm.out.broken and vm.frames[-1] > vm.out.end:
+        vm.out.ambiguous.append((vm.out.end, "STOP comes before the end of its frame"))
+
+
+def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
+    r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
+
+    >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
+    ['K', 'q', '.']
+    """
+    position, size = start, len(data)
+    while position < size:
+        code = data[position]
+        yield position, code
+        position += 1
+        if code == 0x2E or (HANDLERS[code] is None and code not in _HOT):
+            return
+        if code in _LINES:
+            for _ in range(_LINES[code]):
+                position = data.find(b"\n", position) + 1 or size
+        else:
+            width = _WIDTHS.get(code, 0)
+            counted = int.from_bytes(data[position : position + width], "little") if code in _COUNTED else 0
+            position += width + counted
+
+
+# Arguments in the stream, for walking over it without running it: so many lines, or so many bytes, which for the
+# counted opcodes are the length of what follows.
+_LINES = {0x46: 1, 0x49: 1, 0x4C: 1, 0x50: 1, 0x53: 1, 0x56: 1, 0x63: 2, 0x67: 1, 0x69: 2, 0x70: 1}
+_COUNTED = frozenset(b"BCTUX\x8a\x8b\x8c\x8d\x8e\x96")
+_WIDTHS = {
+    **dict.fromkeys(b"CU\x8a\x8cKhq\x80\x82", 1),
+    **dict.fromkeys(b"M\x83", 2),
+    **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
+}
+_HOT = frozenset(b"hqrK(tXRjQM\x86\x85\x89)J.")
+
+
+def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
+    """All pickles that follow one another from the start of ``data``, until one breaks or the data ends.
+
+    Of those beyond ``limit`` only what they would do is kept, in the last one.
+    """
+    pickles: list[Pickle] = []
+    position = 0
+    while position < len(data):
+        pickle = run(data, position, name)
+        if len(pickles) < limit:
+            pickles.append(pickle)
+        else:
+            _absorb(pickles[-1], pickle)
+        if pickle.broken:
+            break
+        position = pickle.end
+    return pickles
+
+
+def _absorb(into: Pickle, pickle: Pickle) -> None:
+    """Add one pickle to another: its names, calls and oddities, not its value."""
+    into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
+    into.protocol = max(into.protocol, pickle.protocol)
+    into.python2 |= pickle.python2
+    into.undecoded += pickle.undecoded
+    into.rare |= pickle.rare
+    for key, node in pickle.globals.items():
+        into.globals.setdefault(key, node)
+    into.calls += pickle.calls
+    into.built += pickle.built
+    into.extensions += pickle.extensions
+    into.persistent += pickle.persistent
+    into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
+    into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]
+
+
+def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each
+    data, size, meta = vm.data, vm.size, vm.meta
+    calls, persistent = vm.out.calls, vm.out.persistent
+    memo: Any = vm.memo
+    read_tensor = TensorPattern(vm).read
+    stack = vm.stack
+    push = stack.append
+    pos = vm.pos
+    put = 0  # the memo index that comes next, and -1 once there was a gap
+    try:
+        while True:
+            op = data[pos]
+            pos += 1
+            if op == 0x58:  # BINUNICODE
+                end = pos + 4 + _U32(data, pos)[0]
+                if end > size:
+                    raise Cut(f"a text of {end - pos - 4} bytes is announced, {size - pos - 4} are left")
+                text = data[pos + 4 : end].decode("utf-8", "surrogatepass")
+                push(text)
+                pos = end
+                if data[pos] == 0x72 and _U32(data, pos + 1)[0] == put:  # as nearly always: LONG_BINPUT
+                    memo.append(text)
+                    put += 1
+                    pos += 5
+            elif op in (0x68, 0x6A):  # BINGET, LONG_BINGET
+                index = data[pos] if op == 0x68 else _U32(data, pos)[0]
+                try:
+                    push(memo[index])
+                except IndexError:
+                    raise KeyError(index) from None
+                pos += 1 if op == 0x68 else 4
+            elif op == 0x28:  # MARK
+                if data[pos : pos + 1] == b"(" and put >= 0 and (end := read_tensor(pos, stack, memo)):
+                    pos, put = end, len(memo)
+                else:
+                    meta.append(stack)
+                    stack = []
+                    push = stack.append
+            elif op == 0x4B:  # BININT1
+                push(data[pos])
+                pos += 1
+            elif op in (0x72, 0x71):  # LONG_BINPUT, BINPUT
+                index = data[pos] if op == 0x71 else _U32(data, pos)[0]
+                if index == put:
+                    memo.append(stack[-1])
+                    put += 1
+                else:
+                    vm.remember(index, stack[-1])
+                    memo = vm.memo
+                    put = len(memo) if type(memo) is list else -1
+                pos += 1 if op == 0x71 else 4
+            elif op == 0x74:  # TUPLE
+                items = tuple(stack)
+                stack = meta.pop()
+                push = stack.append
+                push(items)
+            elif op == 0x52:  # REDUCE
+                args = stack.pop()
+                node = stack[-1] = Call(stack[-1], args, "reduce", pos)
+                calls.append(node)
+                if type(args) is tuple and args and type(args[0]) is list:
+                    vm.given.add(id(args[0]))  # the call keeps it alive, so nothing else gets its number
+            elif op == 0x51:  # BINPERSID
+                pid = stack[-1] = Persistent(stack[-1], pos)
+                persistent.append(pid)
+            elif op == 0x4D:  # BININT2
+                push(_U16(data, pos)[0])
+                pos += 2
+            elif op == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif op == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif op == 0x89:  # NEWFALSE
+                push(False)
+            elif op == 0x29:  # EMPTY_TUPLE
+                push(())
+            elif op == 0x4A:  # BININT
+                push(_I32(data, pos)[0])
+                pos += 4
+            elif op == 0x2E:  # STOP
+                vm.out.root = stack.pop()
+                if stack or meta:
+                    vm.pos = pos
+                    vm.odd("values are left on the stack at STOP")
+                break
+            else:
+                vm.pos, vm.stack = pos, stack
+                handler = HANDLERS[op]
+                if handler is None:
+                    raise Broken(f"byte 0x{op:02x} is no pickle opcode")
+                if op not in _WEIGHTS_ONLY:
+                    vm.out.rare.add(handler.__name__.strip("_").upper())
+                handler(vm)
+                pos, stack, memo = vm.pos, vm.stack, vm.memo
+                push = stack.append
+                put = len(memo) if type(memo) is list else -1
+    finally:
+        vm.pos = max(vm.pos, pos)  # a handler that raised may have read further than the loop knows

@@ -1,0 +1,286 @@
+r"""An inert graph back to a pickle: what ``read`` made of a stream, and what was changed in it, as a stream again.
+
+>>> dumps([1, "a"])
+b'\x80\x02]q\x00(K\x01X\x01\x00\x00\x00aq\x01e.'
+
+Nothing is imported, called or compared. The stream is what Python's own pickler would have written at protocol 2, so
+torch's ``weights_only`` unpickler knows every opcode of it, as long as the graph has no cycle through a tuple and no
+kind of call that only other protocols have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from struct import pack
+from typing import Any, ClassVar
+
+from transload.errors import TransloadError
+from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
+
+__all__ = ["CannotPickleGraphError", "dumps"]
+
+
+MAX_AGAIN = 1_000_000
+"""Steps spent on tuples and calls that hold themselves. Each is begun again inside itself, and a file of a megabyte
+could ask for 10^10 of them; a true one needs a few."""
+
+_MAX_EXTENSION = 0x7FFFFFFF
+_SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+class CannotPickleGraphError(TransloadError, ValueError):
+    """There is something in the graph that no stream can hold."""
+
+
+def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], object]] | None = None) -> bytes:
+    """The pickle of a graph of inert nodes and plain values (``read.nodes``).
+
+    What is shared stays shared, and cycles stay cycles. ``bytes``, ``bytearray`` and sets are written as calls, as
+    protocol 2 does it. Raises ``CannotPickleGraphError`` for an integer whose value is not known (``Big``), and for
+    anything that is no node. ``protocol`` is only what the stream says of itself: a class inside a class (``A.B``) is
+    found by its name from 4 on. ``expand`` is a type of nodes, each of which is made another one only when it is
+    written: a graph of its own, which is not kept.
+    """
+    writers = _Writer.WRITERS
+    if expand is not None:
+        kind, expanded = expand
+        writers = {**writers, kind: lambda writer, node: writer.expanded(expanded(node))}
+    writer = _Writer(writers)
+    writer.out.extend(b"\x80%c" % protocol)
+    writer.run(root)
+    writer.out.extend(b".")
+    return bytes(writer.out)
+
+
+_Step = Callable[["_Writer", Any], None]
+
+
+class _Do:
+    """A step that comes when those above it on the stack are done: a method of the writer, and its argument."""
+
+    __slots__ = ("act", "argument")
+
+    def __init__(self, act: _Step, argument: Any) -> None:
+        self.act, self.argument = act, argument
+
+
+class _Writer:
+    """The stream so far, and what is still to be written: a stack, because a graph can be deeper than Python's own."""
+
+    def __init__(self, writers: Mapping[type, _Step]) -> None:
+        self.writers = writers
+        self.out = bytearray()
+        self.memo: dict[int, int] = {}
+        self.numbers = 0
+        self.todo: list[Any] = []
+        self.open: set[int] = set()
+        self.made: list[object] = []  # keeps alive what was made here: the memo knows things by their number
+        self.passing: list[object] | None = None  # the same of a graph that is forgotten when it is written
+        self.named: dict[str, Global] = {}
+        self.again = 0
+
+    def run(self, root: object) -> None:
+        """Write a graph."""
+        todo, memo, out, writers = self.todo, self.memo, self.out, self.writers
+        todo.append(root)
+        while todo:
+            node = todo.pop()
+            number = memo.get(id(node))
+            if number is not None:
+                out.extend(b"h%c" % number if number < 256 else pack("<cI", b"j", number))
+                continue
+            write = writers.get(type(node))
+            if write is None:
+                raise CannotPickleGraphError(f"a {type(node).__name__} cannot be written into a pickle")
+            write(self, node)
+
+    def _emit(self, code: bytes) -> None:
+        self.out.extend(code)
+
+    def expanded(self, node: object) -> None:
+        """Write a graph that nobody else has, and forget it."""
+        self.passing = []
+        self._then(node, _Do(_Writer._forget, None))
+
+    def _forget(self, _: None) -> None:
+        for node in self.passing or ():
+            del self.memo[id(node)]
+            self.open.discard(id(node))
+        self.passing = None
+
+    def _put(self, node: object) -> None:
+        if self.passing is not None and type(node) is not Global:
+            # Texts are kept: nearly all of them are the same in every such graph.
+            (self.made if type(node) is str else self.passing).append(node)
+        number = self.memo[id(node)] = self.numbers
+        self.numbers += 1
+        self.out.extend(b"q%c" % number if number < 256 else pack("<cI", b"r", number))
+
+    def _then(self, *steps: Any) -> None:
+        self.todo += steps[::-1]
+
+    def _text(self, text: str) -> None:
+        raw = text.encode("utf-8", "surrogatepass")
+        long = len(raw) > 0xFFFFFFFF
+        self.out.extend((b"\x8d" + pack("<Q", len(raw)) if long else b"X" + pack("<I", len(raw))) + raw)
+        self._put(text)
+
+    def _global(self, node: Global) -> None:
+        line = f"c{node.module}\n{node.name}\n"
+        if line.count("\n") == 2 and _is_utf8(line):
+            self.out.extend(line.encode())
+            self._put(node)
+        else:
+            self._then(node.module, node.name, _Do(_Writer._emit, b"\x93"), _Do(_Writer._put, node))
+
+    def _persistent(self, node: Persistent) -> None:
+        # As often as it is used, without an entry in the memo: that is how picklers do it, and readers expect it.
+        self._then(node.id, _Do(_Writer._emit, b"Q"))
+
+    def _extension(self, node: Extension) -> None:
+        code = node.code
+        if not 0 < code <= _MAX_EXTENSION:
+            raise CannotPickleGraphError(f"there is no extension {code}")
+        forms = ((0xFF, "<cB", b"\x82"), (0xFFFF, "<cH", b"\x83"), (0x7FFFFFFF, "<ci", b"\x84"))
+        self.out.extend(next(pack(form, opcode, code) for most, form, opcode in forms if code <= most))
+        self._put(node)
+
+    # -- containers: those that can change are in the memo before what they hold is written
+
+    def _list(self, node: list[Any]) -> None:
+        self.out.extend(b"]")
+        self._put(node)
+        self._fill(node, b"a", b"e", 1)
+
+    def _dict(self, node: Dict) -> None:
+        self.out.extend(b"}")
+        self._put(node)
+        self._fill(node.items, b"s", b"u", 2)
+
+    def _fill(self, items: list[Any], single: bytes, many: bytes, width: int) -> None:
+        items = items[: len(items) // width * width]
+        if len(items) > width:
+            self.out.extend(b"(")
+        if items:
+            self._then(*items, _Do(_Writer._emit, single if len(items) == width else many))
+
+    def _tuple(self, node: tuple[Any, ...]) -> None:
+        if not node:
+            self.out.extend(b")")
+            return
+        self._begin(node, len(node))
+        if len(node) < len(_SMALL_TUPLES):
+            ended = (node, _SMALL_TUPLES[len(node)], len(node))
+        else:
+            self.out.extend(b"(")
+            ended = (node, b"t", 0)
+        self._then(*node, _Do(_Writer._end, ended))
+
+    def _begin(self, node: object, parts: int) -> None:
+        """What is in the memo only when it is complete begins. If it has begun before, it holds itself."""
+        if id(node) in self.open:
+            self.again += parts
+            if self.again > MAX_AGAIN:
+                raise CannotPickleGraphError("it holds itself in too many ways to be written into a pickle")
+        self.open.add(id(node))
+
+    def _end(self, ended: tuple[object, bytes, int]) -> None:
+        """What was begun is complete, unless that was done inside of it: then its parts are thrown away.
+
+        ``ended`` is the node, the opcode that makes it, and how many values that takes from the stack (0: to a MARK).
+        """
+        node, opcode, taken = ended
+        number = self.memo.get(id(node))
+        if number is None:
+            self.out.extend(opcode)
+            self._put(node)
+        else:
+            self.out.extend((b"0" * taken if taken else b"1") + pack("<cI", b"j", number))
+
+    # -- calls
+
+    def _call(self, node: Call) -> None:
+        kind, args = node.kind, node.args
+        self._begin(node, 4)
+        steps: list[Any]
+        if kind in ("obj", "inst") and type(args) is tuple:
+            self.out.extend(b"(")
+            steps = [node.callee, *args, _Do(_Writer._end, (node, b"o", 0))]
+        elif kind == "newobj_ex":
+            steps = [node.callee, args, node.kwargs, _Do(_Writer._end, (node, b"\x92", 3))]
+        elif kind == "stack_global" and type(args) is tuple:
+            steps = [*args, _Do(_Writer._end, (node, b"\x93", 2))]
+        else:
+            steps = [node.callee, args, _Do(_Writer._end, (node, b"\x81" if kind == "newobj" else b"R", 2))]
+        self._then(*steps, _Do(_Writer._complete, node))
+
+    def _complete(self, node: Call) -> None:
+        """What is put into the result: once, though the call may have been begun twice."""
+        if id(node) not in self.open:
+            return
+        self.open.discard(id(node))
+        steps: list[Any] = []
+        if node.appended:
+            steps += (_Do(_Writer._emit, b"("), *node.appended, _Do(_Writer._emit, b"e"))
+        if node.items:
+            steps += (_Do(_Writer._emit, b"("), *node.items[: len(node.items) // 2 * 2], _Do(_Writer._emit, b"u"))
+        for state in node.states or ():
+            steps += (state, _Do(_Writer._emit, b"b"))
+        self._then(*steps)
+
+    # -- what protocol 2 has no opcode for, or weights_only does not know
+
+    def _bytes(self, node: bytes) -> None:
+        self._instead(node, "_codecs", "encode", (node.decode("latin-1"), "latin1"))
+
+    def _bytearray(self, node: bytearray) -> None:
+        self._instead(node, "builtins", "bytearray", (bytes(node),))
+
+    def _set(self, node: Set) -> None:
+        self._instead(node, "builtins", "frozenset" if node.frozen else "set", (node.items,))
+
+    def _instead(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
+        callee = self.named.setdefault(name, Global(module, name, 0))
+        self.made.append(args)
+        self._begin(node, 4)
+        self._then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
+
+    # Functions, not bound methods: a writer that held itself by them would hold the graph until garbage is collected.
+    WRITERS: ClassVar[Mapping[type, _Step]] = {
+        type(None): lambda writer, _: writer.out.extend(b"N"),
+        bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
+        int: lambda writer, value: writer.out.extend(_integer(value)),
+        float: lambda writer, value: writer.out.extend(pack(">cd", b"G", value)),
+        str: _text,
+        bytes: _bytes,
+        bytearray: _bytearray,
+        tuple: _tuple,
+        list: _list,
+        Dict: _dict,
+        Set: _set,
+        Global: _global,
+        Call: _call,
+        Persistent: _persistent,
+        Extension: _extension,
+        OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),
+        _Do: lambda writer, do: do.act(writer, do.argument),
+    }
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if 0 <= value < 65536:
+        return pack("<cH", b"M", value)
+    if -0x80000000 <= value < 0x80000000:
+        return pack("<ci", b"J", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return (b"\x8a%c" % len(raw) if len(raw) < 256 else b"\x8b" + pack("<i", len(raw))) + raw

@@ -1,0 +1,993 @@
+"""Inert nodes as text: the names they bear, and values short enough to show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
+from transload.dtypes import ITEMSIZE, STORAGES, itemsize
+from transload.findings import Noted, Problem
+from transload.nodes import Big, Call, Dict, Global, Persistent, Set, module_class
+
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_LEAVES",
+    "MAX_NESTED",
+    "MAX_SIZE",
+    "READERS",
+    "BadTensor",
+    "Budget",
+    "Context",
+    "Place",
+    "Slot",
+    "StorageTable",
+    "TooMuch",
+    "Tree",
+    "apply",
+    "called",
+    "device_text",
+    "dotted",
+    "find_tensors",
+    "leaf_kind",
+    "ordinary",
+    "rebuild",
+    "scalar",
+    "short",
+    "short_key",
+    "text_of",
+]
+
+
+_MAX_TEXT = 200
+_MAX_KEY = 1000
+
+
+def called(node: Call) -> str:
+    """The dotted name of what a call calls; empty where that is no name."""
+    callee = node.callee
+    if type(callee) is Global:
+        return callee.full_name
+    return dotted(module_class(callee))
+
+
+def dotted(node: object) -> str:
+    """The dotted name of a global; empty for anything else."""
+    return node.full_name if type(node) is Global else ""
+
+
+def device_text(node: object) -> str:
+    """``torch.device("cuda", 1)`` as ``cuda:1``."""
+    if type(node) is Call and called(node) == "torch.device" and type(node.args) is tuple:
+        return ":".join(str(part) for part in node.args if type(part) in (str, int)) or "unknown"
+    return text_of(node)
+
+
+def text_of(node: object) -> str:
+    """A text, or ``unknown``."""
+    return node if type(node) is str else "unknown"
+
+
+def short_key(key: object) -> Key:
+    """A dictionary key as a step of a path: itself, or a short text where it is neither text nor number, or huge."""
+    if type(key) is str:
+        return key if len(key) <= _MAX_KEY else short(key)
+    return key if type(key) is int and key.bit_length() < 64 else short(key)
+
+
+def leaf_kind(node: object) -> str:
+    """The name of a value's type."""
+    if type(node) is Call:
+        return called(node) or "call"
+    if type(node) is Global:
+        return "global"
+    return type(node).__name__ if node is not None else "None"
+
+
+def short(node: object) -> str:
+    """A value in at most a few hundred characters, never deeper than one call and its plain arguments."""
+    if type(node) is str:
+        return node if len(node) <= _MAX_TEXT else f"{node[:_MAX_TEXT]}… ({len(node)} characters)"
+    if type(node) is Global:
+        return node.full_name[:_MAX_TEXT]
+    if type(node) is Call:
+        if called(node) == "torch.device":
+            return device_text(node)
+        args = node.args if type(node.args) is tuple else ()
+        inner = ", ".join(scalar(a) for a in args[:4])
+        return f"{called(node) or 'call'}({inner})"[:_MAX_TEXT]
+    if type(node) is tuple or type(node) is list:
+        inner = ", ".join(scalar(a) for a in node[:8]) + (", …" if len(node) > 8 else "")
+        return f"({inner})" if type(node) is tuple else f"[{inner}]"
+    return scalar(node)
+
+
+def scalar(node: object) -> str:
+    """A plain value in a few dozen characters."""
+    if type(node) is str:
+        return repr(node[:40])
+    if type(node) is bytes or type(node) is bytearray:
+        return f"{len(node)} bytes"
+    if (type(node) is int and node.bit_length() > 128) or type(node) is Big:
+        return "a huge integer"
+    if node is None or type(node) in (bool, int, float):
+        return repr(node)
+    if type(node) is Global:
+        return node.full_name[:80]
+    return f"<{type(node).__name__.lower()}>"
+
+
+MAX_SIZE = 1 << 63
+"""torch counts bytes in 64 signed bits; Python would go on multiplying for ever."""
+
+
+class Place(NamedTuple):
+    """Where a container keeps a storage. ``offset`` is ``None`` when the bytes cannot be read in place."""
+
+    offset: int | None
+    stored: int
+    record: str = ""
+    crc32: int | None = None
+    compressed: bool = False
+
+
+_MAX_SHOWN = 120
+
+
+class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside
+    """A file asks for more work than its size can justify; the text says what."""
+
+
+class Budget:
+    """What reading a graph may cost beyond its own size.
+
+    A graph can share an object under any number of names for two bytes each. Visiting a thing for the first time is
+    paid for by the bytes that made it; everything seen again is counted, and so is the text of all names, since a long
+    key high up stands in every name below it.
+    """
+
+    MAX_REPEATS = 50_000
+    MAX_NAMES = 128 << 20
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._repeats = 0
+        self._names = 0
+
+    def seen(self, ident: int) -> bool:
+        """Whether an object was met before; it is from now on."""
+        if ident in self._seen:
+            self.repeat()
+            return True
+        self._seen.add(ident)
+        return False
+
+    def meet(self, ident: int, size: int, *, again: bool) -> None:
+        """Pay for a name of that size and for the object that bears it."""
+        if again or ident in self._seen or self._names + size > self.MAX_NAMES:
+            self.spend(size, again=again)
+            self.seen(ident)
+        else:
+            self._names += size
+            self._seen.add(ident)
+
+    def spend(self, size: int, *, again: bool) -> None:
+        """Pay for a name of that size; ``again`` if it is that of something met before."""
+        self._names += size
+        if self._names > self.MAX_NAMES:
+            raise TooMuch(f"its names add up to more than {self.MAX_NAMES >> 20} MiB")
+        if again:
+            self.repeat()
+
+    def repeat(self, count: int = 1) -> None:
+        """Pay for so many things met before."""
+        self._repeats += count
+        if self._repeats > self.MAX_REPEATS:
+            raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
+
+
+class Slot:
+    """A storage being read: the claims of the index, the place in the container, the names of tensors met so far."""
+
+    __slots__ = ("device", "dtype", "key", "names", "nbytes", "place")
+
+    def __init__(self, key: str, device: str, dtype: str, nbytes: int, place: Place) -> None:
+        self.key = key
+        self.device = device
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self.place = place
+        self.names: list[str] = []
+
+
+class StorageTable:
+    """The storages met so far, by key. ``locate`` asks the container where one lies.
+
+    Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
+    """
+
+    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False, file: str = "") -> None:
+        self._locate = locate
+        self._big_endian = big_endian
+        self._file = file
+        self.slots: dict[str, Slot] = {}
+        self.noted = Noted()
+        self.budget = Budget()
+        self._seen: dict[int, tuple[Slot, int, str] | None] = {}
+        self._kinds: dict[Global, tuple[str, int]] = {}
+        self._views: dict[str, tuple[str, int, int]] = {}
+
+    def enter(self, nodes: Iterable[Persistent]) -> None:
+        """Take in the storages of a pickle, in the order it names them; the ordinary ones in one step."""
+        slots, seen, locate, kinds = self.slots, self._seen, self._locate, self._kinds
+        for node in nodes:
+            pid = node.id
+            if type(pid) is tuple and len(pid) == 5:
+                mark, kind, key, device, numel = pid
+                known = (kinds.get(kind) or self._known(kind)) if type(kind) is Global else None
+                if known and mark == "storage" and type(key) is str and type(device) is str and type(numel) is int:
+                    dtype, width = known
+                    nbytes = numel * width
+                    if key not in slots and 0 <= nbytes < MAX_SIZE and id(node) not in seen:
+                        slot = slots[key] = Slot(key, device, dtype, nbytes, locate(key, nbytes))
+                        seen[id(node)] = (slot, 0, dtype)
+                        continue
+            self.resolve(node)
+
+    def _known(self, kind: Global) -> tuple[str, int] | None:
+        """The dtype of a storage class and the bytes of its elements."""
+        dtype = STORAGES.get(kind.name.rpartition(".")[2])
+        if dtype is None:
+            return None
+        known = self._kinds[kind] = dtype, ITEMSIZE[dtype]
+        return known
+
+    def resolve(self, node: object) -> tuple[Slot, int, str] | None:
+        """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
+        if type(node) is not Persistent:
+            return None
+        key = id(node)
+        if key not in self._seen:
+            self._seen[key] = self._parse(node.id)
+        return self._seen[key]
+
+    def _parse(self, pid: object) -> tuple[Slot, int, str] | None:
+        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
+            return None
+        _, kind, key, device, numel = pid[:5]
+        dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
+        if type(key) is int:
+            key = str(key)
+        if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
+            self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
+            return None
+        nbytes = numel * ITEMSIZE[dtype]
+        slot = self.slots.get(key)
+        if slot is None:
+            slot = self._add(key, device, dtype, nbytes)
+        elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
+            detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
+            detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
+            self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
+        first = self._first(pid[5], key, numel) if len(pid) == 6 else 0
+        return None if first < 0 else (slot, first, dtype)
+
+    def _first(self, view: object, key: str, numel: int) -> int:
+        """The element a view begins at: (key, offset, size) of a part of the storage, ``None`` for all; -1 if odd."""
+        if view is None:
+            return 0
+        match view:
+            case (str() as name, int() as first, int() as size) if first >= 0 and size >= 0 and first + size <= numel:
+                known = self._views.setdefault(name, (key, first, size))
+                if known == (key, first, size) and (name == key or name not in self.slots):
+                    return first
+                self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", "its view bears the name of another")
+            case _:
+                self.noted.add("storage-malformed", "", "a view beyond its storage")
+        return -1
+
+    def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
+        if 0 <= nbytes < MAX_SIZE:
+            place = self._locate(key, nbytes)
+        else:
+            self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", f"{scalar(nbytes)} bytes are claimed")
+            place, nbytes = Place(None, 0), 0
+        slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
+        return slot
+
+    def finish(self) -> tuple[Storage, ...]:
+        """All storages, each with the names of its tensors."""
+        return tuple([self._storage(slot) for slot in self.slots.values()])
+
+    def _storage(self, slot: Slot) -> Storage:
+        offset, stored, record, crc, compressed = slot.place
+        key, nbytes = slot.key, slot.nbytes
+        if not compressed and stored > nbytes:
+            stored = nbytes
+        return _new(
+            Storage,
+            (
+                key,
+                key,
+                slot.device,
+                slot.dtype,
+                nbytes,
+                stored,
+                offset,
+                record,
+                self._file,
+                crc,
+                compressed,
+                self._big_endian,
+                tuple(slot.names),
+            ),
+        )
+
+
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+MAX_RANK = 1024
+"""Dimensions of a tensor; a shape of a million, shared by a million tensors, costs its maker two bytes each."""
+
+MAX_NESTED = 16
+"""A parameter around a subclass around a quantized tensor around its scales is four."""
+
+
+class BadTensor(Exception):  # noqa: N818 - a signal between readers and the walk, never seen outside
+    """Arguments that no torch would have written; the text says what is wrong."""
+
+
+class Context:
+    """What a reader needs: the storages, where in the tree the call stands, and how to search an object for tensors.
+
+    One serves a whole walk; ``path`` and ``name`` change from call to call.
+    """
+
+    __slots__ = ("beside", "depth", "name", "path", "search", "table")
+
+    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, search: _Search, depth: int = 0) -> None:
+        self.beside: list[Tensor] = []  # tensors that others carry as attributes
+        self.table = table
+        self.path = path
+        self.name = name
+        self.search = search
+        self.depth = depth
+
+    def copy(self) -> Context:
+        """The same place, for a walk of its own."""
+        return Context(self.table, self.path, self.name, self.search, self.depth)
+
+    def inner(self, part: str) -> Context:
+        """The place of a part of this tensor."""
+        name = f"{self.name}/{part}" if self.name else part
+        inner = Context(self.table, (*self.path, part), name, self.search, self.depth)
+        inner.beside = self.beside
+        return inner
+
+
+_Search = Callable[[Context, object], tuple[Tensor, ...]]
+_Reader = Callable[[Context, tuple[Any, ...]], Tensor]
+
+
+def _ints(value: object, what: str) -> tuple[int, ...]:
+    if type(value) is Call and called(value) == "torch.Size":
+        value = value.args[0] if type(value.args) is tuple and value.args else ()
+    if type(value) is not tuple:  # nor a list: one that grows after the call would show another size than torch made
+        raise BadTensor(f"its {what} is no tuple of numbers")
+    numbers: tuple[Any, ...] = value
+    if len(numbers) > MAX_RANK:
+        raise BadTensor(f"its {what} has {len(numbers)} dimensions")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < MAX_SIZE:
+            raise BadTensor(f"its {what} {short(value)} holds what is no size")
+    return numbers
+
+
+def ordinary(ctx: Context, node: Call, path: tuple[Key, ...], name: str, again: bool) -> Tensor | None:
+    """The tensor of a call as nearly all are, paid for; ``None`` for any other call, right or wrong.
+
+    What ``rebuild`` does with a ``_rebuild_tensor_v2`` that is in order, without its detours.
+    """
+    args, callee = node.args, node.callee
+    if type(callee) is not Global or callee.full_name != _ORDINARY or type(args) is not tuple or len(args) != 6:
+        return None
+    held, offset, shape, stride, requires_grad, _ = args
+    found = ctx.table.resolve(held)
+    if found is None or type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
+        return None
+    slot, first, dtype = found
+    width, rank = _WHOLE.get(dtype), len(shape)
+    if width is None or requires_grad is not False or offset < 0 or rank != len(stride) or rank > 8 or ctx.depth:
+        return None
+    last = offset = offset + first
+    numel = 1
+    for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
+        if type(size) is not int or type(step) is not int or size < 1 or not 0 <= step < MAX_SIZE:
+            return None
+        numel *= size
+        last += (size - 1) * step
+    if numel >= MAX_SIZE or (last + 1) * width > slot.nbytes:
+        return None
+    ctx.table.budget.meet(id(node), len(name) + 8 * len(path), again=again)
+    slot.names.append(name)
+    begin = slot.place[0]
+    begin = None if begin is None else begin + offset * width
+    fields = (path, name, dtype, shape, stride, slot.device, slot.key, offset, False, "strided", "", (), begin, ())
+    return _new(Tensor, fields)
+
+
+_ORDINARY = "torch._utils._rebuild_tensor_v2"
+_WHOLE = {dtype: width for dtype, width in ITEMSIZE.items() if itemsize(dtype, 8) == 8 * width}
+
+
+def _strided(
+    ctx: Context, args: tuple[Any, ...], *, dtype: str = "", requires_grad: object = False, kind: str = "strided"
+) -> Tensor:
+    """A tensor over a storage: (storage, offset, size, stride, …)."""
+    found = ctx.table.resolve(args[0])
+    if found is None:
+        raise BadTensor("its storage is no storage")
+    slot, first, tagged = found
+    dtype = dtype or tagged
+    offset, shape, stride = args[1], args[2], args[3]
+    if type(offset) is not int or not 0 <= offset < MAX_SIZE:
+        raise BadTensor(f"its offset {short(offset)} is no position")
+    if type(shape) is not tuple:
+        shape = _ints(shape, "size")
+    if type(stride) is not tuple:
+        stride = _ints(stride, "stride")
+    _check_grad(dtype, requires_grad)
+    offset += first
+    if _end(offset, shape, stride, dtype) > slot.nbytes:
+        raise BadTensor(f"it reaches to byte {_end(offset, shape, stride, dtype)} of a storage of {slot.nbytes}")
+    slot.names.append(ctx.name)
+    begin = slot.place.offset
+    return Tensor(
+        ctx.path,
+        ctx.name,
+        dtype,
+        shape,
+        stride,
+        slot.device,
+        slot.key,
+        offset,
+        requires_grad is True,
+        kind,
+        "",
+        (),
+        None if begin is None else begin + itemsize(dtype, offset),
+    )
+
+
+def _check_grad(dtype: str, requires_grad: object) -> None:
+    if requires_grad is True and not dtype.startswith(("float", "bfloat", "complex", "unknown")):
+        raise BadTensor(f"it asks for gradients, which {dtype} does not have")
+
+
+def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: str) -> int:
+    """The byte after the last one a view reaches; 0 for an empty one."""
+    if len(shape) != len(stride) or len(shape) > MAX_RANK:
+        raise BadTensor(f"it has {len(shape)} sizes and {len(stride)} strides")
+    last, empty, numel = offset, False, 1
+    for size, step in zip(shape, stride, strict=True):
+        if type(size) is not int or type(step) is not int or not (0 <= size < MAX_SIZE and 0 <= step < MAX_SIZE):
+            raise BadTensor(f"its size {short(shape)} or stride {short(stride)} holds what is no size")
+        numel *= size
+        if numel >= MAX_SIZE:
+            raise BadTensor(f"its size {short(shape)} is more than torch can count")
+        if size:
+            last += (size - 1) * step
+        else:
+            empty = True
+    return 0 if empty else itemsize(dtype, last + 1)
+
+
+def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    return _strided(ctx, args)
+
+
+def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    return _flagged(_strided(ctx, args, requires_grad=args[4]), args[6:])
+
+
+def _flagged(tensor: Tensor, metadata: tuple[Any, ...]) -> Tensor:
+    """``{"conj": True}``, the last argument where there is one."""
+    if not metadata or type(metadata[0]) is not Dict:
+        return tensor
+    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag) is True))
+
+
+def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    # torch 2.13 writes it and fails on it: it sets the storage of a leaf that asks for gradients. (What other formats
+    # describe comes here without hooks, and is loaded otherwise.)
+    if args[4] is True and args[5] is not None:
+        detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
+        ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
+    return _flagged(_strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4]), args[7:])
+
+
+def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
+    if type(args[4]) is not tuple or len(args[4]) > 4:
+        raise BadTensor("its quantizer is none")
+    scales = [part for part in args[4] if type(part) is Call]
+    for index, part in enumerate(scales):
+        rebuild(ctx.inner(f"quantizer.{index}"), part)
+    return tensor
+
+
+def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    inner = rebuild(ctx, args[0])
+    _check_grad(inner.dtype, args[1])
+    ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
+    return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
+
+
+def _old_parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    inner = rebuild(ctx, args[0])
+    return inner._replace(requires_grad=args[1:2] != (False,), cls="Parameter")
+
+
+def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    shape, stride = _ints(args[1], "size"), _ints(args[2], "stride")
+    _end(0, shape, stride, "uint8")
+    return Tensor(ctx.path, ctx.name, _dtype(args[0]), shape, stride, "meta", None, 0, args[3] is True, "meta")
+
+
+def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    layout = _layout(args[0])
+    names = {"sparse_coo": ("indices", "values")}.get(layout, ("compressed_indices", "plain_indices", "values"))
+    data = args[1]
+    if type(data) is not tuple or len(data) < len(names) + 1:
+        raise BadTensor("its sparse parts are missing")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, data, strict=False))
+    return _composite(ctx, layout, parts, parts[-1].dtype, _ints(data[len(names)], "size"))
+
+
+def _sparse_csr(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    names = ("compressed_indices", "plain_indices", "values")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
+    return _composite(ctx, "sparse_csr", parts, parts[-1].dtype, _ints(args[3], "size"))
+
+
+def _nested(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    names = ("buffer", "sizes", "strides", "offsets")
+    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
+    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+
+
+def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    function, kind, inner_args, state = args
+    inner = apply(ctx, dotted(function), inner_args)
+    name = dotted(kind).rpartition(".")[2]
+    inner = inner._replace(cls="" if name == "Tensor" else name)
+    held = () if inner.parts else ctx.search(ctx, state)  # a jagged one repeats its parts there
+    if inner.kind == "subclass":
+        return inner._replace(parts=held)
+    ctx.beside += held
+    return inner
+
+
+def _wrapper(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    kind, dtype, shape, stride, _offset, _layout_arg, device, requires_grad = args[:8]
+    name = dotted(kind).rpartition(".")[2]
+    sizes, steps = _ints(shape, "size"), _ints(stride, "stride")
+    where = device_text(device)
+    return Tensor(
+        ctx.path, ctx.name, _dtype(dtype), sizes, steps, where, None, 0, requires_grad is True, "subclass", name
+    )
+
+
+def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    parts = ctx.search(ctx, args[0])
+    if not parts:
+        raise BadTensor("it holds no tensors")
+    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+
+
+def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
+    inner = rebuild(ctx.inner("data"), args[0])
+    slot = ctx.table.slots.get(inner.storage or "")
+    if slot is not None and itemsize(_dtype(args[1]), inner.numel) > max(16 * slot.nbytes, 4096):
+        raise BadTensor("it would be copied from a few bytes to a great many")
+    moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
+    return moved._replace(device=text_of(args[2]), requires_grad=args[3] is True)
+
+
+def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
+    array = args[0]
+    shape: tuple[int, ...] = ()
+    if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
+        shape = _ints(array.states[0][1], "size")
+    steps = contiguous(shape)
+    return Tensor(
+        ctx.path, ctx.name, _dtype(args[1]), shape, steps, text_of(args[2]), None, 0, args[3] is True, "device"
+    )
+
+
+def _composite(ctx: Context, kind: str, parts: tuple[Tensor, ...], dtype: str, shape: tuple[int, ...]) -> Tensor:
+    device = parts[0].device if parts else "cpu"
+    return Tensor(ctx.path, ctx.name, dtype, shape, (), device, None, kind=kind, parts=parts)
+
+
+READERS: dict[str, tuple[_Reader, int, int]] = {
+    # function: reader, least and most arguments
+    "torch._utils._rebuild_tensor": (_v1, 4, 4),
+    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
+    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
+    "torch.nn.parameter.Parameter": (_old_parameter, 1, 2),
+    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
+    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
+    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
+    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
+    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
+    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
+    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
+    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
+    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
+    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
+    "torch._tensor._rebuild_from_type": (_from_type, 4, 4),
+    "torch._tensor._rebuild_from_type_v2": (_from_type, 4, 4),
+    "torch.tensor._rebuild_from_type": (_from_type, 4, 4),
+    "torch.nested._internal.nested_tensor._rebuild_njt": (_jagged, 1, 1),
+}
+
+
+def rebuild(ctx: Context, node: object) -> Tensor:
+    """The tensor a call would make; ``BadTensor`` if it would make none."""
+    if type(node) is not Call:
+        raise BadTensor("it should hold a tensor where there is none")
+    ctx.table.budget.seen(id(node))
+    return apply(ctx, called(node), node.args)
+
+
+def apply(ctx: Context, function: str, args: object) -> Tensor:
+    """The tensor a rebuild function would make of some arguments."""
+    entry = READERS.get(function)
+    if entry is None:
+        raise BadTensor(f"it is rebuilt by {function or 'no function'}")
+    reader, least, most = entry
+    if type(args) is not tuple or not least <= len(args) <= most:
+        raise BadTensor("its rebuild call has the wrong number of arguments")
+    if ctx.depth >= MAX_NESTED:
+        raise BadTensor("it is made of tensors made of tensors without end")
+    ctx.depth += 1
+    try:
+        return reader(ctx, args)
+    finally:
+        ctx.depth -= 1
+
+
+def _dtype(node: object) -> str:
+    return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
+
+
+def _layout(node: object) -> str:
+    """``torch.serialization._get_layout("torch.sparse_coo")``."""
+    text = node.args[0] if type(node) is Call and type(node.args) is tuple and node.args else ""
+    return text.removeprefix("torch.") if type(text) is str else "sparse_coo"
+
+
+MAX_DEPTH = 1000
+"""Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels."""
+
+MAX_LEAVES = 10_000
+"""Values kept beside the tensors; a loss history of a million floats is counted, not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """What a pickle's root holds."""
+
+    tensors: tuple[Tensor, ...]
+    storages: tuple[Storage, ...]
+    leaves: tuple[Leaf, ...]
+    problems: tuple[Problem, ...]
+
+
+class _Walk:
+    """One search of a graph for tensors and leaves: iterative, cycle-safe, bounded.
+
+    A frame is a container being walked: what is left of its children, its path and name, whether it was seen before.
+    """
+
+    def __init__(self, table: StorageTable, separator: str, outside: dict[str, tuple[Any, ...]]) -> None:
+        self.table = table
+        self.separator = separator
+        self.outside = outside
+        self.tensors: list[Tensor] = []
+        self.leaves: list[Leaf] = []
+        self.noted = Noted()
+        self.skipped = 0
+        self.frames: list[_Frame] = []
+        self.on_path: set[int] = set()
+
+    def run(self, root: object, context: Context) -> None:
+        """Walk everything below ``root``."""
+        path, name = context.path, context.name
+        self._visit(root, path, name, context, again=False)
+        tensors = self.tensors
+        while self.frames:
+            children, path, name, ident, again = self.frames[-1]
+            for child, key, label in children:
+                if type(child) in _ATOMS and len(self.leaves) >= MAX_LEAVES:
+                    self.skipped += 1
+                    self.table.budget.spend(0, again=again)
+                    continue
+                if label is not None:
+                    steps: tuple[Key, ...] = (*path, *key)
+                else:
+                    key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
+                    steps = (*path, key)
+                    label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
+                tensor = ordinary(context, child, steps, label, again) if type(child) is Call else None
+                if tensor is not None:
+                    tensors.append(tensor)
+                elif self._visit(child, steps, label, context, again=again):
+                    break
+            else:
+                self.frames.pop()
+                self.on_path.discard(ident)
+
+    def _visit(self, node: Any, path: tuple[Key, ...], name: str, context: Context, *, again: bool) -> bool:
+        """Take a node; true if it is a container whose children come next."""
+        self.table.budget.spend(len(name) + 8 * len(path), again=again)
+        kind = type(node)
+        if kind is Call:
+            function = called(node)
+            if function in READERS:
+                self.table.budget.seen(id(node))
+                self._take(function, node.args, path, name, context)
+                return False
+        elif kind is Persistent and self.outside and str(node.id) in self.outside:
+            self._take(_PLAIN, self.outside[str(node.id)], path, name, context)
+            return False
+        children = _children(node, path, name, self.separator)
+        if children is None:
+            self._leaf(path, name, node)
+            return False
+        return self._enter(node, children, path, name)
+
+    def _enter(self, node: object, children: _Children, path: tuple[Key, ...], name: str) -> bool:
+        ident = id(node)
+        if ident in self.on_path:
+            return False
+        if len(path) >= MAX_DEPTH:
+            self.noted.add(
+                "tree-too-deep", name[:200], f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
+            )
+            return False
+        again = False
+        for part in (node, *_unpacked(node)):
+            if self.table.budget.seen(id(part)):
+                again = True
+                self.table.budget.repeat(len(part.items) if type(part) is Dict else 1)
+        self.on_path.add(ident)
+        self.frames.append((children, path, name, ident, again))
+        return True
+
+    def _take(self, function: str, args: object, path: tuple[Key, ...], name: str, context: Context) -> None:
+        context.path, context.name = path, name
+        context.beside.clear()
+        try:
+            self.tensors += (apply(context, function, args), *context.beside)
+        except BadTensor as reason:
+            self.noted.add("tensor-broken", name or "the root", str(reason))
+        except (IndexError, ValueError, TypeError):
+            self.noted.add("tensor-broken", name or "the root", "its rebuild call has arguments of a wrong kind")
+
+    def _leaf(self, path: tuple[Key, ...], name: str, node: object) -> None:
+        if len(self.leaves) >= MAX_LEAVES:
+            self.skipped += 1
+            return
+        found = self.table.resolve(node)
+        if found is not None:  # a storage saved by itself
+            slot = found[0]
+            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+            return
+        self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
+
+
+def find_tensors(
+    root: object,
+    table: StorageTable,
+    *,
+    separator: str = "/",
+    outside: dict[str, tuple[Any, ...]] | None = None,
+    prefix: str = "",
+) -> Tree:
+    """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
+
+    ``separator`` joins attribute names of objects that are no modules. ``outside`` are tensors described elsewhere in
+    the container, by persistent id: storage, offset, size and stride. ``prefix`` stands before every name and path. A
+    tensor with impossible arguments becomes a problem, with its name, and is left out.
+    """
+    walk = _Walk(table, separator, outside or {})
+    context = Context(table, (prefix,) if prefix else (), prefix, _search)
+    try:
+        walk.run(root, context)
+    except TooMuch as reason:
+        walk.noted.add("tree-too-large", "", str(reason))
+    if walk.skipped:
+        walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
+    problems = (*walk.noted.problems(), *table.noted.problems())
+    return Tree(tuple(walk.tensors), table.finish(), tuple(walk.leaves), problems)
+
+
+def _search(context: Context, node: object) -> tuple[Tensor, ...]:
+    """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
+    walk = _Walk(context.table, "/", {})
+    walk.run(node, context.copy())
+    for problem in walk.noted.problems():
+        raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
+    return tuple(walk.tensors)
+
+
+def _unpacked(node: object) -> tuple[Any, ...]:
+    """Containers whose content is walked as if it lay in an object itself: many objects can share one."""
+    if type(node) is not Call:
+        return ()
+    state = node.states[-1] if node.states else None
+    given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
+    parts = state if type(state) is tuple else (state,)
+    return tuple(part for part in (*parts[:2], given) if type(part) in (Dict, list))
+
+
+_PLAIN = "torch._utils._rebuild_tensor"
+_ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
+
+# A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
+# name the key is a tuple of steps.
+_Children = Iterator[tuple[Any, Any, str | None]]
+_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
+
+
+def _children(node: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children | None:
+    """What lies directly in a node; ``None`` for a leaf. Nothing is made before it is asked for."""
+    kind = type(node)
+    if kind is Dict:
+        return _pairs(node.items)
+    if kind is list or kind is tuple:
+        return _indexed(node)
+    if kind is Set:
+        return _indexed(node.items)
+    if kind is Call and called(node) not in _PLAIN_CALLS:
+        return _call_children(node, path, name, separator)
+    return None
+
+
+def _pairs(items: list[Any]) -> _Children:
+    """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
+    keys, values = items[: len(items) // 2 * 2 : 2], items[1::2]
+    texts = [key for key in keys if type(key) is str]
+    if len(set(texts)) == len(texts):
+        yield from zip(values, keys, repeat(None))
+        return
+    last = {items[index]: index for index in range(0, len(items) - 1, 2) if type(items[index]) is str}
+    for index in range(0, len(items) - 1, 2):
+        key = items[index]
+        if type(key) is not str or last[key] == index:
+            yield items[index + 1], key, None
+
+
+def _indexed(values: list[Any] | tuple[Any, ...]) -> _Children:
+    for index, child in enumerate(values):
+        yield child, index, None
+
+
+def _call_children(node: Call, path: tuple[Key, ...], name: str, separator: str) -> _Children:
+    """Arguments that can hold tensors, then the state, then items and appended values."""
+    callee = called(node)
+    if callee == "collections.OrderedDict":
+        yield from _pairs(_items(node) or [])
+        return
+    if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
+        for index, argument in enumerate(node.args):
+            if type(argument) in _HOLDERS:
+                yield argument, index, None
+    if node.states:
+        yield from _state_children(node.states[-1], path, name, separator)
+    yield from _pairs(node.items or [])
+    yield from _indexed(node.appended or [])
+
+
+def _state_children(state: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children:
+    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+        state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
+    if type(state) is not Dict:
+        yield state, "state", None
+        return
+    parts = _module_parts(state) if len(state.items) <= _MAX_ATTRIBUTES else None
+    if parts:
+        yield from _module_children(state, parts, path, name)
+    elif separator == "/":
+        yield from _pairs(state.items)
+    else:
+        for child, key, _ in _pairs(state.items):
+            yield child, (short_key(key),), f"{name}{separator}{short_key(key)}" if name else str(short_key(key))
+
+
+_HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
+
+
+# Calls whose result is a value, shown as a leaf.
+_PLAIN_CALLS = frozenset(
+    {
+        "torch.device",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "_codecs.encode",
+        "torch.torch_version.TorchVersion",
+        "builtins.complex",
+        "__builtin__.complex",
+        "builtins.bytearray",
+        "__builtin__.bytearray",
+        "numpy.dtype",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "datetime.datetime",
+        "datetime.date",
+        "datetime.timedelta",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib.WindowsPath",
+        "pathlib.PureWindowsPath",
+        "pathlib._local.PosixPath",
+        "uuid.UUID",
+    }
+)
+_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
+_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
+
+
+def _module_parts(state: Dict) -> tuple[list[Any], ...] | None:
+    """The items of ``_parameters``, ``_buffers`` and ``_modules`` if the state is that of an ``nn.Module``."""
+    found = tuple(_items(state.get(key)) for key in _MODULE_KEYS)
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def _items(node: object) -> list[Any] | None:
+    """Keys and values in turn of a dictionary or an ordered one."""
+    if type(node) is Dict:
+        return node.items
+    if type(node) is not Call or called(node) != "collections.OrderedDict":
+        return None
+    given: list[Any] = []
+    if type(node.args) is tuple and node.args and type(node.args[0]) is list:  # how Python 2 writes it
+        pairs = [pair for pair in node.args[0] if type(pair) in (list, tuple) and len(pair) == 2]
+        given = [part for pair in pairs for part in pair]
+    return [*given, *(node.items or [])]
+
+
+def _module_children(state: Dict, parts: tuple[list[Any], ...], path: tuple[Key, ...], name: str) -> _Children:
+    """A module's children under the names its ``state_dict()`` would give: joined by dots, ``None`` left out."""
+    unsaved = _texts(state.get("_non_persistent_buffers_set"))
+    # The name so far is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
+    joiner = "." if path[-2:-1] == ("_modules",) else "/"
+    lead = f"{name}{joiner}" if name else ""
+    for where, items in zip(_MODULE_KEYS, parts, strict=True):
+        for child, raw, _ in _pairs(items):
+            if child is None:
+                continue
+            key = short_key(raw)
+            hidden = where == "_buffers" and key in unsaved
+            label = f"{lead}{where}/{key}" if hidden else f"{lead}{key}"
+            yield child, (where, key), label
+    for child, key, _ in _pairs(state.items):
+        if key not in _MODULE_KEYS and type(child) in _HOLDERS:
+            yield child, key, None
+
+
+def _texts(node: object) -> set[str]:
+    """The texts in a set, also as protocol 2 writes one: ``builtins.set([...])``."""
+    members = node.items if type(node) is Set else []
+    if type(node) is Call and type(node.args) is tuple and node.args and type(node.args[0]) is list:
+        members = node.args[0]
+    return {member for member in members if type(member) is str}

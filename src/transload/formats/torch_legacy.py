@@ -1,0 +1,206 @@
+"""The stream format of torch 0.1.10 to 1.5 (and of a flag ever since): five pickles, then the storages end to end.
+
+Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each
+key follow an 8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transload.checkpoint import Checkpoint, Storage
+from transload.dtypes import ITEMSIZE
+from transload.findings import Problem
+from transload.formats import pickle_machine
+from transload.formats.tensors import Place, Slot, StorageTable
+from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
+from transload.formats.zip_index import ends_like_zip
+from transload.io.sources import Source
+from transload.nodes import Dict, Global, Pickle
+
+__all__ = ["MAGIC", "MAX_DOUBT", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
+
+
+MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+# As torch.save writes it when it is given protocol 3, 4 or 5.
+_OTHER_MAGIC = (
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
+    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
+)
+_MAX_MAGIC_PICKLE = 32
+MAX_DOUBT = 1 << 24
+"""Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
+
+_STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
+_FIRST_WINDOW = 1 << 20
+_MAX_MAGIC = 4096  # what torch writes is 15 bytes
+_SMALL_WINDOW = 1 << 12
+_IDS = {"storage": (6,), "module": (4,)}
+
+
+def looks_like_legacy(source: Source) -> bool:
+    """torch's own test: the first pickle is the magic number, however it is spelt. Or what is left of it is."""
+    if 4 <= source.size < len(_MAGIC_PICKLE):
+        return _MAGIC_PICKLE.startswith(source.read(0, source.size))
+    return run_at(source, 0, _STAGES[0], _SMALL_WINDOW, MAX_DOUBT)[0].root == MAGIC
+
+
+def read_legacy(source: Source) -> Checkpoint:
+    """Read all five pickles and find every storage by adding up sizes."""
+    problems: list[Problem] = []
+    head = source.read(0, _MAX_MAGIC_PICKLE)
+    if not _MAGIC_PICKLE.startswith(head[: len(_MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
+        problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
+    pickles, position = _run_stages(source, problems)
+    main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
+    main.main = True
+    keys = _keys(pickles[4].root) if len(pickles) > 4 and not pickles[4].broken else []
+    if ends_like_zip(source):
+        detail = "zipfile reads the archive at its end, torch the stream before it"
+        problems.append(Problem("zip-inside", detail=detail))
+    problems += _untyped(main)
+    places, end = _places(source, position, keys, claimed(main), problems)
+    table = StorageTable(lambda key, _: places.get(key, Place(None, 0)))
+    tree = read_tree(main, table)
+    problems += tree.problems
+    if not any(pickle.broken for pickle in pickles):
+        problems += _check(tree.storages, set(keys))
+        if end < source.size:
+            detail = f"{source.size - end} bytes after the last storage"
+            problems.append(Problem("legacy-trailing-bytes", detail=detail))
+    return Checkpoint(
+        path=source.name,
+        format="torch-legacy",
+        nbytes=source.size,
+        tensors=tree.tensors,
+        storages=tree.storages,
+        leaves=tree.leaves,
+        facts=_facts(pickles),
+        problems=tuple(problems),
+        pickles=tuple(pickles),
+    )
+
+
+def run_at(
+    source: Source, offset: int, name: str, window: int = _FIRST_WINDOW, most: int = pickle_machine.MAX_STREAM
+) -> tuple[Pickle, int]:
+    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
+
+    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
+    nor more than ``most``, where it may be none at all.
+    """
+    while True:
+        data = source.read(offset, min(window, most))
+        pickle = pickle_machine.run(data, name=name)
+        if not pickle.cut or len(data) < window or window >= most:
+            return pickle, offset + pickle.end
+        window *= 4
+
+
+def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], int]:
+    pickles: list[Pickle] = []
+    position = 0
+    for stage, name in enumerate(_STAGES):
+        window = _FIRST_WINDOW if stage == 3 else _SMALL_WINDOW
+        pickle, position = run_at(source, position, name, window)
+        pickles.append(pickle)
+        problems += pickle_problems(pickle, pickle.end, _IDS)
+        if pickle.broken:
+            lost = ", ".join(_STAGES[stage:])
+            detail = f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"
+            problems.append(Problem("legacy-cut", name, detail))
+            break
+    if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
+        problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
+    return pickles, position
+
+
+def _keys(root: object) -> list[str]:
+    """The listed keys as text; what can be no key is an empty one, which nothing uses."""
+    if type(root) is not list:
+        return []
+    return [_key(key) for key in root]
+
+
+def _key(key: object) -> str:
+    if type(key) is bytes:
+        return key.decode("latin-1")
+    return str(key) if type(key) in (str, int) else ""
+
+
+def _untyped(pickle: Pickle) -> list[Problem]:
+    """Storages without a type, which newer dtypes have: torch writes them in this format, too, and cannot read them."""
+    pids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
+    untyped = [pid for pid in pids if type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage")]
+    detail = f"{len(untyped)} storages have no type, and torch asks for one"
+    return [Problem("legacy-untyped", pickle.name, detail)] if untyped else []
+
+
+def claimed(pickle: Pickle) -> dict[str, Slot]:
+    """The storages a pickle names, by key, with the sizes it claims."""
+    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+    for node in pickle.persistent:
+        table.resolve(node)
+    return table.slots
+
+
+def _places(
+    source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: list[Problem]
+) -> tuple[dict[str, Place], int]:
+    """Where each storage lies, as torch finds it: the count before the bytes must agree with the object.
+
+    Also where the last one ends; that is the end of the file where the rest of it cannot be told.
+    """
+    places: dict[str, Place] = {}
+    for key in keys:
+        slot = slots.get(key)
+        if slot is None:
+            detail = "in the list of keys, but nothing uses it"
+            problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", detail))
+            return places, source.size
+        count = source.read(position, 8)
+        numel = slot.nbytes // ITEMSIZE[slot.dtype]
+        if len(count) < 8:
+            problems.append(Problem("storage-cut", f"storage {key}", "the file ends before its element count"))
+            return places, source.size
+        if int.from_bytes(count, "little", signed=True) != numel:
+            detail = f"{int.from_bytes(count, 'little', signed=True)} elements lie there, the object wants {numel}"
+            problems.append(Problem("storage-size", f"storage {key}", detail))
+            return places, source.size
+        start = position + 8
+        present = max(0, min(slot.nbytes, source.size - start))
+        places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
+        position = start + slot.nbytes
+    return places, position
+
+
+def _check(storages: Iterable[Storage], keys: set[str]) -> list[Problem]:
+    out: list[Problem] = []
+    for storage in storages:
+        where = f"storage {storage.key}"
+        if storage.key not in keys:
+            # torch 2.13 makes the tensor all the same, out of whatever was in memory.
+            detail = f"its bytes are not in the file; {needed_by(storage)}"
+            out.append(Problem("legacy-unlisted", where, detail))
+        elif storage.stored < storage.nbytes:
+            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
+            out.append(Problem("storage-cut", where, detail))
+    return out
+
+
+def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
+    facts: list[tuple[str, str]] = []
+    if len(pickles) > 1:
+        facts.append(("protocol version", str(pickles[1].root)[:40]))
+    system = pickles[2].root if len(pickles) > 2 else None
+    if type(system) is Dict:
+        order = "little" if system.get("little_endian") is True else "big"
+        facts.append(("saved on", f"a {order}-endian machine"))
+    if len(pickles) > 3:
+        sources = [node for node in pickles[3].persistent if type(node.id) is tuple and node.id[:1] == ("module",)]
+        if sources:
+            facts.append(("module sources", f"the Python source of {len(sources)} classes is stored in the file"))
+    return tuple(facts)

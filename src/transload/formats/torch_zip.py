@@ -1,0 +1,532 @@
+"""What a file says of its own origin: the record that ``transload.save`` writes, read without trusting it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.checkpoint import Checkpoint, Origin, Record, Storage
+from transload.dtypes import ITEMSIZE, STORAGES
+from transload.findings import Problem
+from transload.formats import pickle_machine
+from transload.formats.tensors import Place, StorageTable, Tree, find_tensors
+from transload.formats.zip_index import Payload, ZipIndex, read_payload
+from transload.io.sources import Source
+from transload.nodes import Global, Pickle
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from transload.checkpoint import Record
+
+__all__ = [
+    "MAX_NOTE",
+    "MAX_RECORD",
+    "RECORD",
+    "Archive",
+    "Counted",
+    "Recorded",
+    "check_storages",
+    "counted",
+    "needed_by",
+    "note",
+    "pickle_problems",
+    "read_pickle",
+    "read_recorded",
+    "read_torch_zip",
+    "storage_table",
+    "stray_records",
+]
+
+
+RECORD = ".transload/origin.json"
+
+MAX_RECORD = 1 << 20
+"""Ours are below 100 kB. What is longer was not written by us, and is not parsed."""
+
+_MAX_TEXT = 200  # characters of a value that are shown
+_MAX_ITEMS = 64  # GPUs, rows of storages, entries
+_PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "driver", "time")
+
+
+class Recorded(NamedTuple):
+    """Where a file comes from, as it tells. Anybody can write anything into it: it is a hint, not a proof."""
+
+    facts: tuple[tuple[str, str], ...]
+    """Names of software and what is known of the machine, with their versions or values."""
+    gpus: tuple[tuple[str, str], ...]
+    """Each GPU's name and compute capability."""
+    devices: tuple[tuple[str, int], ...]
+    """The devices of the storages, and how many storages each had, in the order of their first."""
+    entries: tuple[tuple[str, str], ...]
+    """What the user has added: names, and values as JSON."""
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """All of it as names and short texts, to be shown."""
+        gpus = [f"{name} ({capability})" if capability else name for name, capability in self.gpus]
+        counts = {each: gpus.count(each) for each in gpus}
+        many = [f"{count} × {name}" if count > 1 else name for name, count in counts.items()]
+        devices = [f"{name} ({count} storages)" for name, count in self.devices]
+        named = (("gpus", ", ".join(many)), ("saved from", ", ".join(devices)))
+        return (*self.facts, *(pair for pair in named if pair[1]), *self.entries)
+
+
+def read_recorded(data: bytes) -> Recorded | None:
+    """The origin in the bytes of the record; ``None`` if it is not one of ours. Never raises.
+
+    >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}').pairs()
+    (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storages)'))
+    """
+    found = _parsed(data)
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
+        return None
+    facts = tuple((name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name])
+    return Recorded(
+        facts, tuple(_gpus(found.get("gpus"))), tuple(_devices(found.get("storages")).items()), _entries(found)
+    )
+
+
+def _parsed(data: bytes) -> Any:
+    if len(data) > MAX_RECORD:
+        return None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
+
+
+def _gpus(found: Any) -> list[tuple[str, str]]:
+    listed = [each for each in found[:_MAX_ITEMS] if isinstance(each, dict)] if isinstance(found, list) else []
+    return [
+        (_short(each["name"]), _short(each["capability"]) if isinstance(each.get("capability"), str) else "")
+        for each in listed
+        if isinstance(each.get("name"), str)
+    ]
+
+
+def _devices(found: Any) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for row in found if isinstance(found, list) else ():
+        if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
+            continue
+        if row[0] in out or len(out) < _MAX_ITEMS:
+            out[_short(row[0])] = out.get(_short(row[0]), 0) + max(0, row[1])
+    return out
+
+
+def _entries(found: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    held = found.get("entries")
+    if not isinstance(held, dict):
+        return ()
+    return tuple((_short(name), _short(_text(value))) for name, value in list(held.items())[:_MAX_ITEMS])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+Counted = tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]]
+"""The storages, and how many tensors have each device tag."""
+
+_PLAIN_CALLS = frozenset(
+    {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
+)
+
+
+class _Odd(Exception):  # noqa: N818 - a signal inside this module
+    """This is for the long way."""
+
+
+def counted(records: Mapping[str, Record], notes: Collection[str], pickle: Pickle) -> Counted | None:
+    """What an archive holds that has nothing but dictionaries of plain tensors, each record used or a known note."""
+    try:
+        storages, tags = _collected(records, pickle, _kinds(pickle))
+    except _Odd:
+        return None
+    others = 1 + sum(name in records for name in notes)  # the index itself, and what is said beside it
+    return (storages, tuple(Counter(tags).items())) if len(records) == len(storages) + others else None
+
+
+def _kinds(pickle: Pickle) -> dict[Global, tuple[str, int]]:
+    """The dtype, and the bytes of an element, of each storage class."""
+    kinds: dict[Global, tuple[str, int]] = {}
+    for (module, name), node in pickle.globals.items():
+        if module == "torch" and name in STORAGES:
+            kinds[node] = STORAGES[name], ITEMSIZE[STORAGES[name]]
+        elif (module, name) not in _PLAIN_CALLS:
+            raise _Odd
+    return kinds
+
+
+def _collected(
+    records: Mapping[str, Record], pickle: Pickle, kinds: Mapping[Global, tuple[str, int]]
+) -> tuple[tuple[Storage, ...], list[str]]:
+    """The storages that the ids in a pickle name, in its order, and the tag of every id."""
+    found: dict[str, Storage] = {}
+    ids: dict[str, Any] = {}
+    tags: list[str] = []
+    for node in pickle.persistent:
+        pid: Any = node.id
+        if type(pid) is not tuple or len(pid) != 5:
+            raise _Odd
+        mark, kind, key, tag, numel = pid
+        known = kinds.get(kind) if type(kind) is Global else None
+        if known is None or mark != "storage" or not (type(key) is type(tag) is str and type(numel) is int):
+            raise _Odd
+        tags.append(tag)
+        if key not in found:
+            found[key], ids[key] = _storage(records.get(f"data/{key}"), key, tag, known, numel), pid
+        elif ids[key] != pid:  # named again, and otherwise
+            raise _Odd
+    return tuple(found.values()), tags
+
+
+def _storage(record: Record | None, key: str, tag: str, kind: tuple[str, int], numel: int) -> Storage:
+    if record is None:
+        raise _Odd
+    name, offset, size, stored, crc, method = record
+    dtype, width = kind
+    if offset is None or method or numel * width != size or size != stored or (not crc and size):
+        raise _Odd
+    return _new(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
+
+
+MAX_NOTE = 4096
+"""``version`` and its like hold a few bytes; a deflated one can unpack to gigabytes."""
+
+_NOTES = ("version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
+_NEWEST_VERSION = 10
+
+_STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)
+"""A record that torch.load does not read is run as a pickle while it is one, no further than the last of these."""
+
+_MAX_STRAY = 256 << 20
+"""So much of all such records is looked at: an archive may hold a whole data set."""
+
+_MAX_PACKED = 16 << 20
+"""A compressed index is read if it unpacks to this, or to 16 times its size. Half a megabyte can unpack to half a
+gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,000 tensors takes 16 MiB."""
+
+
+class Archive:
+    """The records of a container by name, and how to get their bytes: a zip file or an unpacked directory."""
+
+    def __init__(self, records: dict[str, Record], read: Callable[[Record, int], Payload], root: str = "") -> None:
+        self.records = records
+        self.read = read
+        self.root = root
+        self._folded: dict[str, Record] | None = None
+
+    @classmethod
+    def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
+        """The records of a zip file."""
+        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root)
+
+    def find(self, name: str) -> Record | None:
+        """The record torch would take for a name: letters without regard to case."""
+        record = self.records.get(name)
+        if record is None:
+            if self._folded is None:
+                self._folded = self._fold()
+            record = self._folded.get(name.lower())
+        return record
+
+    def _fold(self) -> dict[str, Record]:
+        names = "\n".join(self.records)
+        if names == names.lower():  # as nearly always
+            return self.records
+        return {key.lower(): value for key, value in self.records.items()}
+
+    def get(self, name: str, limit: int) -> Payload | None:
+        """The bytes of a record, ``None`` if there is no such record."""
+        record = self.find(name)
+        return None if record is None else self.read(record, limit)
+
+
+def read_torch_zip(
+    archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
+) -> Checkpoint:
+    """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
+    found = list(problems)
+    facts = _facts(archive, found)
+    big_endian = dict(facts).get("byteorder") == "big"
+    pickle = read_pickle(archive, "data.pkl", found)
+    pickle.main = True
+    written_by = _written_by(archive)
+    known = (*_NOTES, RECORD) if written_by.recorded else _NOTES
+    records = tuple(archive.records.values())
+    held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=written_by)
+    if not (tree or found or big_endian):
+        light = counted(archive.records, known, pickle)
+        if light is not None:
+            return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
+    whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
+    found = _with_users(found, whole.storages)
+    found += whole.problems
+    found += check_storages(whole.storages, archive)
+    strays, pickles = stray_records(archive, whole.storages, known)
+    return replace(
+        held,
+        tensors=whole.tensors,
+        storages=whole.storages,
+        leaves=whole.leaves,
+        problems=(*found, *strays),
+        pickles=(pickle, *pickles),
+    )
+
+
+def _written_by(archive: Archive) -> Origin:
+    """What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one."""
+    payload = archive.get(RECORD, MAX_RECORD)
+    found = read_recorded(payload.data) if payload is not None and not payload.problem else None
+    return Origin(recorded=found.pairs()) if found else Origin()
+
+
+def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:
+    """The problems of records that are storages, with the tensors that need them."""
+    held = {storage.record: needed_by(storage) for storage in storages if storage.record} if problems else {}
+    out: list[Problem] = []
+    for problem in problems:
+        users = held.get(problem.where)
+        out.append(replace(problem, detail=f"{problem.detail}; {users}") if users else problem)
+    return out
+
+
+def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
+    """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
+    table.enter(pickle.persistent)
+    # Where there is no pickle there is nothing, not the value None.
+    root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
+    return find_tensors(root, table, separator=separator)
+
+
+def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
+    """The text of a small record, stripped; ``None`` without one."""
+    payload = archive.get(name, MAX_NOTE)
+    if payload is None:
+        return None
+    if payload.problem:
+        problems.append(Problem("record-unreadable", name, payload.problem))
+        return None
+    return payload.data.decode("utf-8", "backslashreplace").strip()
+
+
+def _facts(archive: Archive, problems: list[Problem]) -> tuple[tuple[str, str], ...]:
+    facts = [("folder", archive.root)]
+    for name in _NOTES:
+        text = note(archive, name, problems)
+        if text is not None:
+            facts.append((name.rpartition("/")[2].strip("."), text))
+    problems += _check_notes(archive, dict(facts))
+    return tuple(facts)
+
+
+def _check_notes(archive: Archive, known: dict[str, str]) -> list[Problem]:
+    """The small records on which torch.load fails before it looks at anything else."""
+    out: list[Problem] = []
+    if "version" not in known:
+        out.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
+    elif not 1 <= _number(known["version"]) <= _NEWEST_VERSION:
+        detail = f"it says {known['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
+        out.append(Problem("zip-bad-version", "version", detail))
+    order = archive.get("byteorder", MAX_NOTE)
+    if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
+        out.append(Problem("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}"))
+    if _number(known.get("storage_alignment", "64")) < 0:
+        detail = f"it says {known['storage_alignment'][:40]!r}, which is no number"
+        out.append(Problem("zip-bad-note", ".storage_alignment", detail))
+    if "\\" in known.get("serialization_id", ""):  # bytes that are no text
+        out.append(Problem("zip-bad-note", ".data/serialization_id", "it is not text"))
+    return out
+
+
+def _number(text: str) -> int:
+    """A short decimal number; -1 for anything else."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+
+
+def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
+    """Run the pickle in a record. What is wrong with the record or the stream is noted."""
+    record = archive.find(name)
+    if record is None:
+        problems.append(Problem("zip-no-pickle", name, "the record that says what the file holds is missing"))
+        return Pickle(name)
+    if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
+        problems.append(Problem("zip-name-case", record.name, f"torch takes it for {name}"))
+    limit = max(_MAX_PACKED, 16 * record.stored) if record.method else pickle_machine.MAX_STREAM
+    payload = archive.read(record, min(limit, pickle_machine.MAX_STREAM))
+    if payload.problem:
+        problems.append(Problem("pickle-unreadable", name, payload.problem))
+    elif not payload.intact:
+        detail = "the index of the file does not have the checksum it was saved with"
+        problems.append(Problem("crc-mismatch", name, detail))
+    pickle = pickle_machine.run(payload.data, name=name)
+    problems += pickle_problems(pickle, len(payload.data), _ZIP_IDS)
+    return pickle
+
+
+_ZIP_IDS = {"storage": (5,)}
+_ANY_IDS = {"storage": (5, 6), "module": (4,)}
+
+
+def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
+    """What is wrong with a stream that ends with its first pickle. ``ids`` are the lengths of the ids it may hold."""
+    out: list[Problem] = []
+    if pickle.broken:
+        out.append(Problem("pickle-broken", pickle.name, pickle.broken))
+    elif pickle.end < size:
+        out.append(Problem("pickle-trailing-bytes", pickle.name, f"{size - pickle.end} bytes after its end"))
+    if pickle.ambiguous:
+        at, text = pickle.ambiguous[0]
+        out.append(Problem("pickle-ambiguous", f"{pickle.name} › byte {at}", text))
+    if pickle.irregular:
+        at, text = pickle.irregular[0]
+        out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
+    if pickle.undecoded:
+        detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
+        out.append(Problem("pickle-python2-bytes", pickle.name, detail))
+    odd = [
+        node
+        for node in pickle.persistent
+        if not (type(node.id) is tuple and len(node.id) == 5 and node.id[0] == "storage") and not _is_id(node.id, ids)
+    ]
+    if odd:
+        where = f"{pickle.name} › byte {odd[0].position}"
+        out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
+    return out
+
+
+def _is_id(pid: object, ids: Mapping[str, tuple[int, ...]]) -> bool:
+    if type(pid) is not tuple or not pid:
+        return False
+    kind = pid[0].decode("latin-1") if type(pid[0]) is bytes else pid[0]
+    return type(kind) is str and len(pid) in ids.get(kind, ())
+
+
+def storage_table(
+    archive: Archive,
+    *,
+    forms: tuple[tuple[str, str], ...] = (("data/", ""), ("tensors/", "")),
+    big_endian: bool = False,
+) -> StorageTable:
+    """A table that finds storages in the records of an archive, whose names are keys with one of ``forms`` around."""
+    lead, end = forms[0]
+    records = archive.records
+
+    def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
+        record = records.get(f"{lead}{key}{end}") or _find(archive, key, forms)
+        if record is None:
+            return Place(None, 0)
+        name, offset, size, stored, crc, method = record
+        if method:
+            return Place(None, size, name, crc, compressed=True)
+        return _new(Place, (offset, min(stored, size), name, crc, False))
+
+    return StorageTable(locate, big_endian=big_endian)
+
+
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+def _find(archive: Archive, key: str, forms: tuple[tuple[str, str], ...]) -> Record | None:
+    for prefix, suffix in forms:
+        record = archive.find(f"{prefix}{key}{suffix}")
+        if record is not None:
+            return record
+    return None
+
+
+def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
+    """Each storage against its record: there, and of the size the index claims."""
+    out: list[Problem] = []
+    packed = 0
+    records = archive.records
+    for storage in storages:
+        _, _, _, _, nbytes, stored, _, name, _, crc, compressed, _, _ = storage
+        if name and not compressed and records[name].size == nbytes == stored and (crc != 0 or not nbytes):
+            continue
+        where = f"storage {storage.key}"
+        users = needed_by(storage)
+        if not storage.record:
+            out.append(Problem("storage-missing" if storage.nbytes else "storage-empty-missing", where, users))
+            continue
+        record = records[storage.record]
+        packed += storage.compressed
+        if record.size != storage.nbytes:
+            detail = f"its record holds {record.size} bytes, the index wants {storage.nbytes}; {users}"
+            out.append(Problem("storage-size", where, detail))
+        elif not storage.compressed and storage.stored < storage.nbytes:
+            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}"
+            out.append(Problem("storage-cut", where, detail))
+        elif storage.crc32 == 0 and storage.nbytes:  # no real checksum is zero, bar one in four billion
+            out.append(Problem("storage-skipped", where, f"its checksum is zero; {users}"))
+    if packed:
+        out.append(Problem("zip-compressed", detail=f"{packed} storages are compressed; torch never does that"))
+    return out
+
+
+def needed_by(storage: Storage) -> str:
+    """Which tensors are lost without a storage."""
+    shown = ", ".join(name or "the root" for name in storage.tensors[:4]) or "no tensor"
+    more = len(storage.tensors) - 4
+    return f"needed by {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def stray_records(
+    archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()
+) -> tuple[list[Problem], list[Pickle]]:
+    """Records that ``torch.load`` does not read: unused storages, and foreign ones. Those that are pickles are read."""
+    used = {storage.record for storage in storages} | {*known, *_NOTES}
+    names = [name for name in archive.records if name.lower() != "data.pkl" and not name.endswith("/")]
+    strays = [archive.records[name] for name in names if name not in used]
+    unused = [record for record in strays if record.name.startswith(("data/", "tensors/"))]
+    foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
+    pickles, out = _stray_pickles(archive, strays)
+    if unused:
+        detail = f"{len(unused)} storages are in the file that nothing in it uses"
+        out.append(Problem("record-unused", detail=detail))
+    if foreign:
+        shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
+        out.append(Problem("record-foreign", shown, f"{len(foreign)} records that torch.load does not read"))
+    return out, pickles
+
+
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # archives in it
+
+
+def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle], list[Problem]]:
+    """The pickles among such records: other loaders may read them even if torch.load does not."""
+    pickles: list[Pickle] = []
+    unseen: list[str] = []
+    left = _MAX_STRAY
+    for record in strays:
+        found, looked_at, whole = _try_pickle(archive, record) if left > 0 else ([], 0, False)
+        left -= looked_at
+        pickles += found
+        unseen += [] if whole else [record.name]
+    if not unseen:
+        return pickles, []
+    return pickles, [
+        Problem("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
+    ]
+
+
+def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:
+    """The pickles a record begins with, how much of it was read, and whether that was enough to know."""
+    for window in _STRAY_WINDOWS:
+        part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
+        payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
+        pickles = pickle_machine.run_all(payload.data, record.name) if payload.data else []
+        if payload.data.startswith(_PACKED):
+            return [], len(payload.data), False
+        whole = len(payload.data) >= record.size or (bool(pickles) and not pickles[-1].cut)
+        if whole or payload.problem:
+            break
+    return [pickle for pickle in pickles if pickle.globals or pickle.extensions], len(payload.data), whole

@@ -1,0 +1,544 @@
+"""The entries of a zip directory by their names: which are the same to some reader, which are odd, what folder it is.
+
+An archive has tens of thousands of them, nearly always in order: all names together are looked at first, joined by
+newlines, and one by one only if there is anything to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from struct import Struct
+from typing import NamedTuple
+from zlib import crc32
+
+from transload.checkpoint import Record
+from transload.findings import Problem
+from transload.io.sources import Source
+
+__all__ = [
+    "MAX_PAYLOAD",
+    "Entry",
+    "Payload",
+    "ZipIndex",
+    "check_names",
+    "ends_like_zip",
+    "find_root",
+    "names_below",
+    "read_index",
+    "read_payload",
+    "starts_like_zip",
+    "text_of",
+    "widen",
+]
+
+
+class Entry(NamedTuple):
+    """One line of the central directory."""
+
+    raw_name: bytes
+    flags: int
+    method: int
+    crc32: int
+    stored: int
+    size: int
+    header: int
+
+
+def text_of(raw: bytes) -> str:
+    """A name as text; bytes that are none are spelled out."""
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def _joined(entries: list[Entry]) -> bytes:
+    r"""All names, a newline before each; empty if a name has one itself.
+
+    >>> _joined([Entry(b"a/b", 0, 0, 0, 0, 0, 0), Entry(b"a/c", 0, 0, 0, 0, 0, 0)])
+    b'\na/b\na/c'
+    """
+    joined = b"\n".join([b"", *[entry[0] for entry in entries]])
+    return joined if joined.count(b"\n") == len(entries) else b""
+
+
+def check_names(entries: list[Entry], problems: list[Problem]) -> None:
+    """Names that readers take for the same, or read in different ways."""
+    if not _are_plain(_joined(entries), len(entries)):
+        _check_each(entries, problems)
+
+
+def _are_plain(joined: bytes, count: int) -> bool:
+    """Whether all names differ and none is one that ``_check_each`` has a word for."""
+    odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
+    return not odd and len(set(joined.lower().split(b"\n")[1:])) == count
+
+
+def _check_each(entries: list[Entry], problems: list[Problem]) -> None:
+    seen: dict[bytes, Entry] = {}
+    for entry in entries:
+        raw = entry[0]
+        folded = raw.lower()  # miniz compares ASCII letters without case, over an unstable sort
+        before = seen.get(folded)
+        # torch 1.1 wrote the code of a shared submodule once for each of its names.
+        if before is not None and not (b"/code/" in raw and before[:6] == entry[:6]):
+            detail = f"again, after {text_of(before[0])}: which of them torch reads is chance"
+            problems.append(Problem("zip-duplicate-name", text_of(raw), detail))
+        seen[folded] = entry
+        if b"\0" in raw:
+            problems.append(Problem("zip-nul-name", text_of(raw), "zipfile cuts a name at a NUL byte, torch does not"))
+        if b"\\" in raw or raw[:1] == b"/" or (b".." in raw and b".." in raw.split(b"/")):
+            problems.append(Problem("zip-odd-name", text_of(raw), "not a plain path below one folder"))
+        if not raw.isascii() and not _is_utf8(raw):
+            problems.append(Problem("zip-name-encoding", text_of(raw), "it is not UTF-8"))
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def find_root(entries: list[Entry], problems: list[Problem]) -> str | None:
+    """The folder torch takes all records from, that of the first entry; where it holds no index, one that does.
+
+    ``None`` if the records lie in no folder.
+    """
+    first = entries[0].raw_name
+    folder, slash, _ = first.partition(b"/")
+    if not slash:
+        detail = "records lie at the top; torch wants them in one folder"
+        problems.append(Problem("zip-no-folder", text_of(first), detail))
+        return None
+    lead = folder + b"/"
+    if _joined(entries).count(b"\n" + lead) == len(entries):
+        return text_of(folder)
+    outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(lead)]
+    if outside:
+        detail = f"{len(outside)} records lie outside the folder {text_of(folder)}/"
+        problems.append(Problem("zip-two-folders", text_of(outside[0]), detail))
+        indexed = [raw[:-9] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
+        if indexed and folder + b"/data.pkl" not in {entry.raw_name for entry in entries}:
+            return text_of(indexed[0])
+    return text_of(folder)
+
+
+def names_below(entries: list[Entry], prefix: str) -> list[str]:
+    """Each name as its path below ``prefix``; those outside it whole, with a slash before them."""
+    names = text_of(_joined(entries)).split(f"\n{prefix}")
+    if len(names) == len(entries) + 1:
+        return names[1:]
+    names = [text_of(entry.raw_name) for entry in entries]
+    cut = len(prefix)
+    return [name[cut:] if name.startswith(prefix) else f"/{name}" for name in names] if cut else names
+
+
+MAX_PAYLOAD = 512 << 20
+"""No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
+
+_MAX_ENTRIES = 1_000_000
+"""An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
+
+_TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
+_ALL32 = 0xFFFFFFFF
+_NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
+_DOS_DIRECTORY = 0x10
+_UNICODE_PATH = 0x7075
+_END = Struct("<4s4H2LH")
+_END64 = Struct("<4sQ2H2L4Q")
+_LOCATOR64 = Struct("<4sLQL")
+_CENTRAL = Struct("<4s6H3L5H2L")
+_CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
+_NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
+_LOCAL = Struct("<4s5H3L")
+_LOCAL_IN_SHORT = Struct("<26s2H")
+_EXTRA = Struct("<2H")
+_SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
+_WINDOW = 4096
+_WIDE_WINDOW = 256 << 10
+_NARROW = 8 << 10  # bytes between headers below which they are read many at a time
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+class Payload(NamedTuple):
+    """The bytes of a record, or why there are none. ``intact`` is whether the checksum agrees."""
+
+    data: bytes
+    intact: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ZipIndex:
+    """The records of an archive by name below the common folder, in directory order.
+
+    ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear
+    the marks of torch's own writer (padding field ``FB``, no date). ``unsummed`` says that all checksums are zero:
+    torch can be told to write none. ``end`` is where the directory begins, so where data ends.
+    """
+
+    root: str
+    records: dict[str, Record]
+    problems: tuple[Problem, ...]
+    by_torch: bool = False
+    unsummed: bool = False
+    end: int = 0
+    ok: bool = True
+
+
+def starts_like_zip(source: Source) -> bool:
+    """torch's own test: the first four bytes and nothing else."""
+    return source.read(0, 4) == b"PK\x03\x04"
+
+
+def ends_like_zip(source: Source) -> bool:
+    """Whether zipfile would open it, wherever the archive in it begins: it has an end record and a directory."""
+    tail = source.read(max(0, source.size - _TAIL), _TAIL)
+    at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
+    if at < 0:
+        return False
+    end = max(0, source.size - _TAIL) + at
+    size, start = _END.unpack_from(tail, at)[5:7]
+    places = [start, end - size]
+    wide = source.read(end - 20 - _END64.size, _END64.size) if end >= 20 + _END64.size else b""
+    if wide[:4] == b"PK\x06\x06":
+        size, start = _END64.unpack(wide)[8:10]
+        places += [start, end - 20 - _END64.size - size]
+    return any(0 <= place < end and source.read(place, 4) == b"PK\x01\x02" for place in places)
+
+
+def read_index(source: Source) -> ZipIndex:
+    """Read the central directory and every local header, and compare them. Never raises for what the file holds."""
+    problems: list[Problem] = []
+    try:
+        start, size, count = _find_directory(source, problems)
+        entries = _read_directory(source, start, size, count, problems)
+    except _NoDirectoryError as reason:
+        problems.append(Problem("zip-no-directory", detail=str(reason)))
+        return ZipIndex("", {}, tuple(problems), ok=False)
+    check_names(entries, problems)
+    root = find_root(entries, problems)
+    unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
+    records, by_torch = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
+    if unsummed:
+        detail = "every checksum in it is zero: it was saved with checksums switched off"
+        problems.append(Problem("no-checksums", detail=detail))
+        records = {name: record._replace(crc32=None) for name, record in records.items()}
+    return ZipIndex(root or "", records, tuple(problems), by_torch, unsummed, start)
+
+
+class _NoDirectoryError(Exception):
+    """There is no directory to read; the text says why."""
+
+
+def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, int]:
+    """Offset, size and entry count of the central directory as the end record states them: what torch believes."""
+    base = max(0, source.size - _TAIL)
+    tail = source.read(base, _TAIL)
+    at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
+    if at < 0:
+        raise _NoDirectoryError("the end record is missing: the file is cut off, or its end was overwritten")
+    _, disk, cd_disk, here, count, size, start, comment = _END.unpack_from(tail, at)
+    end = directory_end = base + at
+    _check_end(tail, at, comment, problems)
+    if disk or cd_disk or here != count:
+        problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
+    locator = source.read(end - 20, 20) if end >= _END64.size + 20 else b""
+    if locator[:4] == b"PK\x06\x07":
+        directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
+    if start + size != directory_end:
+        _misplaced(source, start, size, directory_end, problems)
+    if size > MAX_PAYLOAD:
+        problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
+        raise _NoDirectoryError("the directory is too large to be one")
+    return start, size, count
+
+
+def _misplaced(source: Source, start: int, size: int, end: int, problems: list[Problem]) -> None:
+    """torch looks for the directory where it is said to be; zipfile where one that ends at the end record begins."""
+    detail = f"the end record puts the directory at {start} (torch reads there), it really ends at {end}, "
+    detail += f"so zipfile reads at {end - size}"
+    if start + size <= source.size and source.read(start, 4) == b"PK\x01\x02":
+        problems.append(Problem("zip-shifted", detail=detail))
+        return
+    problems.append(Problem("zip-misplaced", detail=detail))
+    raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
+
+
+def _check_end(tail: bytes, at: int, comment: int, problems: list[Problem]) -> None:
+    extra = len(tail) - at - 22
+    if extra:
+        where = "an archive comment" if comment == extra else "after the end record"
+        problems.append(Problem("zip-trailing-bytes", detail=f"{extra} bytes {where}"))
+    before = tail.rfind(b"PK\x05\x06", 0, at)
+    while before >= 0:
+        length = int.from_bytes(tail[before + 20 : before + 22], "little")
+        if before + 22 + length == len(tail) and length:
+            problems.append(Problem("zip-two-ends", detail="one end record lies in the comment of another"))
+            return
+        before = tail.rfind(b"PK\x05\x06", 0, before)
+
+
+def _end64(
+    source: Source, end: int, locator: bytes, plain: tuple[int, int, int], problems: list[Problem]
+) -> tuple[int, int, int, int]:
+    """The zip64 end record: where it begins, and size, start and count of the directory.
+
+    torch looks for it where the locator says, and believes the plain end record if it is not there; zipfile (before
+    2025) does not look at what the locator says but right before it.
+    """
+    _, first_disk, stated, disks = _LOCATOR64.unpack(locator)
+    beside = end - 20 - _END64.size
+    raw = source.read(stated, _END64.size)
+    found = len(raw) == _END64.size and raw[:4] == b"PK\x06\x06"
+    if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
+        problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
+    if stated + _END64.size > source.size:
+        raise _NoDirectoryError("the zip64 end record is not where its locator says")
+    if not found:
+        problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
+        return (end, plain[1], plain[2], plain[0])
+    _, length, _, _, disk, cd_disk, here, count, size, start = _END64.unpack(raw)
+    if first_disk or disks != 1 or disk or cd_disk or here != count or length < _END64.size - 12:
+        problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
+    for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, _ALL32, _ALL32), strict=True):
+        if narrow not in (wide, full):
+            problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
+    return stated, size, start, count
+
+
+def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
+    if count * _CENTRAL.size > size:  # four billion entries claimed in a kilobyte
+        problems.append(Problem("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes"))
+    raw = source.read(start, size)
+    entries: list[Entry] = []
+    position = _read_entries(raw, entries, problems)
+    if len(entries) >= _MAX_ENTRIES:
+        problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
+        return entries
+    if position != len(raw):
+        detail = f"entry {len(entries)} of {count} in the directory is no entry"
+        if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
+            raise _NoDirectoryError(detail)
+        problems.append(Problem("zip-directory-broken", detail=detail))
+    if not entries:
+        raise _NoDirectoryError("the directory holds no entry")
+    if len(entries) != count:
+        detail = f"the directory holds {len(entries)} entries, its end says {count}"
+        problems.append(Problem("zip-count", detail=detail))
+    return entries
+
+
+def _read_entries(raw: bytes, entries: list[Entry], problems: list[Problem]) -> int:
+    """Read one entry after the other; where there is no further one.
+
+    Most begin with the same sixteen bytes as the one before, in which nothing was odd, and have nothing but a name.
+    """
+    position, last = 0, len(raw) - _CENTRAL.size
+    plain, flags, method = b"", 0, 0
+    for _ in range(_MAX_ENTRIES):
+        if position > last:
+            break
+        begin, crc, stored, size, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
+        end = position + _CENTRAL.size + n_name
+        if begin == plain and rest == _NOTHING_ELSE and stored == size and raw[end - 1 : end] != b"/":
+            name = raw[position + _CENTRAL.size : end]
+            entries.append(_new(Entry, (name, flags, method, crc, stored, size, header)))
+            position = end
+        elif begin[:4] == b"PK\x01\x02":
+            known = len(problems)
+            entry, position = _read_entry(raw, position, problems)
+            entries.append(entry)
+            plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
+        else:
+            break
+    return position
+
+
+def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Entry, int]:
+    fields = _CENTRAL.unpack_from(raw, position)
+    _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
+    name_at = position + _CENTRAL.size
+    name = raw[name_at : name_at + n_name]
+    if n_extra:
+        extra = raw[name_at + n_name : name_at + n_name + n_extra]
+        _check_extra(extra, name, (size, stored, header), problems)
+        if _ALL32 in (stored, size, header):
+            size, stored, header = widen(extra, size, stored, header)
+    entry = Entry(name, flags, method, crc, stored, size, header)
+    odd = disk or needed & 0xFF > _NEWEST_VERSION or flags & _SECRET_FLAGS
+    if odd or marks & _DOS_DIRECTORY or name[-1:] == b"/" or (stored != size and (not method or not stored)):
+        _check_entry(entry, disk, needed & 0xFF, marks, problems)
+    return entry, name_at + n_name + n_extra + n_comment
+
+
+def _check_entry(entry: Entry, disk: int, needed: int, marks: int, problems: list[Problem]) -> None:
+    """What makes torch and zipfile differ about the bytes of one record, or one of them refuse it."""
+    name = text_of(entry.raw_name)
+    if disk or entry.flags & _SECRET_FLAGS:
+        problems.append(Problem("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it"))
+    if needed > _NEWEST_VERSION:
+        detail = f"zipfile refuses it: it wants zip version {needed / 10}"
+        problems.append(Problem("zip-one-reader", name, detail))
+    if entry.size and (marks & _DOS_DIRECTORY or entry.raw_name[-1:] == b"/"):
+        detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
+        problems.append(Problem("zip-directory-record", name, detail))
+    if entry.stored != entry.size and (not entry.method or not entry.stored):
+        detail = f"{entry.stored} bytes are stored as they are, and yet shall be {entry.size}"
+        problems.append(Problem("zip-headers-differ", name, detail))
+
+
+def _check_extra(extra: bytes, name: bytes, sizes: tuple[int, int, int], problems: list[Problem]) -> None:
+    """Extra fields that change how a reader sees an entry: zip64 sizes and, for zipfile from 3.12 on, another name."""
+    fields = list(_extra_fields(extra))
+    if sum(4 + length for _, length, _ in fields) > len(extra):
+        problems.append(Problem("zip-one-reader", text_of(name), "zipfile refuses it: its extra fields are cut off"))
+    wide = [data for tag, _, data in fields if tag == 1]
+    needed = 8 * sum(value == _ALL32 for value in sizes)
+    if needed and (len(wide) != 1 or len(wide[0]) < needed):
+        problems.append(
+            Problem("zip-headers-differ", text_of(name), "its zip64 sizes are missing, or there are several")
+        )
+    names = [data[5:] for tag, _, data in fields if tag == _UNICODE_PATH]
+    if any(other.partition(b"/")[2] != name.partition(b"/")[2] for other in names):
+        problems.append(Problem("zip-names-differ", text_of(name), f"an extra field calls it {text_of(names[0])[:80]}"))
+
+
+def widen(extra: bytes, *values: int) -> list[int]:
+    """Values of the zip64 field in place of those that are all ones, in the order the format fixes."""
+    wide = next((data for tag, _, data in _extra_fields(extra) if tag == 1), b"")
+    out: list[int] = []
+    for value in values:
+        if value == _ALL32 and len(wide) >= 8:
+            value, wide = int.from_bytes(wide[:8], "little"), wide[8:]  # noqa: PLW2901 - the point of the loop
+        out.append(value)
+    return out
+
+
+def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Tag, stated length and data of each extra field; of one that is cut off, what is left."""
+    position = 0
+    while position + 4 <= len(extra):
+        tag, length = _EXTRA.unpack_from(extra, position)
+        yield tag, length, extra[position + 4 : position + 4 + length]
+        position += 4 + length
+
+
+def _read_locals(
+    source: Source, entries: list[Entry], data_end: int, prefix: str, problems: list[Problem]
+) -> tuple[dict[str, Record], bool]:
+    """Each record's place, from its local header; and whether torch's writer made the first one.
+
+    Records are named by their path below ``prefix``, those outside it by their whole path and a slash before it. Most
+    headers begin with the same bytes as the one before, which agreed with the directory.
+    """
+    window, base = b"", 0
+    wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
+    records: dict[str, Record] = {}
+    spans: list[tuple[int, int, str]] = []
+    by_torch, file_size = False, source.size
+    plain, plain_flags, plain_method = b"", -1, -1
+    for entry, name in zip(entries, names_below(entries, prefix), strict=True):
+        raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
+        need = 30 + len(raw_name)
+        at = header - base
+        if at < 0 or at + need > len(window):
+            base, at = header, 0
+            window = source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
+            wide -= len(window)
+        if at + need > len(window) or window[at : at + 4] != b"PK\x03\x04":
+            problems.append(Problem("zip-no-local-header", name, f"no record header at byte {header}"))
+            records[name] = Record(name, None, entry_size, entry_stored, entry_crc, entry_method)
+            continue
+        begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(window, at)
+        offset = header + 30 + n_name + n_extra
+        if window[at + 30 : at + 30 + n_name] != raw_name:
+            problems.append(Problem("zip-names-differ", name, "the record's own header bears another name"))
+        if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
+            if _agrees(entry, begin):
+                plain, plain_flags, plain_method = begin, entry_flags, entry_method
+            else:
+                _compare(entry, name, _numbers(source, begin, offset - n_extra, n_extra), problems)
+            if not records:
+                dated = any(begin[12:14])
+                by_torch = not dated and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
+        end = offset + entry_stored
+        spans.append((header, end, name))
+        if end > file_size:
+            present = max(0, file_size - offset)
+            problems.append(Problem("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file"))
+            offset, entry_stored = min(offset, file_size), present
+        records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
+    _check_overlap(spans, data_end, problems)
+    records.pop("", None)
+    return records, by_torch
+
+
+def _agrees(entry: Entry, begin: bytes) -> bool:
+    """Whether a local header says what the directory says, and leaves the numbers to it, as torch's writer does."""
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
+    return flags == entry.flags and method == entry.method and bool(flags & 8) and not (crc or stored or size)
+
+
+def _numbers(source: Source, begin: bytes, at: int, length: int) -> tuple[int, int, int, int, int]:
+    """Flags, method, checksum and the two sizes of a local header, whose extra fields lie at ``at``."""
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
+    if _ALL32 in (stored, size):
+        size, stored = widen(source.read(at, length), size, stored)
+    return flags, method, crc, stored, size
+
+
+def _compare(entry: Entry, name: str, local: tuple[int, int, int, int, int], problems: list[Problem]) -> None:
+    """torch and zipfile believe the directory; readers that stream believe the local header. They must agree."""
+    flags, method, crc, stored, size = local
+    if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
+        problems.append(Problem("zip-headers-differ", name, "flags or method differ between header and directory"))
+    later = flags & 8  # a zero then says that the number follows the data: what torch writes
+    if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
+        problems.append(Problem("zip-headers-differ", name, "the size differs between header and directory"))
+    if crc != entry.crc32 and (crc or not later):
+        problems.append(Problem("zip-crc-differs", name, "the checksum differs between header and directory"))
+
+
+def _check_overlap(spans: list[tuple[int, int, str]], data_end: int, problems: list[Problem]) -> None:
+    spans.sort()
+    reach, owner = 0, ""
+    for begin, end, name in spans:
+        if begin < reach:  # one payload behind many names is how a zip bomb is folded (CVE-2024-0450)
+            problems.append(Problem("zip-overlap", name, f"shares bytes with {owner}"))
+        if end > reach:
+            reach, owner = end, name
+    if reach > data_end:
+        problems.append(Problem("zip-overlap", owner, "reaches into the directory"))
+
+
+def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:
+    """A record's bytes, unpacked if it is deflated, never more than it declares nor than ``limit``."""
+    if record.offset is None:
+        return Payload(b"", intact=False, problem="its header is lost")
+    if record.size > limit or record.stored > limit:
+        return Payload(b"", intact=False, problem=f"{record.size} bytes are more than the {limit} we read")
+    raw = source.read(record.offset, record.stored)
+    if record.method == 8:
+        raw, problem = _inflate(raw, record.size)
+        if problem:
+            return Payload(raw, intact=False, problem=problem)
+    elif record.method != 0:
+        return Payload(b"", intact=False, problem=f"compression method {record.method} is not one torch reads")
+    if len(raw) < record.size:
+        return Payload(raw, intact=False, problem=f"{len(raw)} of {record.size} bytes are in the file")
+    return Payload(raw[: record.size], intact=record.crc32 is None or crc32(raw) == record.crc32)
+
+
+def _inflate(raw: bytes, size: int) -> tuple[bytes, str]:
+    from zlib import decompressobj
+    from zlib import error as zlib_error
+
+    try:
+        # One byte more than declared shows a record that would go on: a bomb stops here.
+        data = decompressobj(-15).decompress(raw, size + 1)
+    except zlib_error as error:
+        return b"", f"its compressed data is damaged ({error})"
+    if len(data) > size:
+        return data[:size], "it unpacks to more than it declares"
+    return data, ""

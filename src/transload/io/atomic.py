@@ -1,0 +1,400 @@
+"""Where an archive goes: a file of the system, or anything that has ``write``."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import EACCES, EAGAIN, EIO, EISDIR
+from functools import cache
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from transload.errors import CannotWriteError, cannot_write
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Beside", "FileObject", "Straight", "SystemFile", "clear_debris", "flush_directory", "is_atomic", "place_of"]
+
+
+_AT_ONCE = 1000  # buffers: the system takes 1024
+_BEHIND = 16 << 20  # bytes after which the system is asked to begin to write them to the disk
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+
+
+class SystemFile:
+    """A file by its descriptor. What is written goes on to the disk at once, so that a flush has little left to do."""
+
+    def __init__(self, descriptor: int, *, push: bool) -> None:
+        self._descriptor = descriptor
+        self._push = push
+        self._written = self._pushed = 0
+
+    def write(self, buffers: Sequence[Any]) -> None:
+        """Write all of them, in this order."""
+        for start in range(0, len(buffers), _AT_ONCE):
+            self._write(list(buffers[start : start + _AT_ONCE]))
+        if self._push and self._written - self._pushed >= _BEHIND:
+            _begin_writing(self._descriptor, self._pushed, self._written - self._pushed)
+            self._pushed = self._written
+
+    def _write(self, buffers: list[Any]) -> None:
+        while buffers:
+            count = _write_some(self._descriptor, buffers)
+            self._written += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if count:
+                buffers[0] = memoryview(buffers[0])[count:]
+
+
+def _write_some(descriptor: int, buffers: list[Any]) -> int:
+    """Bytes written: the system may take fewer than there are."""
+    if hasattr(os, "writev"):
+        return os.writev(descriptor, buffers)
+    return os.write(descriptor, buffers[0])
+
+
+class FileObject:
+    """A file object of the caller, or a buffer."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, buffers: Sequence[Any]) -> None:
+        """Write all of them, in this order."""
+        for buffer in buffers:
+            view = memoryview(buffer)
+            while view.nbytes:
+                count = self._file.write(view)
+                if count is None and isinstance(self._file, io.RawIOBase):
+                    raise BlockingIOError(EAGAIN, "it takes no more bytes for now, and does not wait")
+                if type(count) is not int or count >= len(view):  # those who do not tell have written all
+                    break
+                if count < 1:
+                    raise OSError(EIO, "it takes no more bytes")
+                view = view[count:]
+
+
+@cache
+def _call() -> Any:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+def _begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
+    """Only a hint: what the system answers does not matter."""
+    call = _call()
+    if call is not None:
+        call(descriptor, offset, nbytes, _BEGIN_WRITING)
+
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed anyway
+    fcntl = None  # type: ignore[assignment]
+
+
+_MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
+_LARGE = 32 << 20  # bytes from which giving a file back is worth a thread
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_OPEN_STRAIGHT = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def place_of(path: str) -> str:
+    """Where a file that is named so really lies: symbolic links stay, and what they point to is written."""
+    return os.path.realpath(path)
+
+
+def is_atomic(path: str) -> bool:
+    """Whether what is at a path can be replaced: a regular file, or nothing. Pipes and devices are written into.
+
+    So is a file that has no name of its own, to which ``/dev/fd/3`` may lead.
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116 - texts throughout, as given
+    except OSError:
+        return True
+    try:
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(place_of(path)))  # noqa: PTH116 - as above
+    except OSError:
+        return False
+
+
+class Straight:
+    """A file that is written in its place: what was in it is gone at once."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, _OPEN_STRAIGHT, 0o666)
+        except OSError as error:
+            raise cannot_write(error, path) from error
+
+    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.commit()
+            else:
+                self.discard()
+        except OSError as refused:
+            raise cannot_write(refused, self.path) from refused
+        if isinstance(error, OSError) and not isinstance(error, CannotWriteError):
+            raise cannot_write(error, self.path) from error
+
+    def commit(self) -> None:
+        """All is written."""
+        os.close(self.descriptor)
+
+    def discard(self) -> None:
+        """Something failed."""
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+
+class Beside(Straight):
+    """A file that takes its place when all of it has reached the disk.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Beside(f"{folder}/a") as file:
+    ...         _ = os.write(file.descriptor, b"whole")
+    ...     os.listdir(folder)
+    ['a']
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._target = place_of(path)
+        _REPLACED.wait(self._target)
+        try:
+            before = _existing(path, self._target)
+            clear_debris(self._target)
+            self._hidden, self.descriptor = _open_hidden(self._target)
+            try:
+                _adopt(self.descriptor, before)
+            except BaseException:
+                self.discard()
+                raise
+        except OSError as error:
+            raise cannot_write(error, path) from error
+
+    def commit(self) -> None:
+        """Flush, rename, and flush the directory."""
+        try:
+            os.fsync(self.descriptor)
+            if os.name == "nt":
+                os.close(self.descriptor)
+            with _REPLACED.held(self._target):
+                os.replace(self._hidden, self._target)  # noqa: PTH105 - as above
+        except BaseException:
+            self.discard()
+            raise
+        if os.name != "nt":
+            os.close(self.descriptor)
+            flush_directory(os.path.dirname(self._target))  # noqa: PTH120 - as above
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        _drop(self.descriptor, self._hidden)
+
+
+class _Replaced:
+    """Large files that were replaced, given back to the system in a thread: 3 GB take it most of a second.
+
+    As long as one is open, replacing it is only a change of names. Where the disk is short of space, the next file is
+    not begun before that of the last is free.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+        self._nbytes = 0
+
+    @contextmanager
+    def held(self, target: str) -> Iterator[None]:
+        """Keep what is at a place open while it is replaced."""
+        descriptor = _opened_if_large(target)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                self._close_later(descriptor)
+
+    def _close_later(self, descriptor: int) -> None:
+        self._nbytes = os.fstat(descriptor).st_size
+        thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the program is ending, or there can be no more threads
+            os.close(descriptor)
+        else:
+            self._thread = thread
+
+    def wait(self, target: str) -> None:
+        """Until the last one is gone, unless there is room for two more like it where a file shall be."""
+        thread = self._thread
+        if thread is not None and thread.is_alive() and _free(target) < 2 * self._nbytes:
+            thread.join()
+
+
+_REPLACED = _Replaced()
+
+
+def _free(target: str) -> int:
+    """Bytes that are free where a file shall be; none where the system does not tell."""
+    with suppress(OSError):
+        found = os.statvfs(os.path.dirname(target) or ".")  # noqa: PTH120 - as above
+        return found.f_bavail * found.f_frsize
+    return 0
+
+
+def _opened_if_large(target: str) -> int | None:
+    if os.name == "nt":  # a file that is open there cannot be replaced
+        return None
+    with suppress(OSError):
+        if os.stat(target).st_size >= _LARGE:  # noqa: PTH116 - as above
+            return os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    return None
+
+
+def _existing(path: str, target: str) -> os.stat_result | None:
+    """What is at the place now. What may not be written may not be replaced either, though the system would let us."""
+    if not os.path.basename(path):  # noqa: PTH119 - it ends with a slash, as only that of a directory may
+        raise IsADirectoryError(EISDIR, "is a directory")
+    try:
+        found = os.stat(target)  # noqa: PTH116 - as above
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(EISDIR, "is a directory")
+    if not os.access(target, os.W_OK):
+        raise PermissionError(EACCES, "not writable")
+    return found
+
+
+def _open_hidden(target: str) -> tuple[str, int]:
+    """A new file beside the target, locked. Between the two steps another writer may have taken it for debris."""
+    folder, name = os.path.split(target)
+    while True:
+        hidden = os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118 - as above
+        try:
+            descriptor = os.open(hidden, _OPEN, 0o666)
+        except FileExistsError:
+            continue
+        try:
+            if _lock(descriptor) is not False and (os.fstat(descriptor).st_nlink or os.name == "nt"):
+                return hidden, descriptor
+        except BaseException:
+            _drop(descriptor, hidden)
+            raise
+        os.close(descriptor)
+
+
+def _drop(descriptor: int, hidden: str) -> None:
+    with suppress(OSError):
+        os.close(descriptor)
+    with suppress(OSError):
+        os.unlink(hidden)  # noqa: PTH108 - as above
+
+
+def _prefix(name: str) -> str:
+    return f".{os.fsdecode(os.fsencode(name)[:_MAX_NAME])}."
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is ours now; ``None`` where files cannot be locked."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _adopt(descriptor: int, before: os.stat_result | None) -> None:
+    """Give the new file the rights of the old one, and its owner where we may."""
+    if before is None or os.name == "nt":
+        return
+    own = os.fstat(descriptor)
+    if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+        try:
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+        except OSError:  # only root gives files away; those who share a group keep it
+            with suppress(OSError):
+                os.fchown(descriptor, -1, before.st_gid)
+    with suppress(OSError):  # file systems without rights
+        os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+
+
+def flush_directory(folder: str) -> None:
+    """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
+    with suppress(OSError):
+        descriptor = os.open(folder or ".", os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def clear_debris(target: str) -> list[str]:
+    """Remove what killed writers of a file have left beside it; their names."""
+    folder, name = os.path.split(target)
+    pattern = re.compile(re.escape(_prefix(name)) + r"(\d{1,10})-[0-9a-f]{8}\.part", re.DOTALL)
+    try:
+        names = os.listdir(folder or ".")  # noqa: PTH208 - as above
+    except OSError:
+        return []
+    found = [(each, int(match[1])) for each in names if (match := pattern.fullmatch(each))]
+    return [each for each, pid in found if _remove(os.path.join(folder, each), pid)]  # noqa: PTH118 - as above
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process here. Ours is: its own files are in use, or it removes them itself."""
+    if os.name == "nt":
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _remove(path: str, pid: int) -> bool:
+    """Remove a hidden file unless its writer still has it, which the lock tells: numbers of processes come again."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        ours = _lock(descriptor)
+        if ours is False or (ours is None and _is_running(pid)):
+            return False
+        if os.name == "nt":
+            os.close(descriptor)
+            descriptor = -1
+        os.unlink(path)  # noqa: PTH108 - as above
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True

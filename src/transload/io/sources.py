@@ -1,0 +1,249 @@
+"""Random-access bytes, wherever they lie: a path, an open file, a buffer, or a part of another source."""
+
+from __future__ import annotations
+
+import os
+import stat
+from threading import Lock
+from typing import BinaryIO, Protocol, runtime_checkable
+
+from transload.errors import CannotReadError, UsageError
+
+__all__ = ["BytesSource", "FileSource", "ObjectSource", "Slice", "Source", "SourceLike", "copied", "open_source"]
+
+
+_PIECE = 1 << 20
+SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Bytes that can be read at any position.
+
+    ``read`` gives exactly the bytes that exist in ``[offset, offset + count)``: fewer than asked at the end,
+    none beyond it. It never allocates for bytes that are not there, whatever a file claims, and may be
+    called from several threads.
+    """
+
+    name: str
+    size: int
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        ...
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a writable buffer of bytes from ``offset`` on; how many there were."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was opened here."""
+        ...
+
+
+class FileSource:
+    """A file opened by path, read through one descriptor: what is judged is what is read."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+            flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+            self._fd = os.open(self.name, flags)
+        except (OSError, ValueError) as error:
+            raise _cannot_read(self.name, error) from error
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._fd)
+            self._fd = -1
+            raise CannotReadError(
+                "not a regular file (a device, pipe or socket)",
+                where=self.name,
+                fix="Copy the bytes to a file first.",
+            )
+        self.size = status.st_size
+        self._lock = Lock()
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for those who read it in their own way."""
+        return self._fd
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        count = min(count, self.size - offset)
+        if count <= 0:
+            return b""
+        try:
+            data = self._pread(count, offset)
+            while len(data) < count:  # one call gives at most 2 GiB on Linux, and less when interrupted
+                more = self._pread(count - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise _cannot_read(self.name, error) from error
+        return data
+
+    if hasattr(os, "pread"):
+
+        def _pread(self, count: int, offset: int) -> bytes:
+            return os.pread(self._fd, count, offset)
+    else:  # pragma: no cover (Windows)
+
+        def _pread(self, count: int, offset: int) -> bytes:
+            with self._lock:
+                os.lseek(self._fd, offset, os.SEEK_SET)
+                return os.read(self._fd, count)
+
+    if hasattr(os, "preadv"):
+
+        def readinto(self, offset: int, buffer: memoryview) -> int:
+            """Fill a buffer from ``offset`` on; how many bytes there were."""
+            done, wanted = 0, max(0, min(len(buffer), self.size - offset))
+            try:
+                while done < wanted:
+                    count = os.preadv(self._fd, [buffer[done:wanted]], offset + done)
+                    if not count:
+                        break
+                    done += count
+            except OSError as error:
+                raise _cannot_read(self.name, error) from error
+            return done
+    else:  # pragma: no cover (Windows, old macOS)
+
+        def readinto(self, offset: int, buffer: memoryview) -> int:
+            """Fill a buffer from ``offset`` on; how many bytes there were."""
+            return copied(self, offset, buffer)
+
+    def close(self) -> None:
+        """Close the descriptor; twice does no harm."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+class BytesSource:
+    """A buffer in memory."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> None:
+        self._view = memoryview(data).cast("B")
+        self.name = name
+        self.size = len(self._view)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        return bytes(self._view[max(0, offset) : max(0, offset + count)])
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        part = self._view[max(0, offset) : max(0, offset + len(buffer))]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class ObjectSource:
+    """A seekable binary file object. It is read from its beginning and left where it stood."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._lock = Lock()
+        self.name = str(getattr(file, "name", "<file object>"))
+        try:
+            self._home = file.tell()
+            self.size = file.seek(0, os.SEEK_END)
+            file.seek(self._home)
+        except (OSError, ValueError, AttributeError) as error:
+            raise CannotReadError(
+                f"the file object cannot be searched ({error})",
+                where=self.name,
+                fix="Read it into io.BytesIO first and pass that.",
+            ) from error
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        count = min(count, self.size - offset)
+        if count <= 0:
+            return b""
+        with self._lock:
+            try:
+                self._file.seek(offset)
+                return self._file.read(count)
+            except (OSError, ValueError) as error:
+                raise _cannot_read(self.name, error) from error
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return copied(self, offset, buffer)
+
+    def close(self) -> None:
+        """Put the position back; the object stays the caller's."""
+        if not getattr(self._file, "closed", False):  # not every object that reads and seeks has it
+            self._file.seek(self._home)
+
+
+class Slice:
+    """A part of another source, as a source of its own: a checkpoint inside a package."""
+
+    def __init__(self, base: Source, offset: int, size: int, name: str) -> None:
+        self._base = base
+        self._offset = offset
+        self.size = max(0, min(size, base.size - offset))
+        self.name = name
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        return self._base.read(self._offset + offset, min(count, self.size - offset))
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return self._base.readinto(self._offset + offset, buffer[: max(0, self.size - offset)])
+
+    def close(self) -> None:
+        """Nothing to give back: the base is closed by its owner."""
+
+
+def copied(source: Source, offset: int, buffer: memoryview) -> int:
+    """``readinto`` for sources that only read, in pieces that keep the second copy small."""
+    done = 0
+    while done < len(buffer):
+        part = source.read(offset + done, min(_PIECE, len(buffer) - done))
+        if not part:
+            break
+        buffer[done : done + len(part)] = part
+        done += len(part)
+    return done
+
+
+def open_source(f: SourceLike) -> Source:
+    """A source for anything ``torch.load`` would take, or for bytes.
+
+    >>> open_source(b"abc").read(1, 10)
+    b'bc'
+    """
+    if isinstance(f, str | os.PathLike):
+        return FileSource(f)
+    if isinstance(f, bytes | bytearray | memoryview):
+        return BytesSource(f)
+    if hasattr(f, "read") and hasattr(f, "seek"):
+        return ObjectSource(f)
+    raise UsageError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
+
+
+def _cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
+    reason = getattr(error, "strerror", None) or str(error)
+    fix = _FIXES.get(type(error), "")
+    return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))
+
+
+_FIXES: dict[type[Exception], str] = {
+    FileNotFoundError: "Check the spelling and the current directory.",
+    PermissionError: "Ask its owner for read permission (ls -l shows who that is).",
+}
