@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import random
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 import transload
@@ -76,6 +78,15 @@ def flipped() -> bytes:
     return bytes(data)
 
 
+@cache
+def random_state() -> bytes:
+    """What the Trainer of transformers keeps of the random numbers."""
+    stream = io.BytesIO()
+    numbers = np.random.get_state()  # noqa: NPY002 - as it does
+    torch.save({"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()}, stream)
+    return stream.getvalue()
+
+
 COMMON: dict[str, Callable[[], bytes]] = {
     "model.pt": WHOLE.read_bytes,
     "model_cuda0.pt": WHOLE.read_bytes,
@@ -88,6 +99,7 @@ COMMON: dict[str, Callable[[], bytes]] = {
     "broken.pt": lambda: WHOLE.read_bytes()[:-100],
     "download.pt": lambda: WHOLE.read_bytes()[:3000],
     "page.pt": PAGE.encode,
+    "rng_state.pth": random_state,
     "infer.py": INFER.encode,
     "train.py": bytes,
 }

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import json
+import random
+from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 from tests.each import each
 
 from transload.cli.main import main
@@ -159,3 +166,92 @@ def test_only_what_is_needed_is_imported(imported: Imported, state: str, tmp_pat
     modules = imported("convert", state, str(target))
     assert target.exists()
     assert not modules & NOT_FOR_IT
+
+
+TARGETS = ["a.safetensors", "a.pt", "a.npz", "a/", "--max-shard-size"]
+
+
+def converted(value: object, folder: Path, target: str, *more: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of a conversion, and its JSON; ``target`` is a name, or an option for shards."""
+    torch.save(value, folder / "src.pt")
+    name = "a.safetensors" if target.startswith("--") else target
+    shards = [target, "1GB"] if target.startswith("--") else []
+    out = io.StringIO()
+    with redirect_stdout(out):
+        code = main(["convert", str(folder / "src.pt"), f"{folder}/{name}", *shards, *more, "--json"])
+    return code, valid(out.getvalue())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_array_that_is_written_nowhere_is_named_and_exits_with_1(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = {"w": torch.ones(3), "in": {"anchors": np.arange(6.0), "epoch": 3}}
+    code, told = converted(value, tmp_path, target)
+    assert (code, told["complete"], [each["name"] for each in told["listed"]]) == (1, True, ["in/anchors"])
+    name = "a.safetensors" if target.startswith("--") else target
+    assert main(["convert", str(tmp_path / "src.pt"), f"{tmp_path}/{name}", "--force"]) == 1
+    assert "not kept    in/anchors: numpy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_random_state(target: str, tmp_path: Path) -> None:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002
+    code, told = converted(state, tmp_path, target)
+    assert (code, [each["name"] for each in told["listed"]]) == (1, ["numpy/1"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_the_leftovers_hold_in_full_exits_with_0(target: str, tmp_path: Path) -> None:
+    value = {"w": torch.ones(3), "epoch": 3, "name": "a", "lr": [0.1, None], "raw": b"\0\1"}
+    code, told = converted(value, tmp_path, target)
+    assert (code, told["listed"]) == (0, [])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_below_a_key_only_what_is_there_counts(target: str, tmp_path: Path) -> None:
+    value = {"model": {"w": torch.ones(3)}, "other": {"w": torch.ones(2), "a": np.ones(2)}}
+    assert converted(value, tmp_path, target, "--key", "model")[0] == 0
+    assert converted(value, tmp_path, target, "--key", "other", "--force")[0] == 1
+
+
+class Named(dict[str, int]):
+    """A dictionary with attributes: older protocols keep its items beside its class."""
+
+
+class Keyword:
+    """Made with a keyword, which only the file knows."""
+
+    def __new__(cls, *, size: int = 0) -> Keyword:  # noqa: ARG004, PYI034 - it is in the file
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
+        return (), {"size": 7}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("odd", ["items", "keywords", "function"])
+def test_nothing_of_an_object_is_lost_without_a_word(odd: str, target: str, tmp_path: Path) -> None:
+    value = {"items": reconstructed({"n": 12345}), "keywords": Keyword(), "function": torch.relu}[odd]
+    torch.save({"w": torch.ones(3), "odd": value}, tmp_path / "src.pt", pickle_protocol=4)
+    name = "a.safetensors" if target.startswith("--") else target
+    shards = [target, "1GB"] if target.startswith("--") else []
+    assert main(["convert", str(tmp_path / "src.pt"), f"{tmp_path}/{name}", *shards]) == 1
+
+
+class reconstructed:  # noqa: N801 - it stands for a call
+    """``Named`` as protocol 1 writes it."""
+
+    def __init__(self, items: dict[str, int]) -> None:
+        self.items = items
+
+    def __reduce__(self) -> Any:
+        return copyreg._reconstructor, (Named, dict, self.items), {"extra": 1}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_empty_values_are_kept(target: str, tmp_path: Path) -> None:
+    code, told = converted({"w": torch.ones(3), "seen": frozenset(), "counts": Counter()}, tmp_path, target)
+    assert (code, told["listed"]) == (0, [])
+    held = json.loads(Path(told["leftovers"]).read_text(encoding="utf-8"))["data"]
+    assert sorted(held) == ["counts", "seen"]

@@ -22,8 +22,8 @@ examples:
   transload convert whole_model.pt weights/   raw tensors and a JSON index
 
 exit codes:
-  0  every tensor that was asked for is in DST
-  1  DST is there, and cannot hold some of them: the report names them
+  0  every tensor that was asked for is in DST, and everything else there or in DST.leftovers.json
+  1  DST is there, and something is in neither of them: the report names it
   2  nothing was written
 """
 
@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> int:
     from transload.render.convert import report
 
     show_result(result, report, arguments)
-    return 0 if result.complete else 1
+    return 0 if result.complete and not result.listed else 1
 
 
 def _list(arguments: Namespace) -> int:

@@ -78,6 +78,7 @@ class Crew:
             self._full.put(None)
         for thread in self._threads:
             thread.join()
+        self._free = SimpleQueue()  # as below: errors that nobody has taken out
         if self._direct:
             _set_direct(self._descriptor, on=False)
 
@@ -99,7 +100,10 @@ class Crew:
         """A chunk that can be filled; the error of a thread, if there was one."""
         found = self._free.get()
         if isinstance(found, BaseException):
-            raise found
+            try:
+                raise found
+            finally:
+                del found  # an error that held itself by its frames would hold the chunks, too
         return found
 
     def finish(self) -> Iterable[Chunk]:

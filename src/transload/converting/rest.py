@@ -53,7 +53,7 @@ def rest_of(dropped: tuple[Dropped, ...], tensors: frozenset[tuple[Key, ...]]) -
     found: dict[str, Any] = {}
     for path, node in dropped:
         made = walk.plain(node, path, 0)
-        if made is not NOTHING and made not in ({}, []):
+        if made is not NOTHING and (path or made not in ({}, [])):
             _enter(found, "/".join(map(str, path)), made)
     more = [Left("…", f"and {walk.more:,} more, which are too many to be named")] if walk.more else []
     data = found[""] if set(found) == {""} else found or None
@@ -241,9 +241,12 @@ def _given(node: Call) -> Iterator[Any]:
 
 def _state(node: Call) -> Dict | None:
     """The attributes of an object that its class made without arguments; ``None`` for anything else."""
-    bare = node.args == () or called(node) in _RECONSTRUCTORS
+    if called(node) in _RECONSTRUCTORS:  # of a class, what it is built on, and the value of that: nothing for object
+        bare = type(node.args) is tuple and len(node.args) == 3 and node.args[2] is None
+    else:
+        bare = node.args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
     plain = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
-    if not bare or not plain:
+    if not bare or not plain or len(node.states or ()) > 1:
         return None
     if not node.states:
         return Dict([]) if node.kind == "newobj" else None

@@ -10,9 +10,9 @@ kind of call that only other protocols have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import pack
-from typing import Any
+from typing import Any, ClassVar
 
 from transload.errors import TransloadError
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
@@ -41,28 +41,34 @@ def dumps(root: object, protocol: int = 2, expand: tuple[type, Callable[[Any], o
     found by its name from 4 on. ``expand`` is a type of nodes, each of which is made another one only when it is
     written: a graph of its own, which is not kept.
     """
-    writer = _Writer()
+    writers = _Writer.WRITERS
     if expand is not None:
-        writer.writers[expand[0]] = lambda node: writer.expanded(expand[1](node))
+        kind, expanded = expand
+        writers = {**writers, kind: lambda writer, node: writer.expanded(expanded(node))}
+    writer = _Writer(writers)
     writer.out.extend(b"\x80%c" % protocol)
     writer.run(root)
     writer.out.extend(b".")
     return bytes(writer.out)
 
 
+_Step = Callable[["_Writer", Any], None]
+
+
 class _Do:
-    """A step that comes when those above it on the stack are done."""
+    """A step that comes when those above it on the stack are done: a method of the writer, and its argument."""
 
     __slots__ = ("act", "argument")
 
-    def __init__(self, act: Callable[[Any], None], argument: Any) -> None:
+    def __init__(self, act: _Step, argument: Any) -> None:
         self.act, self.argument = act, argument
 
 
 class _Writer:
     """The stream so far, and what is still to be written: a stack, because a graph can be deeper than Python's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, writers: Mapping[type, _Step]) -> None:
+        self.writers = writers
         self.out = bytearray()
         self.memo: dict[int, int] = {}
         self.numbers = 0
@@ -72,25 +78,6 @@ class _Writer:
         self.passing: list[object] | None = None  # the same of a graph that is forgotten when it is written
         self.named: dict[str, Global] = {}
         self.again = 0
-        self.writers: dict[type, Callable[[Any], None]] = {
-            type(None): lambda _: self.out.extend(b"N"),
-            bool: lambda value: self.out.extend(b"\x88" if value else b"\x89"),
-            int: lambda value: self.out.extend(_integer(value)),
-            float: lambda value: self.out.extend(pack(">cd", b"G", value)),
-            str: self._text,
-            bytes: self._bytes,
-            bytearray: self._bytearray,
-            tuple: self._tuple,
-            list: self._list,
-            Dict: self._dict,
-            Set: self._set,
-            Global: self._global,
-            Call: self._call,
-            Persistent: self._persistent,
-            Extension: self._extension,
-            OutOfBand: lambda _: self.out.extend(b"\x97"),
-            _Do: lambda do: do.act(do.argument),
-        }
 
     def run(self, root: object) -> None:
         """Write a graph."""
@@ -105,7 +92,7 @@ class _Writer:
             write = writers.get(type(node))
             if write is None:
                 raise CannotPickleGraphError(f"a {type(node).__name__} cannot be written into a pickle")
-            write(node)
+            write(self, node)
 
     def _emit(self, code: bytes) -> None:
         self.out.extend(code)
@@ -113,7 +100,7 @@ class _Writer:
     def expanded(self, node: object) -> None:
         """Write a graph that nobody else has, and forget it."""
         self.passing = []
-        self._then(node, _Do(self._forget, None))
+        self._then(node, _Do(_Writer._forget, None))
 
     def _forget(self, _: None) -> None:
         for node in self.passing or ():
@@ -144,11 +131,11 @@ class _Writer:
             self.out.extend(line.encode())
             self._put(node)
         else:
-            self._then(node.module, node.name, _Do(self._emit, b"\x93"), _Do(self._put, node))
+            self._then(node.module, node.name, _Do(_Writer._emit, b"\x93"), _Do(_Writer._put, node))
 
     def _persistent(self, node: Persistent) -> None:
         # As often as it is used, without an entry in the memo: that is how picklers do it, and readers expect it.
-        self._then(node.id, _Do(self._emit, b"Q"))
+        self._then(node.id, _Do(_Writer._emit, b"Q"))
 
     def _extension(self, node: Extension) -> None:
         code = node.code
@@ -175,7 +162,7 @@ class _Writer:
         if len(items) > width:
             self.out.extend(b"(")
         if items:
-            self._then(*items, _Do(self._emit, single if len(items) == width else many))
+            self._then(*items, _Do(_Writer._emit, single if len(items) == width else many))
 
     def _tuple(self, node: tuple[Any, ...]) -> None:
         if not node:
@@ -187,7 +174,7 @@ class _Writer:
         else:
             self.out.extend(b"(")
             ended = (node, b"t", 0)
-        self._then(*node, _Do(self._end, ended))
+        self._then(*node, _Do(_Writer._end, ended))
 
     def _begin(self, node: object, parts: int) -> None:
         """What is in the memo only when it is complete begins. If it has begun before, it holds itself."""
@@ -218,14 +205,14 @@ class _Writer:
         steps: list[Any]
         if kind in ("obj", "inst") and type(args) is tuple:
             self.out.extend(b"(")
-            steps = [node.callee, *args, _Do(self._end, (node, b"o", 0))]
+            steps = [node.callee, *args, _Do(_Writer._end, (node, b"o", 0))]
         elif kind == "newobj_ex":
-            steps = [node.callee, args, node.kwargs, _Do(self._end, (node, b"\x92", 3))]
+            steps = [node.callee, args, node.kwargs, _Do(_Writer._end, (node, b"\x92", 3))]
         elif kind == "stack_global" and type(args) is tuple:
-            steps = [*args, _Do(self._end, (node, b"\x93", 2))]
+            steps = [*args, _Do(_Writer._end, (node, b"\x93", 2))]
         else:
-            steps = [node.callee, args, _Do(self._end, (node, b"\x81" if kind == "newobj" else b"R", 2))]
-        self._then(*steps, _Do(self._complete, node))
+            steps = [node.callee, args, _Do(_Writer._end, (node, b"\x81" if kind == "newobj" else b"R", 2))]
+        self._then(*steps, _Do(_Writer._complete, node))
 
     def _complete(self, node: Call) -> None:
         """What is put into the result: once, though the call may have been begun twice."""
@@ -234,11 +221,11 @@ class _Writer:
         self.open.discard(id(node))
         steps: list[Any] = []
         if node.appended:
-            steps += (_Do(self._emit, b"("), *node.appended, _Do(self._emit, b"e"))
+            steps += (_Do(_Writer._emit, b"("), *node.appended, _Do(_Writer._emit, b"e"))
         if node.items:
-            steps += (_Do(self._emit, b"("), *node.items[: len(node.items) // 2 * 2], _Do(self._emit, b"u"))
+            steps += (_Do(_Writer._emit, b"("), *node.items[: len(node.items) // 2 * 2], _Do(_Writer._emit, b"u"))
         for state in node.states or ():
-            steps += (state, _Do(self._emit, b"b"))
+            steps += (state, _Do(_Writer._emit, b"b"))
         self._then(*steps)
 
     # -- what protocol 2 has no opcode for, or weights_only does not know
@@ -256,7 +243,28 @@ class _Writer:
         callee = self.named.setdefault(name, Global(module, name, 0))
         self.made.append(args)
         self._begin(node, 4)
-        self._then(callee, args, _Do(self._end, (node, b"R", 2)))
+        self._then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
+
+    # Functions, not bound methods: a writer that held itself by them would hold the graph until garbage is collected.
+    WRITERS: ClassVar[Mapping[type, _Step]] = {
+        type(None): lambda writer, _: writer.out.extend(b"N"),
+        bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
+        int: lambda writer, value: writer.out.extend(_integer(value)),
+        float: lambda writer, value: writer.out.extend(pack(">cd", b"G", value)),
+        str: _text,
+        bytes: _bytes,
+        bytearray: _bytearray,
+        tuple: _tuple,
+        list: _list,
+        Dict: _dict,
+        Set: _set,
+        Global: _global,
+        Call: _call,
+        Persistent: _persistent,
+        Extension: _extension,
+        OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),
+        _Do: lambda writer, do: do.act(writer, do.argument),
+    }
 
 
 def _is_utf8(text: str) -> bool:

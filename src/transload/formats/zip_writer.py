@@ -428,6 +428,7 @@ class _Task:
         except BaseException as error:  # noqa: BLE001 - raised again where the checksums are asked for
             self._error = error
         self._over.set()
+        del self  # an error holds the frames it went through: those must not hold the error, and with it the chunks
 
     def now(self) -> list[int]:
         self.run()
@@ -436,7 +437,10 @@ class _Task:
     def result(self) -> list[int]:
         self._over.wait()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # as above
         return self._sums
 
 

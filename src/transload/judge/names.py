@@ -9,9 +9,19 @@ contain functions that evaluate text.
 
 from __future__ import annotations
 
+import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_dangerous", "is_loader", "purpose_of", "torch_spelling"]
+__all__ = [
+    "TORCH_DEFAULT",
+    "canonical",
+    "classify",
+    "is_class_path",
+    "is_dangerous",
+    "is_loader",
+    "purpose_of",
+    "torch_spelling",
+]
 
 _WIDTHS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _DTYPES = (
@@ -377,6 +387,11 @@ _TORCH_MOVES = frozenset(
 
 def is_dangerous(module: str, name: str) -> str:
     """Why a name is on the list that nothing excuses, or an empty text."""
+    return _listed(module, name) or _reached(module, name.split("."))
+
+
+def _listed(module: str, name: str) -> str:
+    """Why a name is dangerous as it stands."""
     full = f"{module}.{name}"
     parts = name.split(".")
     if full in _DANGEROUS_NAMES:
@@ -387,9 +402,46 @@ def is_dangerous(module: str, name: str) -> str:
         return "a built-in function"
     if any(part.startswith("__") and part.endswith("__") for part in parts) and len(parts) > 1:
         return "walks through the inside of an object"
-    if not _NEVER_ATTRIBUTES.isdisjoint(parts):
-        return "reaches another module through this one"
     return next((why for prefix, why in _DANGEROUS_PREFIXES if full.startswith(prefix)), "")
+
+
+def _reached(module: str, parts: list[str]) -> str:
+    """Why a name that passes through a module is dangerous: because of where it ends, as far as that can be told.
+
+    ``random`` has the module ``os`` as ``_os``. A pickler writes dots for what is in a class, and for nothing else.
+    """
+    if ".six.moves." in f".{module}." or len(parts) > _MAX_NESTED:  # six.moves has modules of the standard library
+        return _REACHES
+    never = [at for at, part in enumerate(parts) if not _NEVER_ATTRIBUTES.isdisjoint((part, part.lstrip("_")))]
+    modules = sorted({*never, *(at for at, part in enumerate(parts[:-1]) if not _is_class(part))})
+    if not modules or (not never and f"{module}.{'.'.join(parts)}" in {*TORCH_DEFAULT, *_HARMLESS}):
+        return ""
+    aliases = ((parts[at].lstrip("_"), ".".join(parts[at + 1 :])) for at in modules)
+    ends = next((why for alias, rest in aliases if alias in _KNOWN and rest and (why := _listed(alias, rest))), "")
+    return ends or (_REACHES if never or module.partition(".")[0] in _KNOWN else "")
+
+
+_REACHES = "reaches another module through this one"
+_MAX_NESTED = 100  # no class is inside so many others, and a file can have a name of a hundred million dots
+_KNOWN = sys.stdlib_module_names | {"torch", "numpy", "joblib", "pandas", "dill", "cloudpickle", "requests"}
+"""Packages of which it is known that their classes are written as classes are, and their modules as modules."""
+
+_CAPITAL_MODULES = frozenset({"ET", "F", "N", "NX", "T", "TF", "_C", "_Reduction", "_VF"})
+"""Modules with capital letters, and names under which others have modules: a class is hardly called so."""
+
+
+def _is_class(part: str) -> bool:
+    """Whether something has the name of a class."""
+    return part.lstrip("_")[:1].isupper() and part not in _CAPITAL_MODULES
+
+
+def is_class_path(name: str) -> bool:
+    """Whether a name is that of something in a module, or in a class there: then all before its last dot are classes.
+
+    >>> is_class_path("Net"), is_class_path("Net.Block"), is_class_path("_os.system")
+    (True, True, False)
+    """
+    return all(map(_is_class, name.split(".")[:-1]))
 
 
 def _is_dangerous_package(module: str) -> bool:
@@ -421,11 +473,10 @@ def classify(module: str, name: str) -> tuple[str, str]:
     full = f"{module}.{name}"
     if full in TORCH_DEFAULT and "." not in name:
         return "data", purpose_of(full)
-    danger = is_dangerous(module, name) if full not in _HARMLESS else ""
-    if danger:
-        return "dangerous", danger
-    if full in _HARMLESS:
+    if full in _HARMLESS and "." not in name:
         return "harmless", _HARMLESS[full]
+    if danger := is_dangerous(module, name):
+        return "dangerous", danger
     return "unknown", purpose_of(full)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
-from transload.judge.names import canonical, classify, is_loader, torch_spelling
+from transload.judge.names import canonical, classify, is_class_path, is_loader, torch_spelling
 from transload.judge.nested import Nested
 from transload.judge.shapes import check_call, full_name
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
@@ -376,14 +376,15 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     """The lines that make ``torch.load`` accept these names, all at once; for people who trust the file.
 
     ``inside`` are classes within classes, which a file reaches through the outer one. No lines are given for names that
-    are no identifiers: somebody may paste them.
+    are no identifiers: somebody may paste them. Nor for those that lead through something that is no class: nobody can
+    tell from the name what would be allowed.
 
     >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[1:]
     ('from argparse import Namespace', 'torch.serialization.add_safe_globals([Namespace])')
     """
     spelled = {(use.module, use.name): _torch_says(use) for use in uses if use.module != "torch.tensor"}
     spelled |= {(module, name): f"{module}.{name}" for module, name in inside}
-    if len(spelled) > _MAX_LINES or not all(_is_path(module) and _is_path(name) for module, name in spelled):
+    if len(spelled) > _MAX_LINES or not all(map(_can_be_told, spelled)):
         return ()
     lines = _Lines(name.partition(".")[0] for module, name in spelled if module == "builtins")
     for (module, name), spelling in spelled.items():
@@ -406,6 +407,10 @@ def _torch_says(use: GlobalUse) -> str:
         return torch_spelling(use.spelling.removesuffix(tail), use.name)
     module, _, name = use.spelling.rpartition(".")
     return torch_spelling(module, name)
+
+
+def _can_be_told(key: tuple[str, str]) -> bool:
+    return all(map(_is_path, key)) and is_class_path(key[1])
 
 
 def _is_path(text: str) -> bool:

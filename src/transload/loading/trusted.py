@@ -50,7 +50,7 @@ def load_trusted(
 
     _check_module(pickle_module)
     arguments.setdefault("encoding", "utf-8")
-    load = _Load(source, checkpoint, storage_of, unpickler_of(pickle_module or pickle, device_of), arguments)
+    load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
     with _in_our_words(checkpoint.path):
         return load.run()
 
@@ -70,17 +70,19 @@ def _check_module(pickle_module: Any) -> None:
 class _Load:
     """One load: the storages met so far, as torch's functions want them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what load_trusted is given
         self,
         source: Source,
         checkpoint: Checkpoint,
         storage_of: StorageOf,
+        device_of: Callable[[str], str],
         unpickler: type[Any],
         arguments: dict[str, Any],
     ) -> None:
         self._source = source
         self._checkpoint = checkpoint
         self._storage_of = storage_of
+        self._device_of = device_of
         self._unpickler = unpickler
         self._arguments = arguments
         self._typed: dict[Any, Any] = {}
@@ -96,6 +98,7 @@ class _Load:
     def _unpickle(self, file: Any, persistent: _Persistent | None = None) -> Any:
         """One pickle; the file stands behind it afterwards."""
         unpickler = self._unpickler(file, **self._arguments)
+        unpickler.device_of = self._device_of
         if persistent is not None:
             unpickler.persistent_load = persistent
         return unpickler.load()

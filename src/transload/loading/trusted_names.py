@@ -33,8 +33,12 @@ class MissingClassError(LoadError, AttributeError):
     """The file names a class or function that its module does not have here."""
 
 
-def unpickler_of(pickle_module: Any, device_of: Callable[[str], str]) -> type[Any]:
-    """The unpickler of a module, which finds storages and what has moved."""
+def unpickler_of(pickle_module: Any) -> type[Any]:
+    """The unpickler of a module, which finds storages and what has moved.
+
+    Its objects get a ``device_of``. The class has none: it is part of a reference cycle, as every class is, and what it
+    refers to lives until the garbage collector finds that.
+    """
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
@@ -46,7 +50,7 @@ def unpickler_of(pickle_module: Any, device_of: Callable[[str], str]) -> type[An
                 return _sparse
             found = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(name) if module == "torch._utils" else None
-            return found if at is None else _landing(found, at, device_of)
+            return found if at is None else _landing(found, at, self.device_of)
 
     return Unpickler
 

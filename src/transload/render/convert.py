@@ -74,9 +74,9 @@ def _left_out(made: Conversion) -> Iterator[Block]:
     if made.leftovers:
         yield _row("leftovers", f"what else it held, as plain data: {printable(made.leftovers, None)}")
     for index, each in enumerate(made.listed[:_SHOWN]):
-        yield _row("not kept" if not index else "", _told(each))
+        yield _row("not kept" if not index else "", _told(each), "bad")
     if len(made.listed) > _SHOWN:
-        yield _row("", f"… and {len(made.listed) - _SHOWN:,} more", "dim")
+        yield _row("", f"… and {len(made.listed) - _SHOWN:,} more, which --json names", "dim")
 
 
 def _told(left: Left) -> str:

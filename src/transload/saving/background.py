@@ -43,12 +43,15 @@ class Saving(Future[None]):
     def result(self, timeout: float | None = None) -> None:
         """Wait for the save; raises what it has raised."""
         self.exception(timeout)
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # see run: the caller's frames are among them
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save; what it has raised, or ``None``."""
         found = super().exception(timeout)
-        self.seen = True
+        background.notice(self)
         return found
 
     def run(self) -> None:
@@ -64,6 +67,7 @@ class Saving(Future[None]):
         self._write = _nothing
         with suppress(BaseException):  # of a function that is called now: it ends that one alone
             done()
+        del self, done  # an error holds the frames it went through: those must not hold the error
 
     def cancel(self) -> bool:
         """A save that was begun is finished."""
@@ -118,9 +122,10 @@ class Background:
         saving.run()
         with self._changed:
             self._pending.remove(saving)
-            if Future.exception(saving) is not None:
+            if Future.exception(saving) is not None and not saving.seen:
                 self._failed.append(saving)
             self._changed.notify_all()
+        del saving  # see Saving.run
 
     def _left(self) -> list[Saving]:
         """Saves under way; to a function that a save calls, those that are not begun: for its own it cannot wait."""
@@ -151,6 +156,12 @@ class Background:
             with self._changed:
                 self._changed.wait_for(ready)
 
+    def notice(self, saving: Saving) -> None:
+        """Let go of a save whose error, if it has one, is known to the caller: it holds the frames it went through."""
+        with self._changed:
+            saving.seen = True
+            self._failed = [each for each in self._failed if each is not saving]
+
     def raise_unnoticed(self) -> None:
         """Raise what a save has raised while nobody looked."""
         with self._changed:
@@ -160,8 +171,7 @@ class Background:
 
     def unnoticed(self) -> list[Saving]:
         """Saves that failed while nobody looked; they are told once."""
-        failed = [each for each in self._failed if not each.seen]
-        self._failed = []
+        failed, self._failed = self._failed, []
         for each in failed:
             each.seen = True
         return failed

@@ -76,7 +76,7 @@ def prepare(obj: Any, wish: Wish) -> Prepared:
     except ImportError as error:
         raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
     check_skip()
-    with no_collecting():
+    with no_collecting(strangers=True):
         data, storages = pickled(obj, wish.pickle_module, protocol, portable=portable, compact=wish.compact)
         warning = "" if wish.compact else bloat_words(obj, storages)
         record = origin_of(wish.origin, storages)
@@ -104,7 +104,7 @@ def _write_archive(prepared: Prepared, sink: Sink, wish: Wish) -> None:
     rings = rings_for(prepared.storages)
     with ExitStack() as last:
         if prepared.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
-            last.enter_context(no_collecting())
+            last.enter_context(no_collecting(strangers=True))
         for ring in rings.values():
             last.callback(ring.fetcher.finish)
         opening = list(opening_records(prepared.data, prepared.alignment))

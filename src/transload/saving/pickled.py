@@ -59,22 +59,37 @@ def _dump(obj: Any, desk: Desk, pickle_module: Any) -> bytes:
 def _stream(obj: Any, desk: Desk, pickle_module: Any) -> bytes:
     held = io.BytesIO()
     quick = pickle_module is None or pickle_module is pickle
-    made = _quick_pickler(desk) if quick else _any_pickler(desk, pickle_module)
-    made(held, protocol=desk.protocol).dump(obj)
+    pickler = (_Pickler if quick else _any_pickler(pickle_module))(held, protocol=desk.protocol)
+    pickler.transload = _Job(desk)
+    if quick:
+        pickler.dispatch_table = _Table(desk)
+    pickler.dump(obj)
     return held.getvalue()
 
 
-def _quick_pickler(desk: Desk) -> Any:
+class _Job:
+    """What the picklers below need for one object.
+
+    It belongs to the pickler and not to its class: every class is part of a reference cycle, and what it refers to
+    lives until the garbage collector finds that.
+    """
+
+    __slots__ = ("known", "named", "plain", "reduce")
+
+    def __init__(self, desk: Desk) -> None:
+        self.known, self.named = _storage_classes(), _persistent_ids(desk)
+        self.plain, self.reduce = _plain_tensors(desk), desk.reduce
+
+
+class _Pickler(pickle.Pickler):
     """The pickler of the standard library, told by a table how to take tensors apart."""
-    known, named = _storage_classes(), _persistent_ids(desk)
 
-    class Pickler(pickle.Pickler):
-        dispatch_table = _Table(desk)
+    __slots__ = ("transload",)
+    transload: _Job
 
-        def persistent_id(self, obj: Any) -> Any:
-            return named(obj) if type(obj) in known else None
-
-    return Pickler
+    def persistent_id(self, obj: Any) -> Any:
+        job = self.transload
+        return job.named(obj) if type(obj) in job.known else None
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
@@ -95,22 +110,23 @@ class _Table(dict[type, Callable[[Any], Any]]):
         return self[kind]
 
 
-def _any_pickler(desk: Desk, pickle_module: Any) -> Any:
+def _any_pickler(pickle_module: Any) -> Any:
     """That of another module, which may have ideas of its own about everything but tensors."""
     base: Any = pickle_module.Pickler
     inherited = getattr(base, "reducer_override", None)
-    known, named = _storage_classes(), _persistent_ids(desk)
-    plain, reduce, tensor = _plain_tensors(desk), desk.reduce, torch_names().tensor
+    tensor = torch_names().tensor
 
     class Pickler(base):  # type: ignore[misc]
+        __slots__ = ("transload",)
+
         def persistent_id(self, obj: Any) -> Any:
-            return named(obj) if type(obj) in known else None
+            return self.transload.named(obj) if type(obj) in self.transload.known else None
 
         def reducer_override(self, obj: Any) -> Any:
             kind = type(obj)
             if kind is NoHooks:
                 return NoHooks.reduced
-            made = plain(obj) if kind is tensor else reduce(obj)
+            made = self.transload.plain(obj) if kind is tensor else self.transload.reduce(obj)
             return inherited(self, obj) if made is NotImplemented and inherited else made
 
     return Pickler
