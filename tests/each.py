@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -108,4 +109,8 @@ def grouped(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecor
     """``parametrize`` with groups of cases, of which processes can each take some; a group is named by its first."""
     held = list(cases)
     groups = [held[at : at + size] for at in range(0, len(held), size)]
-    return pytest.mark.parametrize(name, groups, ids=[f"{group[0]}"[-60:] for group in groups])
+    return pytest.mark.parametrize(name, groups, ids=[_named(group[0]) for group in groups])
+
+
+def _named(case: object) -> str:
+    return f"{case.parent.name}/{case.name}" if isinstance(case, Path) else str(case)

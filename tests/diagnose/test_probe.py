@@ -140,7 +140,8 @@ def test_an_nvml_that_hangs_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @loadable
-def test_a_driver_that_crashes_is_a_fact_like_any_other(tmp_path: Path) -> None:
+def test_a_driver_that_crashes_is_a_fact_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # which would be tried without as well
     machine = probe(torch=False, host=host(tmp_path, fake_libcuda(overrides={"cuInit": segfaults()}), fake_nvml()))
     assert machine.driver.cuda.answer.detail == "SIGSEGV in cuInit"
     assert [each.change for each in machine.driver.experiments] == [("LD_LIBRARY_PATH",)]

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_check_says_what_torch_and_load_do() -> None:
         result = transload.check(H200 / name)
         assert result.ok
         assert {move.device for move in result.plan.moves} == {"cuda:0"}
-        error = said(lambda path=H200 / name: torch.load(path))
+        error = said(partial(torch.load, H200 / name))
         assert (result.torch.text in error) if index else not error
     assert not transload.check(H200 / "state_dict_cuda1.pt", None).ok
 
