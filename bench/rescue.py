@@ -27,8 +27,8 @@ from pathlib import Path
 
 from transload.checkpoint import Checkpoint
 from transload.errors import TransloadError
-from transload.formats import inspect
 from transload.io.sources import BytesSource
+from transload.judge import inspect
 from transload.rescuing import rescue
 from transload.rescuing.fates import extents
 from transload.rescuing.recovery import recovered

@@ -15,7 +15,8 @@ import pytest
 from tests.test_packaging import ALLOWED_ROOMS, FLOORS
 
 import transload
-from transload.formats import FORMATS, inspect
+from transload.formats import FORMATS
+from transload.judge import inspect
 from transload.judge.problems import RULES
 
 ROOT = Path(__file__).parent.parent

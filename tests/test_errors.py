@@ -6,8 +6,14 @@ import pickle
 
 from tests.each import each
 
-from transload.errors import CannotReadError, TransloadError, UsageError
-from transload.loading.errors import BrokenFileError, DoesNotFitError, MissingFileError
+from transload.errors import (
+    BrokenFileError,
+    CannotReadError,
+    DoesNotFitError,
+    MissingFileError,
+    TransloadError,
+    UsageError,
+)
 
 
 @each("kind", [TransloadError, UsageError, CannotReadError, BrokenFileError, DoesNotFitError])

@@ -32,7 +32,7 @@ from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
 
 from transload.checkpoint import Checkpoint, contiguous
 from transload.errors import CannotReadError
-from transload.formats import inspect
+from transload.judge import inspect
 
 DATA = Path(__file__).parent / "data"
 SMALL = 24 << 10

@@ -20,44 +20,42 @@ if TYPE_CHECKING:
     from transload.diagnose import doctor
     from transload.diagnose.verdict import Diagnosis
     from transload.errors import (
+        BrokenFileError,
         BusyFileError,
+        CannotPickleError,
         CannotReadError,
         CannotWriteError,
         ConvertError,
+        DoesNotFitError,
+        LandingWarning,
+        LoadError,
         ManifestError,
+        NoDeviceError,
+        NotACheckpointError,
+        NoTorchError,
         RescueError,
         RetagError,
+        SaveError,
+        SaveWarning,
         TransloadError,
+        UnsafeError,
         UsageError,
     )
     from transload.explaining import explain
     from transload.explaining.result import Explanation
     from transload.findings import Finding
-    from transload.formats import inspect
+    from transload.judge import inspect
     from transload.loading import load
-    from transload.loading.errors import (
-        BrokenFileError,
-        DoesNotFitError,
-        LandingWarning,
-        LoadError,
-        NoDeviceError,
-        NotACheckpointError,
-        NoTorchError,
-        UnsafeError,
-    )
+    from transload.loading.handles import open  # noqa: A004 - transload.open, beside transload.load
+    from transload.loading.into import MismatchError, load_into
+    from transload.loading.placement import Plan
     from transload.machine import Machine
-    from transload.opening import open  # noqa: A004 - transload.open, beside transload.load
-    from transload.opening.into import MismatchError, load_into
     from transload.patching import load_ipython_extension, patch, unload_ipython_extension, unpatch
-    from transload.place import Plan
     from transload.rescuing import rescue
     from transload.rescuing.result import Rescue
-    from transload.retagging import retag
-    from transload.retagging.result import Retag
+    from transload.retagging import Retag, retag
     from transload.saving import save, save_async
-    from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
-    from transload.verifying import verify
-    from transload.verifying.result import Verification
+    from transload.verifying import Verification, verify
 
 __all__ = [
     "BrokenFileError",
@@ -117,9 +115,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BrokenFileError": "transload.loading.errors",
+    "BrokenFileError": "transload.errors",
     "BusyFileError": "transload.errors",
-    "CannotPickleError": "transload.saving.errors",
+    "CannotPickleError": "transload.errors",
     "CannotReadError": "transload.errors",
     "CannotWriteError": "transload.errors",
     "Check": "transload.checking",
@@ -128,41 +126,41 @@ _HOMES = {
     "Conversion": "transload.converting.result",
     "ConvertError": "transload.errors",
     "Diagnosis": "transload.diagnose.verdict",
-    "DoesNotFitError": "transload.loading.errors",
+    "DoesNotFitError": "transload.errors",
     "Explanation": "transload.explaining.result",
     "Finding": "transload.findings",
-    "LandingWarning": "transload.loading.errors",
-    "LoadError": "transload.loading.errors",
+    "LandingWarning": "transload.errors",
+    "LoadError": "transload.errors",
     "Machine": "transload.machine",
     "ManifestError": "transload.errors",
-    "MismatchError": "transload.opening.into",
-    "NoDeviceError": "transload.loading.errors",
-    "NoTorchError": "transload.loading.errors",
-    "NotACheckpointError": "transload.loading.errors",
-    "Plan": "transload.place",
+    "MismatchError": "transload.loading.into",
+    "NoDeviceError": "transload.errors",
+    "NoTorchError": "transload.errors",
+    "NotACheckpointError": "transload.errors",
+    "Plan": "transload.loading.placement",
     "Rescue": "transload.rescuing.result",
     "RescueError": "transload.errors",
-    "Retag": "transload.retagging.result",
+    "Retag": "transload.retagging",
     "RetagError": "transload.errors",
-    "SaveError": "transload.saving.errors",
-    "SaveWarning": "transload.saving.errors",
+    "SaveError": "transload.errors",
+    "SaveWarning": "transload.errors",
     "Storage": "transload.checkpoint",
     "Tensor": "transload.checkpoint",
     "TransloadError": "transload.errors",
-    "UnsafeError": "transload.loading.errors",
+    "UnsafeError": "transload.errors",
     "UsageError": "transload.errors",
-    "Verification": "transload.verifying.result",
+    "Verification": "transload.verifying",
     "__version__": "transload._version",
     "check": "transload.checking",
     "convert": "transload.converting",
     "doctor": "transload.diagnose",
     "explain": "transload.explaining",
-    "inspect": "transload.formats",
+    "inspect": "transload.judge",
     "is_cuda_compatible": "transload.checking.compatibility",
     "load": "transload.loading",
-    "load_into": "transload.opening.into",
+    "load_into": "transload.loading.into",
     "load_ipython_extension": "transload.patching",
-    "open": "transload.opening",
+    "open": "transload.loading.handles",
     "patch": "transload.patching",
     "rescue": "transload.rescuing",
     "retag": "transload.retagging",

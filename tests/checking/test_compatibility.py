@@ -12,7 +12,7 @@ from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, refused
 
 from transload.checking.compatibility import Compatibility, compatibility, is_cuda_compatible
 from transload.checkpoint import Origin
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data"

@@ -20,7 +20,7 @@ from tests import forge
 from tests.each import for_each
 
 import transload
-from transload.checking.installed import Installed
+from transload.checking.packages import Installed
 from transload.checking.torch_says import Said, torch_says
 
 DATA = Path(__file__).parent.parent / "data"

@@ -18,7 +18,7 @@ import torch
 from tests.each import each
 
 from transload.cli.main import main
-from transload.formats import inspect
+from transload.judge import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload

@@ -39,7 +39,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
             raise CannotReadError("No such file or directory", where=path, fix="Check the spelling.", errno=2)
         return replace(FILES[path], integrity="whole") if verify else FILES[path]
 
-    monkeypatch.setattr("transload.formats.inspect", inspect)
+    monkeypatch.setattr("transload.judge.inspect", inspect)
 
 
 @pytest.mark.usefixtures("_pretend")

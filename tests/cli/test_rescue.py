@@ -125,9 +125,7 @@ def test_mistakes(
 
 def test_a_journal_is_not_touched(broken: Path, tmp_path: Path, whole: bytes) -> None:
     """Other commands put an interrupted retag right first; this one never writes its source."""
-    from transload.retagging.changes import Change, Changes
-    from transload.retagging.journal import Journal
-    from transload.retagging.names import names_of
+    from transload.io.journal import Change, Changes, Journal, names_of
 
     now = broken.read_bytes()
     changes = Changes((Change(100, whole[100:104], now[100:104]),), len(whole), len(now))

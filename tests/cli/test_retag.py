@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from transload.cli.main import main
-from transload.formats import inspect
+from transload.judge import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload

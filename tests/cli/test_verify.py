@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from transload.cli.main import main
-from transload.formats import inspect
+from transload.judge import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
@@ -158,7 +158,7 @@ def test_it_runs_where_no_package_is_installed(program: Transload, path: Path) -
 
 def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, path: Path) -> None:
     modules = imported("verify", str(path), "--hash", "--values")
-    assert "transload.verifying.tensors" in modules
+    assert "transload.verifying.records" in modules
     assert not modules & NOT_FOR_IT
 
 

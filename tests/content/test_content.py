@@ -16,7 +16,8 @@ from tests import forge
 from tests.each import each
 
 from transload.checkpoint import Tensor
-from transload.content import Allowance, Content, ContentError, Run, axes, open_content
+from transload.tensors import Allowance, Content, ContentError, Run, open_content
+from transload.tensors import views as axes
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -84,7 +85,7 @@ def test_views(view: str, window: int, many: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(axes, "_MANY", many)
     monkeypatch.setattr(axes, "_LONG", many)
     monkeypatch.setattr(axes, "WINDOW", window)
-    monkeypatch.setattr("transload.content.reading.WINDOW", window)
+    monkeypatch.setattr("transload.tensors.WINDOW", window)
     monkeypatch.setattr(axes, "_PAGE", 64)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128):
         value = VIEWS[view](base().to(dtype))

@@ -10,9 +10,8 @@ import pytest
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
-from transload.content import Content, ContentError
-from transload.content.sharded import boxes
 from transload.io.sources import BytesSource
+from transload.tensors import Content, ContentError, boxes
 
 
 def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
@@ -59,7 +58,7 @@ def element(value: int, width: int, *, swapped: bool = False) -> bytes:
 def test_the_whole_comes_in_order(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transload.content.sharded.WINDOW", window)
+    monkeypatch.setattr("transload.tensors.WINDOW", window)
     for swapped in (False, True):
         content = whole(shape, cuts, width, swapped=swapped)
         got = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tests.each import each
 
-from transload.content import ContentError
 from transload.converting import convert, names, parts
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.nodes import Call, Global
+from transload.tensors import ContentError
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")

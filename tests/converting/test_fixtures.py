@@ -14,8 +14,8 @@ import pytest
 from tests.each import each
 
 import transload
-from transload.content import open_content
 from transload.converting import convert
+from transload.tensors import open_content
 
 DATA = Path(__file__).parent.parent / "data"
 SOURCE = Path(transload.__file__).parent.parent

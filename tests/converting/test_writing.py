@@ -17,14 +17,14 @@ from zlib import crc32
 import pytest
 
 import transload
-from transload.content import open_content
 from transload.converting import comparing, convert, crew, folder, moving, pouring
 from transload.converting.bundle import Bundle
 from transload.converting.entries import Data, Entry
 from transload.converting.old_set import OldSet
 from transload.converting.to_npz import member_name
 from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
-from transload.formats import inspect
+from transload.judge import inspect
+from transload.tensors import open_content
 
 DATA = Path(__file__).parent.parent / "data"
 STATE = DATA / "h200" / "state_dict_cuda0.pt"

@@ -188,7 +188,7 @@ def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:
 def test_without_checks_nothing_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(HTML)
-    with mock.patch("transload.diagnose.doctor") as doctor, mock.patch("transload.formats.inspect") as inspect:
+    with mock.patch("transload.diagnose.doctor") as doctor, mock.patch("transload.judge.inspect") as inspect:
         (answer,) = transload.explain(f"{NO_CUDA} '{path}'", checks=False).answers
     assert not doctor.called
     assert not inspect.called

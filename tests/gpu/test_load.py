@@ -14,7 +14,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import QUIET, ZOO, saved
 
 import transload
-from transload.loading.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
+from transload.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
 
 pytestmark = QUIET
 

@@ -8,8 +8,8 @@ from tests.opening.test_load_into import assert_same, file_of, made
 from tests.opening.test_open import raw
 from torch import nn
 
-from transload.opening import open as open_
-from transload.opening.into import load_into
+from transload.loading.handles import open as open_
+from transload.loading.into import load_into
 
 
 @pytest.mark.parametrize("saved_on", ["cpu", "cuda"])

@@ -17,8 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import transload
-from transload.loading.errors import BrokenFileError, DoesNotFitError
-from transload.loading.transfer import Choice, choice, driver, engine, ring
+from transload.errors import BrokenFileError, DoesNotFitError
+from transload.io import cuda_driver as driver
+from transload.loading import choice, engine
+from transload.loading import engine as ring
+from transload.loading.engine import Choice
 
 BUSY = 400_000_000  # cycles: some tenths of a second
 MIB = 1 << 20

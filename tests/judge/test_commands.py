@@ -15,8 +15,7 @@ from tests.each import each
 import transload
 from transload.checkpoint import Checkpoint
 from transload.cli.main import main
-from transload.judge.commands import CONVERT, RESCUE
-from transload.judge.problems import RULES
+from transload.judge.problems import CONVERT, RESCUE, RULES
 
 DATA = Path(__file__).parent.parent / "data"
 WHOLE = DATA / "h200" / "whole_custom_module_cuda0.pt"

@@ -24,7 +24,7 @@ from tests.quantized import working_engine
 
 import transload
 from transload.checkpoint import Checkpoint
-from transload.judge.commands import WITHOUT_CODE
+from transload.judge.problems import WITHOUT_CODE
 from transload.judge.safety import safe_globals_lines
 
 HERE = Path(__file__).parent

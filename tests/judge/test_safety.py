@@ -14,8 +14,7 @@ from tests.each import each
 import transload
 from transload.checkpoint import Checkpoint, GlobalUse
 from transload.formats.pickle_machine import run, run_all
-from transload.judge.nested import MAX_DEPTH
-from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.judge.safety import MAX_DEPTH, judge_pickles, safe_globals_lines
 
 
 class InspectZip(Protocol):

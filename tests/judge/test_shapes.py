@@ -19,8 +19,7 @@ from tests.each import each
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
 from transload.judge.names import TORCH_DEFAULT
-from transload.judge.safety import judge_pickles
-from transload.judge.shapes import _SHADOWED, _SIGNATURES, check_call
+from transload.judge.safety import _SHADOWED, _SIGNATURES, check_call, judge_pickles
 from transload.nodes import Call, Dict, Global
 
 

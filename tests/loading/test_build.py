@@ -35,8 +35,8 @@ from tests.forge import (
 from tests.loading.equal import same
 from tests.loading.zoo import QUIET, saved
 
+from transload.errors import BrokenFileError, LoadError, UnsafeError
 from transload.loading import load
-from transload.loading.errors import BrokenFileError, LoadError, UnsafeError
 
 pytestmark = QUIET
 

@@ -14,8 +14,8 @@ from tests import forge
 from tests.loading.equal import same
 from tests.loading.zoo import QUIET
 
+from transload.errors import LandingWarning, LoadError, UnsafeError
 from transload.loading import load
-from transload.loading.errors import LandingWarning, LoadError, UnsafeError
 
 DATA = Path(__file__).parents[1] / "data"
 NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"

@@ -15,9 +15,8 @@ from tests.loading.equal import same
 from tests.loading.zoo import QUIET, saved
 from torch.utils.data import DataLoader, TensorDataset
 
-from transload.errors import UsageError
+from transload.errors import LoadError, UnsafeError, UsageError
 from transload.loading import load
-from transload.loading.errors import LoadError, UnsafeError
 
 DATA = Path(__file__).parents[1] / "data"
 SOURCE = Path(__file__).parents[2] / "src"

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from transload.loading import here
-from transload.loading.arrival import Arrival, wanted_devices
-from transload.loading.errors import LoadError
-from transload.loading.here import devices_here
-from transload.place import Device, Move, Plan
+from transload.errors import LoadError
+from transload.loading import local_devices as here
+from transload.loading.local_devices import Arrival, devices_here, wanted_devices
+from transload.loading.placement import Device, Move, Plan
 
 GIB = 1 << 30
 

@@ -16,9 +16,8 @@ from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import FORMS, QUIET, ZOO, Specimen, allowed, saved
 
-from transload.errors import CannotReadError, UsageError
+from transload.errors import CannotReadError, LandingWarning, NoDeviceError, UnsafeError, UsageError
 from transload.loading import load
-from transload.loading.errors import LandingWarning, NoDeviceError, UnsafeError
 
 DATA = Path(__file__).parents[1] / "data"
 LOADABLE = sorted(

@@ -31,10 +31,10 @@ from tests.forge import (
 from tests.loading.equal import same
 from tests.loading.zoo import QUIET
 
+from transload.errors import LoadError
 from transload.loading import build as building
 from transload.loading import load
-from transload.loading.errors import LoadError
-from transload.loading.ordinary import kind_of, ordinary, view
+from transload.loading.rebuild import kind_of, ordinary, view
 from transload.nodes import Call, Global, Persistent
 
 pytestmark = QUIET

@@ -17,12 +17,11 @@ import pytest
 import torch
 from tests.loading.zoo import QUIET, saved
 
-from transload.loading import load
-from transload.loading.errors import BrokenFileError, DoesNotFitError
-from transload.loading.task import Task
-from transload.loading.transfer import bring
-from transload.opening import open as open_
-from transload.opening.into import load_into
+from transload.errors import BrokenFileError, DoesNotFitError
+from transload.loading import Task, load
+from transload.loading.engine import bring
+from transload.loading.handles import open as open_
+from transload.loading.into import load_into
 
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the limits of POSIX")
@@ -258,6 +257,6 @@ def test_a_model_of_a_file_that_is_written_to(tmp_path: Path, monkeypatch: pytes
         os.utime(path, ns=(0, 0))
         return bring(*args, **options)
 
-    monkeypatch.setattr("transload.opening.into.bring", changed)
+    monkeypatch.setattr("transload.loading.into.bring", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)

@@ -17,14 +17,8 @@ from tests import forge
 from tests.forge import DANGEROUS, archive, call, checkpoint, entries, legacy, listing, name, ordered, pickled, tensor
 from tests.loading.zoo import saved
 
-from transload.errors import TransloadError
+from transload.errors import BrokenFileError, LoadError, NotACheckpointError, TransloadError, UnsafeError
 from transload.loading import load
-from transload.loading.errors import (
-    BrokenFileError,
-    LoadError,
-    NotACheckpointError,
-    UnsafeError,
-)
 
 DATA = Path(__file__).parents[1] / "data"
 SOURCE = Path(__file__).parents[2] / "src"

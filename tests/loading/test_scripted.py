@@ -15,10 +15,10 @@ from tests.loading.zoo import QUIET
 from torch import nn
 
 import transload
+from transload.errors import LoadError
 from transload.formats import read_source
 from transload.io.sources import open_source
-from transload.loading.errors import LoadError
-from transload.loading.scripted import load_exported, load_script
+from transload.loading.trusted import load_exported, load_script
 
 pytestmark = [
     *QUIET,

@@ -16,9 +16,9 @@ from tests.forge import Entry, archive, entries, legacy, remade
 from tests.loading.equal import same
 from tests.loading.zoo import saved
 
+from transload.errors import BrokenFileError, DoesNotFitError
+from transload.io.progress import Progress, telling
 from transload.loading import load
-from transload.loading.errors import BrokenFileError, DoesNotFitError
-from transload.loading.progress import Progress, telling
 
 FLOATS = {"w0": torch.arange(4.0), "w1": torch.arange(4.0, 8.0)}
 
@@ -199,8 +199,8 @@ def test_a_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import here
-    from transload.place import Device
+    from transload.loading import local_devices as here
+    from transload.loading.placement import Device
 
     monkeypatch.setattr(here, "_LITTLE", 0)
     monkeypatch.setattr(here, "_host", lambda: Device("cpu", 16, 64))

@@ -17,8 +17,8 @@ from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import BUILT_FROM_BYTES, DTYPES, FORMS, QUIET, ZOO, allowed, saved
 
+from transload.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
 from transload.loading import load
-from transload.loading.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
 
 pytestmark = QUIET
 

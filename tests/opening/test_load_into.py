@@ -21,9 +21,8 @@ from tests.opening.test_open import Counting, raw
 from tests.quantized import working_engine
 from torch import nn
 
-from transload.errors import UsageError
-from transload.loading.errors import BrokenFileError, LandingWarning, LoadError, NotACheckpointError
-from transload.opening.into import KeysWarning, Loaded, MismatchError, load_into
+from transload.errors import BrokenFileError, LandingWarning, LoadError, NotACheckpointError, UsageError
+from transload.loading.into import KeysWarning, Loaded, MismatchError, load_into
 
 RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("torch-*"))
 

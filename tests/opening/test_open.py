@@ -27,17 +27,18 @@ from tests.each import for_each, grouped
 from tests.loading.equal import same
 from tests.loading.zoo import ZOO, allowed, saved
 
-from transload.errors import TransloadError, UsageError
-from transload.loading.errors import (
+from transload.errors import (
     BrokenFileError,
     LandingWarning,
     LoadError,
     NoDeviceError,
     NotACheckpointError,
+    TransloadError,
     UnsafeError,
+    UsageError,
 )
-from transload.opening import Handle
-from transload.opening import open as open_
+from transload.loading.handles import Handle
+from transload.loading.handles import open as open_
 
 RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("torch-*"))
 
@@ -303,7 +304,7 @@ def test_any_slice_is_what_torch_makes_of_the_whole(
 
 @pytest.mark.parametrize("stage", [8, 24, 100, 1000])
 def test_a_buffer_of_any_size_will_do(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.opening.one.STAGE", stage)
+    monkeypatch.setattr("transload.loading.handles.STAGE", stage)
     base = torch.randn(7, 5, 6, dtype=torch.float64)
     state = {
         "plain": base,

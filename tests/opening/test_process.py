@@ -16,9 +16,9 @@ import torch
 from tests.loading.zoo import saved
 
 from transload.errors import UsageError
-from transload.opening import inflating
-from transload.opening import open as open_
-from transload.opening.into import load_into
+from transload.loading.handles import open as open_
+from transload.loading.into import load_into
+from transload.tensors import files as inflating
 
 VALUE = torch.arange(64.0).reshape(8, 8)
 
@@ -109,7 +109,7 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
                 raise KeyboardInterrupt
             return super()._next(most)
 
-    monkeypatch.setattr("transload.opening.opened.Inflating", Interrupted)
+    monkeypatch.setattr("transload.loading.handles.Inflating", Interrupted)
     with open_(packed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]

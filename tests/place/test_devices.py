@@ -8,8 +8,8 @@ import pytest
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
 
 from transload.diagnose import judge_machine
+from transload.loading.placement import Device, Devices, devices_of, local_rank
 from transload.machine import Accelerator, Machine, Torch
-from transload.place import Device, Devices, devices_of, local_rank
 
 
 def devices(machine: Machine, **environ: str) -> Devices:

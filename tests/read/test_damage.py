@@ -18,7 +18,7 @@ from tests import forge
 from tests.each import each
 
 from transload.checkpoint import Checkpoint
-from transload.formats import inspect
+from transload.judge import inspect
 
 PAGE = 4096
 

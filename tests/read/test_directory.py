@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.formats import inspect, read
+from transload.formats import read
 from transload.formats.directory import MAX_ENTRIES, inner_name, list_directory, read_directory, read_sharded
 from transload.formats.unzipped import read_unzipped
+from transload.judge import inspect
 
 torch = pytest.importorskip("torch")
 

@@ -13,8 +13,8 @@ import torch
 from tests.each import each
 
 from transload.cli.main import main
-from transload.formats import inspect
 from transload.formats.torch_legacy import MAGIC
+from transload.judge import inspect
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOOKS = b"ccollections\nOrderedDict\n)R"

@@ -26,7 +26,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from transload.dtypes import itemsize
-from transload.formats import inspect
+from transload.judge import inspect
 
 def gathered(tensor, storages, raw):
     storage = storages.get(tensor.storage)

@@ -40,7 +40,7 @@ from tests.forge import (
     tuple_of,
 )
 
-from transload.formats import inspect
+from transload.judge import inspect
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 MEMORY = 1 << 30
@@ -52,7 +52,7 @@ BOMB = (256 << 20) * forge.FUZZ
 READER = """
 import json, resource, sys, time
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
-from transload.formats import inspect
+from transload.judge import inspect
 told = inspect(sys.argv[1], verify=True)
 shown = [repr(told), told._repr_html_(), json.dumps(told.to_dict())]
 print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told.ok,

@@ -15,7 +15,7 @@ from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_i
 from torch import nn
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.formats import inspect
+from transload.judge import inspect
 
 FORMATS = each("zipped", [True, False], ids=["zip", "legacy"])
 

@@ -13,7 +13,8 @@ from tests.each import each
 from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, remade, storage_id, tensor, tuple_of
 
 from transload.checkpoint import Checkpoint
-from transload.formats import inspect, torch_zip
+from transload.formats import torch_zip
+from transload.judge import inspect
 
 
 def codes(told: Checkpoint) -> set[str]:

@@ -16,10 +16,10 @@ from tests.forge import Entry, archive, entries, remade
 
 from transload.checkpoint import Record
 from transload.errors import CannotReadError
-from transload.formats import inspect
 from transload.formats.verify import checksums, verify_records
 from transload.formats.zip_index import read_index
 from transload.io.sources import BytesSource
+from transload.judge import inspect
 
 
 def flipped(data: bytes, at: int, bit: int = 0) -> bytes:

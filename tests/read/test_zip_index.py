@@ -24,9 +24,9 @@ from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, remade, tensor
 
-from transload.formats import inspect
 from transload.formats.zip_index import read_index
 from transload.io.sources import BytesSource
+from transload.judge import inspect
 
 HOSTILE = pickled(ordered({"w0": tensor("0"), "w1": DANGEROUS}))
 OTHER = pickled(ordered({"z0": tensor("0"), "z1": tensor("1")}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.place.makers import GB, checkpoint, gpus
 
-from transload.place import Device, Devices, Plan, place
+from transload.loading.placement import Device, Devices, Plan, place
 
 BROKEN = Devices((Device("cpu", 10 * GB),), absent="the driver is too old [D03]")
 

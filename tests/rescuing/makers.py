@@ -9,10 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from transload.checkpoint import Tensor
-from transload.content import Content, open_content
-from transload.formats import inspect
 from transload.io.sources import BytesSource
+from transload.judge import inspect
 from transload.rescuing.fates import extents
+from transload.tensors import Content, open_content
 
 ROOT = Path(__file__).parent.parent / "data"
 FILES = sorted(

@@ -12,7 +12,7 @@ from tests.forge import FUZZ
 from tests.rescuing.makers import ARCHIVES, ROOT, hashes, ident, index_end, there
 
 from transload.errors import TransloadError
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.rescuing import rescue
 
 PLACES = 6 * FUZZ

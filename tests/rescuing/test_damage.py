@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.rescuing.makers import ROOT, flipped, hashes, rezipped
 
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.rescuing import rescue
 
 FILE = ROOT / "h200" / "train_cuda0.ckpt"

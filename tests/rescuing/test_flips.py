@@ -14,8 +14,8 @@ from tests.forge import FUZZ
 from tests.rescuing.makers import ARCHIVES, flipped, ident
 
 import transload
-from transload.formats import inspect
 from transload.io.sources import BytesSource
+from transload.judge import inspect
 from transload.rescuing import mending
 from transload.rescuing.archive import recover_archive
 from transload.rescuing.bits import Bit, flipped_bits

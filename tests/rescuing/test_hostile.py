@@ -21,7 +21,7 @@ from tests.rescuing.makers import FILES, ROOT
 from tests.rescuing.test_streams import SAFE
 
 from transload.errors import RescueError, TransloadError, UsageError
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.rescuing import mending, rescue
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()

@@ -17,13 +17,11 @@ from tests.rescuing.makers import ROOT, flipped, hashes
 from tests.rescuing.test_streams import SAFE
 
 from transload.errors import RescueError, TransloadError
+from transload.io.journal import Change, Changes, Journal, names_of
 from transload.io.sources import FileSource
 from transload.rescuing import rescue
-from transload.retagging.changes import Change, Changes
-from transload.retagging.journal import Journal
-from transload.retagging.names import names_of
+from transload.retagging import wish_of
 from transload.retagging.plan import plan_of
-from transload.retagging.wish import wish_of
 
 DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
 LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()

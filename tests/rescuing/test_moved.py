@@ -13,7 +13,7 @@ from tests.rescuing.makers import ROOT, hashes, ident
 
 from transload import verify
 from transload.errors import TransloadError
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.rescuing import rescue
 
 ARCHIVES = [

@@ -11,7 +11,7 @@ import pytest
 from tests.rescuing.makers import ROOT, STREAMS, flipped, hashes, ident, index_end, there
 
 from transload.errors import TransloadError, UsageError
-from transload.formats import inspect
+from transload.judge import inspect
 from transload.rescuing import rescue
 
 LEGACY = (ROOT / "h200" / "state_dict_cuda0_legacy.pth").read_bytes()

@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 
+from transload.io.journal import Changes
 from transload.io.sources import FileSource
-from transload.retagging.changes import Changes
+from transload.retagging import wish_of
 from transload.retagging.plan import plan_of
-from transload.retagging.wish import wish_of
 
 Tag = str | Callable[[Any], str]
 

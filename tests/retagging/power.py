@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from transload.retagging.disk import Disk
+from transload.io.journal import Disk
 
 
 class Write(NamedTuple):

@@ -22,10 +22,8 @@ from tests.retagging.power import Noting, World, worlds
 
 import transload
 from transload.errors import CannotWriteError
+from transload.io.journal import Disk, apply, names_of, recover, undo_changes
 from transload.retagging import has_journal, retag, undo
-from transload.retagging.applying import apply, recover, undo_changes
-from transload.retagging.disk import Disk
-from transload.retagging.names import names_of
 
 # How the file is saved, and where it goes: in as many bytes, behind its records, over what was appended, in a stream.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -21,10 +21,8 @@ from tests.retagging.makers import planned, save, state
 import transload
 from transload.cli.main import main
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, TransloadError, UsageError
+from transload.io.journal import Disk, apply, names_of
 from transload.retagging import has_journal, recover, retag, undo
-from transload.retagging.applying import apply
-from transload.retagging.disk import Disk
-from transload.retagging.names import names_of
 
 H200 = Path(__file__).parent.parent / "data" / "h200"
 

@@ -19,9 +19,9 @@ from tests.retagging.makers import fresh, same, save, state
 
 from transload.checkpoint import Checkpoint
 from transload.errors import RetagError, UsageError
-from transload.formats import inspect
+from transload.io.journal import names_of
+from transload.judge import inspect
 from transload.retagging import has_journal, recover, retag, undo
-from transload.retagging.names import names_of
 
 DATA = Path(__file__).parent.parent / "data"
 FILES = [

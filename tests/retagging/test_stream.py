@@ -13,11 +13,8 @@ from tests.each import each
 from tests.retagging.makers import fresh
 
 from transload.formats.pickle_machine import run
-from transload.retagging.compare import same_but_tags
-from transload.retagging.quick_sites import find_quickly
-from transload.retagging.sites import find_sites
-from transload.retagging.stream import patched, rewritten, spliced
-from transload.retagging.wish import Wish, wish_of
+from transload.retagging import Wish, wish_of
+from transload.retagging.tags import find_quickly, find_sites, patched, rewritten, same_but_tags, spliced
 
 
 class Held:

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from transload.errors import NoDirectoryError, UsageError
+from transload.errors import NoDirectoryError, SaveError, SaveWarning, UsageError
 from transload.saving import background as module
-from transload.saving import save, save_async, snapshot
+from transload.saving import save, save_async
+from transload.saving import storages as snapshot
 from transload.saving.background import MAX_IN_FLIGHT, background
-from transload.saving.errors import SaveError, SaveWarning
-from transload.saving.snapshot import Snapshot, snapshot_of
+from transload.saving.storages import Snapshot, snapshot_of
 
 
 @pytest.fixture(autouse=True)

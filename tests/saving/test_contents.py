@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, write_archive
 from transload.io.atomic import FileObject
-from transload.loading.transfer.driver import DriverError
-from transload.saving import contents, snapshot
-from transload.saving.contents import Ring, Span, records_of
-from transload.saving.cuda import CudaFetcher
-from transload.saving.desk import Stored
-from transload.saving.errors import SaveError
+from transload.io.cuda_driver import DriverError
+from transload.saving import storages as contents
+from transload.saving import storages as snapshot
+from transload.saving.pickled import Stored
+from transload.saving.storages import CudaFetcher, Ring, Span, records_of
 
 
 class Device:

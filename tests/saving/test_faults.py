@@ -19,7 +19,8 @@ import torch
 from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, TransloadError
 from transload.formats import zip_writer as archive
 from transload.io import atomic as sinks
-from transload.saving import contents, save
+from transload.saving import save
+from transload.saving import storages as contents
 
 CALLS = ("open", "fstat", "fchmod", "fchown", "writev", "fsync", "replace", "close")
 """What the system is asked for, from the hidden file to the flushed directory."""

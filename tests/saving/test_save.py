@@ -25,12 +25,11 @@ from tests.loading.equal import same
 from tests.loading.zoo import tagged
 from torch import nn
 
-from transload.errors import CannotWriteError, UsageError
+from transload.errors import CannotPickleError, CannotWriteError, SaveError, SaveWarning, UsageError
 from transload.formats import read
 from transload.formats import zip_writer as writing
 from transload.io import atomic
 from transload.saving import save, save_async
-from transload.saving.errors import CannotPickleError, SaveError, SaveWarning
 
 
 def saved(obj: Any, **options: Any) -> bytes:

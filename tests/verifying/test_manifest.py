@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from transload.errors import CannotReadError, ManifestError, UsageError
-from transload.formats import inspect
-from transload.verifying import verify
+from transload.judge import inspect
+from transload.verifying import Difference, TensorSum, verify
 from transload.verifying.manifest import hash_of_all, read_manifest, write_manifest
-from transload.verifying.result import Difference, TensorSum
 
 VALUES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4), "c": torch.ones(2)}
 

@@ -12,9 +12,9 @@ from tests import forge
 from tests.each import each
 from tests.rescuing.makers import ARCHIVES, ident
 
-from transload import content
+from transload import tensors as content
 from transload.verifying import verify
-from transload.verifying.ordinary import tensor_count
+from transload.verifying.records import tensor_count
 
 LISTED = content.open_content
 

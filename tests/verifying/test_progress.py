@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from transload.loading import progress as loading
-from transload.verifying.progress import Progress
+from transload.io import progress as loading
+from transload.verifying import Progress
 
 
 @pytest.fixture

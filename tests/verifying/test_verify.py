@@ -16,9 +16,8 @@ from tests.each import each
 
 import transload
 from transload.errors import CannotReadError
-from transload.formats import inspect
-from transload.verifying import files_in, verify
-from transload.verifying.result import Damage, Verification
+from transload.judge import inspect
+from transload.verifying import Damage, Verification, files_in, verify
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from transload.findings import Finding
-from transload.place import AUTO, place
+from transload.loading.placement import AUTO, place
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transload.checking.torch_says import Said
     from transload.checkpoint import Checkpoint
     from transload.diagnose.verdict import Diagnosis
+    from transload.loading.placement import Devices, Plan
     from transload.machine import Machine
-    from transload.place import Devices, Plan
 
 __all__ = ["Check", "check", "checked"]
 
@@ -90,7 +90,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     'cpu'
     """
     from transload.diagnose import judge_machine
-    from transload.formats import inspect
+    from transload.judge import inspect
 
     checkpoint = _with_indices(inspect(path), path)
     here = machine is None
@@ -107,10 +107,10 @@ def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Check
     """With what is wrong with the indices of sparse tensors: the only bytes of tensors that ``load`` looks at."""
     if not any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
         return checkpoint
-    from transload.content import open_content
     from transload.findings import Problem
     from transload.judge import judge
-    from transload.verifying.indices import misplaced
+    from transload.tensors import open_content
+    from transload.verifying.records import misplaced
 
     with open_content(path) as content:
         found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
@@ -119,7 +119,7 @@ def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Check
 
 def _how(path: str | os.PathLike[str], plan: Plan) -> str:
     """How its bytes would be moved here: as ``load`` chooses, but for what only a working driver can tell."""
-    from transload.loading.transfer.forecast import forecast
+    from transload.loading.choice import forecast
 
     cuda = sum(move.nbytes for move in plan.moves if move.device.startswith("cuda"))
     host = sum(move.nbytes for move in plan.moves) - cuda
@@ -132,10 +132,9 @@ def checked(
     """The same of what was read and examined already. ``cwd`` is where programs are run from."""
     from transload.checking import advice
     from transload.checking.compatibility import compatibility
-    from transload.checking.installed import installed
-    from transload.checking.packages import packages
+    from transload.checking.packages import installed, packages
     from transload.checking.torch_says import torch_says
-    from transload.place import devices_of
+    from transload.loading.placement import devices_of
 
     devices = devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)
@@ -157,7 +156,7 @@ def checked(
 
 def _refusal(checkpoint: Checkpoint, found: tuple[Finding, ...]) -> str:
     """Why ``load`` would raise: for what the file is, for what it asks, for what the machine lacks."""
-    from transload.loading.errors import LoadError
+    from transload.errors import LoadError
     from transload.loading.refusal import refuse_broken
 
     try:

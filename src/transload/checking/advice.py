@@ -7,21 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from transload.errors import LoadError
 from transload.findings import Finding, Severity
 from transload.formats.foreign import quoted
-from transload.judge.commands import WITHOUT_CODE
-from transload.loading.allowed import Allowed, registrar
-from transload.loading.errors import LoadError
-from transload.loading.refusal import PROGRAMS, loaded_pickles, refuse_program
+from transload.judge.problems import WITHOUT_CODE
+from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility
     from transload.checking.packages import Package
     from transload.checkpoint import Checkpoint
     from transload.diagnose.verdict import Diagnosis
+    from transload.loading.placement import Devices, Plan
     from transload.machine import Machine
     from transload.nodes import Global
-    from transload.place import Devices, Plan
 
 __all__ = [
     "of_compiled",

@@ -65,7 +65,7 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
     >>> transload.is_cuda_compatible("model.pt").reason  # doctest: +SKIP
     'tensors carry no CUDA version: they load under any, and without CUDA'
     """
-    from transload.formats import inspect
+    from transload.judge import inspect
 
     if machine is None:
         from transload.diagnose.probe import probe

@@ -14,16 +14,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from transload.checking import torch_words as words
-from transload.checking.opcodes import WEIGHTS_ONLY, all_opcodes, first_unknown
 from transload.checking.raw import raw_bytes
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
-    from transload.checking.installed import Installed
+    from transload.checking.packages import Installed
     from transload.checkpoint import Checkpoint
     from transload.nodes import Persistent, Pickle
 
-__all__ = ["Said", "torch_says"]
+__all__ = ["WEIGHTS_ONLY", "Said", "all_opcodes", "first_unknown", "torch_says"]
+
+
+WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
+"""Those that torch's unpickler knows, in every release from 2.1 to 2.15."""
+
+
+def all_opcodes() -> frozenset[int]:
+    """Those that Python's own knows."""
+    import pickletools
+
+    return frozenset(ord(code.code) for code in pickletools.opcodes)
+
+
+def first_unknown(data: bytes) -> tuple[int, int] | None:
+    r"""Place and code of the first opcode in a pickle that ``weights_only`` does not know; ``None`` without one.
+
+    >>> first_unknown(b"\x80\x02}."), first_unknown(b"\x80\x02I1\n.")
+    (None, (2, 73))
+    """
+    import pickletools
+
+    try:
+        for _, _, at in pickletools.genops(data):
+            if at is not None and data[at] not in WEIGHTS_ONLY:
+                return at, data[at]
+    except ValueError:  # it breaks off before
+        return None
+    return None
+
 
 OLDEST, NEWEST = (2, 1), (2, 15)
 """The releases whose words are known."""

@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _inspected(path: str, *, verify: bool) -> Checkpoint | TransloadError:
-    from transload.formats import inspect
+    from transload.judge import inspect
 
     try:
         return inspect(path, verify=verify)

@@ -10,7 +10,7 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from transload.retagging.result import Retag
+    from transload.retagging import Retag
 
 __all__ = ["add_arguments", "run"]
 

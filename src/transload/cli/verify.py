@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from transload.render.lines import Block
+    from transload.verifying import Verification
     from transload.verifying.manifest import Manifest
-    from transload.verifying.result import Verification
 
 __all__ = ["add_arguments", "run"]
 

@@ -58,7 +58,7 @@ def convert(  # noqa: PLR0913 - what a user may ask for
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
     from transload.converting.candidates import candidates
-    from transload.formats import inspect
+    from transload.judge import inspect
     from transload.loading.refusal import refuse_broken
 
     checkpoint = inspect(src)

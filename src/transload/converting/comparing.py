@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from transload.errors import ConvertError
 
 if TYPE_CHECKING:
-    from transload.content import Content
     from transload.converting.entries import Data, Entry
     from transload.io.sources import Source
+    from transload.tensors import Content
 
 __all__ = ["Back", "compare", "damaged_records", "whole_checksum"]
 

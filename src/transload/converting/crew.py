@@ -34,7 +34,7 @@ class Chunk:
     """Memory, what of which file position is in it, and the checksums of its parts."""
 
     def __init__(self, nbytes: int) -> None:
-        from transload.loading.transfer.memory import Pages, view
+        from transload.io.memory import Pages, view
 
         self.pages = Pages(nbytes)
         self.view = view(self.pages.address, nbytes)

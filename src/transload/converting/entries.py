@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.content import Allowance, Content, Run
 from transload.converting.casting import cast, is_cast
 from transload.converting.selection import Distinct, Left, Named
 from transload.dtypes import itemsize
 from transload.errors import OverflowRefusedError
+from transload.tensors import Allowance, Content, Run
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor

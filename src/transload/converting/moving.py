@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transload.content import ContentError
+from transload.tensors import ContentError
 
 if TYPE_CHECKING:
-    from transload.content import Run
     from transload.converting.entries import Data, Entry
+    from transload.tensors import Run
 
 __all__ = ["Descriptor", "Writer"]
 

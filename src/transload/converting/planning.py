@@ -14,9 +14,9 @@ from transload.errors import ConvertError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key
-    from transload.content import Content
     from transload.converting.structure import Dropped, Slot, Structure
     from transload.converting.wish import Wish
+    from transload.tensors import Content
 
 __all__ = ["PROGRAMS", "Plan", "planned"]
 

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.content import ContentError
 from transload.converting.crew import Chunk, Crew, Part
+from transload.tensors import ContentError
 
 if TYPE_CHECKING:
-    from transload.content import Run
     from transload.converting.entries import Data, Entry
+    from transload.tensors import Run
 
 __all__ = ["Poured", "can_pour", "pour"]
 

@@ -18,13 +18,13 @@ from transload.converting.job import Job
 from transload.converting.planning import Plan, planned
 from transload.converting.result import Conversion
 from transload.errors import ConvertError, UsageError
-from transload.loading.progress import telling
+from transload.io.progress import telling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
-    from transload.content import Content
     from transload.converting.wish import Wish
     from transload.io.sources import SourceLike
+    from transload.tensors import Content
 
 __all__ = ["convert_content", "run"]
 
@@ -40,8 +40,8 @@ def run(  # noqa: PLR0913 - as asked for
     progress: bool | Callable[[int, int], object] | None,
 ) -> Conversion:
     """Convert; ``TransloadError`` if that cannot be, and then nothing is there that was not before."""
-    from transload.content import open_content
     from transload.loading.refusal import refuse_broken
+    from transload.tensors import open_content
 
     dst = _placed(dst, format_)
     _refuse_same(src, dst)

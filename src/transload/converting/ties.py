@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
-    from transload.content import Content
+    from transload.tensors import Content
 
 __all__ = ["metadata_of", "with_second_names"]
 

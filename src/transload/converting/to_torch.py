@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor, contiguous
-from transload.content import Allowance
 from transload.converting.carried import key_of, plain_dtype, rewritten
 from transload.converting.casting import is_cast
 from transload.converting.comparing import Back
@@ -17,13 +16,14 @@ from transload.dtypes import ITEMSIZE, QUANTIZED, STORAGES, itemsize
 from transload.errors import ConvertError
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive
 from transload.nodes import Call, Dict, Global, Persistent
+from transload.tensors import Allowance
 
 if TYPE_CHECKING:
-    from transload.content import Content
     from transload.converting.entries import Data
     from transload.converting.job import Job
     from transload.converting.structure import Structure
     from transload.io.atomic import Beside
+    from transload.tensors import Content
 
 __all__ = ["Layout", "holds", "laid_out", "write_torch"]
 
@@ -72,7 +72,7 @@ def write_torch(job: Job, made: Structure, layout: Layout, data: Data) -> list[B
     """Write the object and its storages; where they are now."""
     from transload.formats.pickle_writer import dumps
     from transload.io.atomic import SystemFile
-    from transload.saving.archive import ROOT, closing_records, threads_for
+    from transload.saving.storages import ROOT, closing_records, threads_for
 
     storages, views = layout
     nodes = _Nodes(views, _Whole(storages, data))

@@ -67,8 +67,8 @@ class Here:
 
     def _check(self, path: str) -> Check:
         from transload.checking import checked
-        from transload.formats import inspect
-        from transload.place import AUTO
+        from transload.judge import inspect
+        from transload.loading.placement import AUTO
 
         return checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
 
@@ -90,7 +90,7 @@ def _fix(told: Sequence[Finding], said: str) -> tuple[str, ...]:
     finding = next((finding for finding in told if finding.fix), None)
     if finding is None:
         return ()
-    from transload.judge.commands import command_lines
+    from transload.judge.problems import command_lines
 
     if finding.code == "needs-trust" and not any(word in said.lower() for word in ("weights", "global")):
         return command_lines((finding,))

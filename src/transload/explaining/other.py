@@ -42,7 +42,8 @@ def not_a_text(path: str) -> UsageError:
     """What to say of a file that is no text, or of a stream of it, which has no path."""
     import shlex
 
-    from transload.formats import FORMATS, inspect
+    from transload.formats import FORMATS
+    from transload.judge import inspect
 
     name = shlex.quote(path) if path else "FILE"
     fix = f"An error text is piped in, or a file that holds one is named: {_PIPE}"

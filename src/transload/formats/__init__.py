@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transload.formats.zip_index import ZipIndex
     from transload.io.sources import Source, SourceLike
 
-__all__ = ["FORMATS", "inspect", "no_collecting", "read"]
+__all__ = ["FORMATS", "no_collecting", "read"]
 
 
 FORMATS: dict[str, str] = {
@@ -40,22 +40,6 @@ FORMATS: dict[str, str] = {
     "pickle": "plain pickle",
 }
 """What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
-
-
-def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
-    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
-
-    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
-    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
-    never an exception.
-
-    >>> inspect(b"<html>").integrity
-    'not-a-checkpoint'
-    """
-    from transload.judge import judge
-
-    with no_collecting():
-        return judge(read(f, verify=verify))
 
 
 @contextmanager

@@ -6,18 +6,34 @@ from dataclasses import replace
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding, Integrity, Safety, worst_integrity, worst_safety
-from transload.judge.commands import with_commands
+from transload.io.sources import SourceLike
 from transload.judge.origin import origin
 from transload.judge.prediction import predict
-from transload.judge.problems import judge_problems
+from transload.judge.problems import judge_problems, with_commands
 from transload.judge.safety import judge_pickles
 from transload.nodes import Pickle
 
-__all__ = ["integrity_of", "judge"]
+__all__ = ["inspect", "integrity_of", "judge"]
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
+
+
+def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
+
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
+    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
+    never an exception.
+
+    >>> inspect(b"<html>").integrity
+    'not-a-checkpoint'
+    """
+    from transload.formats import no_collecting, read
+
+    with no_collecting():
+        return judge(read(f, verify=verify))
 
 
 def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:

@@ -2,39 +2,198 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import CannotReadError
-from transload.formats import no_collecting
-from transload.loading.arguments import (
-    Progressing,
-    check_arguments,
-    check_mmap,
-    check_settings,
-    is_weights_only,
-)
-from transload.loading.arrival import Arrival, wanted_devices
-from transload.loading.errors import (
+from transload.errors import (
     BrokenFileError,
+    CannotReadError,
     DoesNotFitError,
     FileWarning,
     LandingWarning,
+    LoadError,
     NoDeviceError,
     NoTorchError,
+    UsageError,
     os_error,
 )
-from transload.loading.files import Files
-from transload.loading.objects import Wrong
-from transload.loading.progress import telling
+from transload.formats import no_collecting
+from transload.io.progress import telling
+from transload.loading.choice import SLOT_PAIR, Settings
+from transload.loading.local_devices import Arrival, wanted_devices
+from transload.loading.rebuild import Wrong
 from transload.loading.storages import How
-from transload.loading.task import Task
+from transload.tensors.files import Files
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.io.sources import SourceLike
-    from transload.place import Plan
+    from transload.loading.placement import Plan
+    from transload.tensors.files import Piece
 
-__all__ = ["load"]
+__all__ = ["Progressing", "Task", "check_arguments", "check_mmap", "check_settings", "is_weights_only", "load"]
+
+
+Progressing = bool | Callable[[int, int], object] | None
+
+_PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
+_TRUE = ("1", "y", "yes", "true")
+
+
+def is_weights_only(asked: bool | None, pickle_module: Any) -> bool:
+    """torch's rule, with its two variables of the environment."""
+    if os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
+        return True
+    if asked is None:
+        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
+        return pickle_module is None and not forced
+    return bool(asked)
+
+
+def check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
+    """Raise for arguments that the way of loading does not take."""
+    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
+    odd = next((name for name in given if name not in known), None)
+    if odd is not None:
+        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
+        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
+    if not trusted and pickle_module is not None:
+        raise UsageError(
+            "a pickle_module is used only with weights_only=False",
+            fix="Leave it out; or pass weights_only=False, if you trust the file.",
+        )
+    _check_encoding(given.get("encoding", "utf-8"))
+
+
+def _check_encoding(encoding: Any) -> None:
+    import codecs
+
+    try:
+        if encoding != "bytes":
+            codecs.lookup(encoding)
+    except (LookupError, TypeError) as error:
+        fix = "'utf-8', 'latin1' and 'bytes' are usual."
+        raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error
+
+
+def check_mmap(f: object, mmap: bool | None) -> bool:
+    """Whether the file is mapped: as asked, else as the program has told torch; never what has no path."""
+    is_path = isinstance(f, str | os.PathLike)
+    if mmap and not is_path:
+        raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
+    return bool(mmap) if mmap is not None else is_path and _mapped_by_default()
+
+
+def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Settings:
+    """How bytes are moved, as far as the caller says."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise UsageError(f"threads={threads!r} is no number of threads", fix="Pass 1 or more, or leave it out.")
+    least = SLOT_PAIR >> 20
+    if pinned_mb is not None and (not isinstance(pinned_mb, int) or pinned_mb < least):
+        what = f"pinned_mb={pinned_mb!r} is too little to read into"
+        raise UsageError(what, fix=f"Each thread takes {least} MiB: pass at least {least}, or leave it out.")
+    return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
+
+
+def _mapped_by_default() -> bool:
+    """``torch.utils.serialization.config.load.mmap``, from torch 2.5 on."""
+    import sys
+
+    config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)  # nobody can have set it before
+    return bool(config is not None and config.load.mmap)
+
+
+class Task:
+    """Loads what ``files`` hold to where ``arrival`` puts it."""
+
+    def __init__(self, files: Files, arrival: Arrival, how: How) -> None:
+        self._files = files
+        self._arrival = arrival
+        self._how = how
+
+    def build(self, encoding: str) -> Any:
+        """The object, through the fixed table: nothing in the file is run."""
+        from transload.loading.build import build
+
+        def built(piece: Piece, storages: Any) -> Any:
+            main = next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
+            if main is None:
+                raise LoadError("there is no object in it", where=piece.checkpoint.path)
+            return build(piece, main, storages, self._arrival, encoding)
+
+        return self._each(built)
+
+    def trust(self, pickle_module: Any, arguments: dict[str, Any]) -> Any:
+        """The object, by the file's own pickle, or as the program it is."""
+        kind = self._files.checkpoint.format
+        if kind in ("torchscript", "torch-export"):
+            return self._program()
+        from transload.loading.trusted import load_trusted
+
+        def unpickled(piece: Piece, storages: Any) -> Any:
+            source = piece.open(piece.index)
+            named = {"device_of": self._arrival.device, "pickle_module": pickle_module, **arguments}
+            return load_trusted(source, piece.checkpoint, storages.__getitem__, **named)
+
+        return self._each(unpickled)
+
+    def _program(self) -> Any:
+        from transload.loading.trusted import load_exported, load_script
+
+        (piece,) = self._files.pieces
+        if piece.index:
+            fix = "Zip the folder itself, stored, and load that."
+            raise LoadError("this program is unpacked", where=piece.checkpoint.path, fix=fix)
+        load = load_script if piece.checkpoint.format == "torchscript" else load_exported
+        return load(piece.open(""), piece.checkpoint, self._arrival.device, path=piece.path)
+
+    def _each(self, make: Any) -> Any:
+        """What all pieces hold: one object, or the dictionaries of shards put together."""
+        from transload.loading.build import plain_tensors
+        from transload.loading.storages import read_storages
+
+        made = []
+        with _told(self._arrival):
+            for piece in self._files.pieces:
+                storages = read_storages(piece, self._arrival, self._how)
+                plain = piece.checkpoint.format == "safetensors"
+                made.append(plain_tensors(piece, storages, self._arrival) if plain else make(piece, storages))
+        whole = self._files.checkpoint
+        if whole.format == "sharded":
+            return _joined(made, whole.path)
+        if not made:
+            raise LoadError("there is nothing in it to load", where=whole.path)
+        return made[0]
+
+
+def _joined(shards: list[Any], path: str) -> dict[Any, Any]:
+    """The dictionaries of all shards as one."""
+    out: dict[Any, Any] = {}
+    for shard in shards:
+        if not isinstance(shard, Mapping):
+            what = f"a shard holds {type(shard).__name__}, not a dictionary of tensors"
+            raise LoadError(what, where=path, fix="Load the shards one by one.")
+        out.update(shard)
+    return out
+
+
+@contextmanager
+def _told(arrival: Arrival) -> Iterator[None]:
+    """Tell torch where things go while a file is loaded: functions of torch and of programs ask it."""
+    import torch
+
+    told: Any = getattr(torch.serialization, "_serialization_tls", None)
+    if not hasattr(told, "map_location"):
+        yield
+        return
+    before = told.map_location
+    try:
+        told.map_location = arrival.locations or None
+        yield
+    finally:
+        told.map_location = before
 
 
 def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
@@ -110,8 +269,7 @@ def _open(f: SourceLike, *, tree: bool) -> Files:
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file is not to be loaded: in this order, so that what is no checkpoint is never called unsafe."""
-    from transload.loading.allowed import Allowed
-    from transload.loading.refusal import refuse_broken, refuse_program, refuse_unsafe
+    from transload.loading.refusal import Allowed, refuse_broken, refuse_program, refuse_unsafe
 
     refuse_broken(checkpoint)
     refuse_program(checkpoint, trusted=trusted)
@@ -126,8 +284,8 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 def _placed(checkpoint: Checkpoint, wish: Any, nbytes: int, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
-    from transload.loading.here import devices_here
-    from transload.place import place, tags_of
+    from transload.loading.local_devices import devices_here
+    from transload.loading.placement import place, tags_of
 
     plan = place(checkpoint, devices_here(wanted_devices(tags_of(checkpoint), wish), nbytes), wish)
     if plan.refused:

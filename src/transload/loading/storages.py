@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.loading.errors import BrokenFileError, DoesNotFitError
+from transload.errors import BrokenFileError, DoesNotFitError
+from transload.io.memory import view
+from transload.loading.engine import Ended, Settings, Sums, Want, bring
 from transload.loading.rebuild import is_fake_mode
-from transload.loading.transfer import Ended, Settings, Sums, Want, bring
-from transload.loading.transfer.memory import view
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Record, Storage
     from transload.io.sources import Source
-    from transload.loading.arrival import Arrival
-    from transload.loading.files import Piece
+    from transload.loading.local_devices import Arrival
+    from transload.tensors.files import Piece
 
 __all__ = ["How", "read_storages"]
 
@@ -115,7 +115,7 @@ class _Reader:
         device = self._arrival.known(tag)
         if not device.startswith("cuda:"):
             return device if device == "cpu" else ""
-        from transload.loading.transfer.driver import cuda_driver
+        from transload.io.cuda_driver import cuda_driver
 
         return device if cuda_driver() is not None else ""
 

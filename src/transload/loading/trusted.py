@@ -12,18 +12,362 @@ from pickle import UnpicklingError
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import TransloadError, UsageError
+from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.io.sources import Slice, Source
-from transload.loading.errors import BrokenFileError, LoadError
-from transload.loading.streams import as_file
-from transload.loading.trusted_names import class_of, storage_dtype, unpickler_of
+from transload.loading.rebuild import sparse_tensor, validate
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
 
-__all__ = ["load_trusted"]
+__all__ = [
+    "MissingClassError",
+    "MissingModuleError",
+    "as_file",
+    "class_of",
+    "load_exported",
+    "load_script",
+    "load_trusted",
+    "storage_dtype",
+    "unpickler_of",
+]
+
+
+_BUFFER = 1 << 20
+
+
+class _Stream(io.RawIOBase):
+    """A source as a file, from its beginning."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As files do it."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As files do it."""
+        data = self._source.read(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def as_file(source: Source) -> io.BufferedReader:
+    """A binary file over a source; closing it leaves the source open.
+
+    >>> from transload.io.sources import open_source
+    >>> as_file(open_source(b"abc")).read(2)
+    b'ab'
+    """
+    return io.BufferedReader(_Stream(source), _BUFFER)
+
+
+_RENAMED = {"torch.tensor": "torch._tensor"}
+"""Modules that torch has moved: https://github.com/pytorch/pytorch/pull/51633."""
+
+_DEVICE_AT = {
+    "_rebuild_wrapper_subclass": 6,
+    "_rebuild_device_tensor_from_numpy": 2,
+    "_rebuild_device_tensor_from_cpu_tensor": 2,
+    "_rebuild_xla_tensor": 2,
+}
+"""Functions of ``torch._utils`` that get a device by itself, not through a storage, and as which argument."""
+
+
+class MissingModuleError(LoadError, ModuleNotFoundError):
+    """The file names a module that cannot be imported here."""
+
+
+class MissingClassError(LoadError, AttributeError):
+    """The file names a class or function that its module does not have here."""
+
+
+def unpickler_of(pickle_module: Any) -> type[Any]:
+    """The unpickler of a module, which finds storages and what has moved.
+
+    Its objects get a ``device_of``. The class has none: it is part of a reference cycle, as every class is, and what it
+    refers to lives until the garbage collector finds that.
+    """
+
+    class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> Any:
+            kind = _storage_kind(name)
+            if kind is not None:
+                return kind
+            module = _RENAMED.get(module, module)
+            if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
+                return _sparse
+            found = _imported(super().find_class, module, name)
+            at = _DEVICE_AT.get(name) if module == "torch._utils" else None
+            return found if at is None else _landing(found, at, self.device_of)
+
+    return Unpickler
+
+
+def _storage_kind(name: str) -> Any:
+    """What torch takes for a class of storages, whatever module it is said to be in; ``None`` if it is none."""
+    import torch
+
+    if "Storage" not in name:
+        return None
+    try:
+        return torch.serialization.StorageType(name)
+    except KeyError:
+        return torch.UntypedStorage if name in ("UntypedStorage", "_UntypedStorage") else None
+
+
+def storage_dtype(kind: Any) -> torch.dtype:
+    """The dtype that a class of storages stands for."""
+    import torch
+
+    made: torch.dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+    return made
+
+
+def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
+    try:
+        return find(module, name)
+    except ImportError as error:
+        older = _older_numpy(module)
+        if older:
+            return _imported(find, older, name)
+        raise _no_module(module, name, error) from error
+    except AttributeError as error:
+        raise _no_class(module, name) from error
+
+
+def _older_numpy(module: str) -> str:
+    """Where numpy 1 keeps what files written with numpy 2 name.
+
+    >>> _older_numpy("numpy._core.multiarray"), _older_numpy("numpy.core")
+    ('numpy.core.multiarray', '')
+    """
+    return f"numpy.core{module.removeprefix('numpy._core')}" if f"{module}.".startswith("numpy._core.") else ""
+
+
+def _no_module(module: str, name: str, error: ImportError) -> MissingModuleError:
+    missing = error.name or module
+    what = f"the file needs {module}.{name}, and `import {module}` fails here: {error}"
+    fix = f"Make `import {missing}` work: install its package, or add the folder of its source to PYTHONPATH."
+    made = MissingModuleError(what, fix=fix)
+    made.name = missing
+    return made
+
+
+def _no_class(module: str, name: str) -> MissingClassError:
+    if module in ("__main__", "__mp_main__"):
+        what = f"the file needs {name}, which was defined in the script that saved it"
+        return MissingClassError(what, fix=f"Define or import {name} in the script that loads the file.")
+    what = f"the file needs {module}.{name}, and {module} has no {name} here"
+    return MissingClassError(
+        what, fix=f"Install the version of {module.partition('.')[0]} that the file was saved with."
+    )
+
+
+def _landing(function: Callable[..., Any], at: int, device_of: Callable[[str], str]) -> Callable[..., Any]:
+    """The function, with a device among its arguments replaced by the one where it lands."""
+
+    def rebuild(*args: Any) -> Any:
+        device = args[at]
+        return function(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
+
+    return rebuild
+
+
+def _sparse(layout: Any, data: Any) -> Any:
+    """A sparse tensor, looked at as soon as it is made: its bytes are there already."""
+    made = sparse_tensor(layout, data)
+    validate(made)
+    return made
+
+
+def class_of(cls: Any, file: Any, source: Any) -> Any:
+    """A class that a stream keeps with its source; a difference from the source here is told, as by torch."""
+    import inspect
+    import warnings
+
+    import torch
+
+    try:
+        here = inspect.getsource(cls)
+    except (OSError, TypeError):
+        here = source
+    if file and source and here != source:
+        text = f"source code of class '{torch.typename(cls)}' has changed since the file was saved"
+        warnings.warn(text, torch.serialization.SourceChangeWarning, stacklevel=2)
+    return cls
+
+
+DeviceOf = Callable[[str], str]
+_ZIP = b"PK\x03\x04"
+
+_OPERATORS = {"fbgemm": "fbgemm_gpu", "tensorrt": "torch_tensorrt"}
+"""The package that brings the operators of a namespace, where it has another name."""
+
+
+def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
+    """What ``torch.jit.load`` makes of a TorchScript archive, with its tensors where ``device_of`` says.
+
+    torch moves the tensors of a program all together or not at all: where some land elsewhere than they were, all go
+    to the accelerator among their destinations. Devices that the code itself names stay as they are. ``path`` is set
+    where the source is a file of the system.
+    """
+    import torch
+
+    with _in_our_words(checkpoint, "torch.jit.load"):
+        return torch.jit.load(path or as_file(source), map_location=_one_device(checkpoint, device_of))
+
+
+def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
+    """What ``torch.export.load`` makes of a file, as if it had been exported on the devices ``device_of`` gives.
+
+    ``torch.export.load`` has no ``map_location`` and fails where a device is absent. So where something moves, the
+    devices are replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the
+    graph. ``path`` is set where the source is a file of the system.
+    """
+    import torch
+
+    with _in_our_words(checkpoint, "torch.export.load"):
+        if _stays(source, checkpoint, device_of):
+            return torch.export.load(path if path.endswith(".pt2") else as_file(source))
+        return torch.export.load(_moved(source, device_of))
+
+
+def _one_device(checkpoint: Checkpoint, device_of: DeviceOf) -> str | None:
+    """The device for all tensors of a program; ``None`` where each stays where it was."""
+    landed = {use.device: device_of(use.device) for use in checkpoint.devices}
+    if all(tag == device for tag, device in landed.items()):
+        return None
+    return next((device for device in landed.values() if device != "cpu"), "cpu")
+
+
+# -- an exported program on other devices ------------------------------------------------------------------------------
+
+
+def _stays(source: Source, checkpoint: Checkpoint, device_of: DeviceOf) -> bool:
+    """Whether every device that the weights or the graph name is where it lands."""
+    import json
+    from zipfile import ZipFile
+
+    asked = {use.device: device_of(use.device) for use in checkpoint.devices}
+
+    def note(device: str) -> str:
+        return asked.setdefault(device, device_of(device))
+
+    with ZipFile(as_file(source)) as archive:
+        for name in archive.namelist():
+            data = archive.read(name) if name.endswith(".json") else _ZIP
+            if not data.startswith(_ZIP):
+                _moved_json(json.loads(data), note)
+    return all(device == landed for device, landed in asked.items())
+
+
+def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
+    """The archive with every device replaced; records keep their names and order."""
+    from zipfile import ZipFile
+
+    out = io.BytesIO()
+    with ZipFile(as_file(source)) as old, ZipFile(out, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, _moved_record(name, old.read(name), device_of))
+    out.seek(0)
+    return out
+
+
+def _moved_record(name: str, data: bytes, device_of: DeviceOf) -> bytes:
+    import json
+
+    # Example inputs, and in older files the weights, are checkpoints inside the archive, whatever they are called.
+    if data.startswith(_ZIP):
+        return _moved_checkpoint(data, device_of)
+    return json.dumps(_moved_json(json.loads(data), device_of)).encode() if name.endswith(".json") else data
+
+
+def _moved_json(value: Any, device_of: DeviceOf) -> Any:
+    """The value with each device in it replaced.
+
+    >>> _moved_json([{"device": {"type": "cuda", "index": 1}}, {"type": "x"}], lambda device: "cpu")
+    [{'device': {'type': 'cpu', 'index': None}}, {'type': 'x'}]
+    """
+    if isinstance(value, list):
+        return [_moved_json(each, device_of) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _moved_device(each, device_of)
+        if key in ("device", "as_device") and isinstance(each, dict) and "type" in each
+        else _moved_json(each, device_of)
+        for key, each in value.items()
+    }
+
+
+def _moved_device(value: dict[str, Any], device_of: DeviceOf) -> dict[str, Any]:
+    index = value.get("index")
+    kind, _, number = device_of(value["type"] if index is None else f"{value['type']}:{index}").partition(":")
+    return {**value, "type": kind, "index": int(number) if number else None}
+
+
+def _moved_checkpoint(data: bytes, device_of: DeviceOf) -> bytes:
+    import torch
+
+    def land(storage: torch.UntypedStorage, tag: str) -> Any:
+        return torch.serialization.default_restore_location(storage, device_of(tag))
+
+    out = io.BytesIO()
+    torch.save(torch.load(io.BytesIO(data), map_location=land, weights_only=False), out)
+    return out.getvalue()
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _in_our_words(checkpoint: Checkpoint, function: str) -> Iterator[None]:
+    """What torch says when it cannot load a program, with the first of its many lines and what helps."""
+    try:
+        yield
+    except TransloadError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
+        raise LoadError(what, where=checkpoint.path, fix=_fix(str(error))) from error
+
+
+def _fix(text: str) -> str:
+    namespace = _between(text, "Unknown builtin op: ", "::")
+    if namespace:
+        package = _OPERATORS.get(namespace, namespace)
+        return f"It uses operators of {package}: `import {package}` before loading it."
+    import torch
+
+    return f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
+
+
+def _between(text: str, before: str, after: str) -> str:
+    """What stands between two texts, empty if they are not there.
+
+    >>> _between("Unknown builtin op: torchvision::nms.", "op: ", "::")
+    'torchvision'
+    """
+    _, found, rest = text.partition(before)
+    word, ended, _ = rest.partition(after)
+    return word if found and ended else ""
+
 
 StorageOf = Callable[[str], "torch.UntypedStorage"]
 _Persistent = Callable[[Any], Any]
@@ -51,7 +395,7 @@ def load_trusted(
     _check_module(pickle_module)
     arguments.setdefault("encoding", "utf-8")
     load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
-    with _in_our_words(checkpoint.path):
+    with _in_our_words_trusted(checkpoint.path):
         return load.run()
 
 
@@ -216,7 +560,7 @@ def _pickle_of(source: Source, checkpoint: Checkpoint) -> bytes:
 
 
 @contextmanager
-def _in_our_words(path: str) -> Iterator[None]:
+def _in_our_words_trusted(path: str) -> Iterator[None]:
     """Whatever goes wrong, as an error of ours that says where."""
     try:
         yield

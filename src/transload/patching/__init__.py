@@ -65,7 +65,7 @@ def checked(device: object) -> str:
     name = str(device)
     if name == "auto":
         return name
-    from transload.place.kinds import KINDS
+    from transload.devices import KINDS
 
     kind, _, index = name.partition(":")
     if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):

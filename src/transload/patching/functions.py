@@ -125,8 +125,8 @@ def _reading(real: Any) -> Any:
 
 def _absent_tag(f: Any) -> str | None:
     """A device that is named in a TorchScript file and is not here."""
-    from transload.formats import inspect
-    from transload.place import tags_of
+    from transload.judge import inspect
+    from transload.loading.placement import tags_of
 
     if not isinstance(f, str | os.PathLike) or not os.path.isfile(f):  # noqa: PTH113
         return None

@@ -99,7 +99,7 @@ def _working(module: Any) -> int:
 
 def _chosen(name: str) -> tuple[str, str]:
     """The device and the reason, by the same rules as ``transload.load``."""
-    from transload.loading.here import devices_here
+    from transload.loading.local_devices import devices_here
 
     try:
         devices = devices_here([name], 0)
@@ -111,7 +111,7 @@ def _chosen(name: str) -> tuple[str, str]:
 def _tell(name: str, landing: str, why: str) -> None:
     import warnings
 
-    from transload.loading.errors import LandingWarning
+    from transload.errors import LandingWarning
 
     way = f"{name.partition(':')[0]} to {landing}"
     if way in _told:

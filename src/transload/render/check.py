@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transload.checking import Check
     from transload.checking.torch_says import Said
     from transload.findings import Finding
-    from transload.place import Plan
+    from transload.loading.placement import Plan
 
 __all__ = ["as_text", "report"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.place.plan import UNDECIDED, listed
+from transload.loading.placement import UNDECIDED, listed
 from transload.render.escape import printable
 from transload.render.lines import Block, Line, Prose, Table, layout, plain
 from transload.render.sizes import plural, size
@@ -12,7 +12,7 @@ from transload.render.sizes import plural, size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transload.place.plan import Move, Plan, Shortage
+    from transload.loading.placement import Move, Plan, Shortage
 
 __all__ = ["as_text", "landing", "shortage_words"]
 
@@ -48,7 +48,7 @@ def landing(plan: Plan) -> Iterator[Block]:
 def shortage_words(short: Shortage) -> str:
     """What a device lacks, in a phrase.
 
-    >>> from transload.place import Shortage
+    >>> from transload.loading.placement import Shortage
     >>> shortage_words(Shortage("cuda:0", 14_000_000_000, 10_000_000_000))
     'cuda:0 has 10.0 GB free and would need 14.0 GB: 4.00 GB too little'
     """

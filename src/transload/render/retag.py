@@ -11,8 +11,8 @@ from transload.render.sizes import plural, size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transload.retagging import Retag
     from transload.retagging.plan import TagChange
-    from transload.retagging.result import Retag
 
 __all__ = ["as_text", "report"]
 

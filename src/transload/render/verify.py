@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from transload.findings import Finding
-    from transload.verifying.result import Verification
+    from transload.verifying import Verification
 
 __all__ = ["as_text", "report", "several", "written"]
 
@@ -68,7 +68,7 @@ def details(verification: Verification, *, hashes: bool = True) -> Iterator[Bloc
 
 def _can_be_rescued(verification: Verification) -> bool:
     """Whether a rescue has something to do that no finding has advised."""
-    from transload.judge.commands import RESCUED
+    from transload.judge.problems import RESCUED
 
     advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
     senseless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)

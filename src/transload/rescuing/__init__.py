@@ -74,8 +74,8 @@ def _several_files(src: SourceLike) -> str:
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
     if not (path.endswith(".index.json") or os.path.isdir(path)):  # noqa: PTH112 - texts throughout, as given
         return ""
-    from transload.formats import inspect
-    from transload.judge.commands import SETS
+    from transload.judge import inspect
+    from transload.judge.problems import SETS
 
     return path if inspect(path).format in SETS else ""
 

@@ -241,7 +241,7 @@ def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> lis
 
 def _written(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
     from transload.io.atomic import Beside, SystemFile
-    from transload.loading.progress import telling
+    from transload.io.progress import telling
 
     tell = telling(progress, out.size, "writing")
     with Beside(target) as file:

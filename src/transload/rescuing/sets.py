@@ -12,15 +12,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.content import Content, open_content
 from transload.io.sources import Source
 from transload.rescuing.fates import Fate
 from transload.rescuing.mended import Lost, Mend
 from transload.rescuing.mending import Claim, Verdict, verdicts
 from transload.rescuing.parts import Assembly, patched
 from transload.rescuing.result import Rescue
-from transload.verifying.damage import damages
-from transload.verifying.records import Key, Region, key_of, regions, sum_regions
+from transload.tensors import Content, open_content
+from transload.verifying.records import Key, Region, damages, key_of, regions, sum_regions
 
 if TYPE_CHECKING:
     from transload.checkpoint import Record, Storage, Tensor

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from transload.io.journal import Journal, has_journal, journal_of, names_of, state_of
 from transload.io.sources import Source
 from transload.rescuing.parts import Assembly, Part, literal
 from transload.rescuing.unpacking import Spool
-from transload.retagging.journal import Journal, journal_of, state_of
-from transload.retagging.names import has_journal, names_of
 
 __all__ = ["as_text_undone", "journal_undone"]
 

@@ -7,19 +7,142 @@ any moment loses nothing.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from transload.devices import KINDS, near_kind
 from transload.errors import UsageError
-from transload.retagging.names import has_journal
+from transload.frozen import facts
+from transload.io.journal import has_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transload.io.sources import FileSource
-    from transload.retagging.result import Retag
-    from transload.retagging.wish import Wish
+    from transload.retagging.plan import TagChange
 
-__all__ = ["has_journal", "recover", "retag", "undo"]
+__all__ = ["OTHERS", "Retag", "Wish", "has_journal", "recover", "retag", "undo", "wish_of"]
+
+
+OTHERS = "*"
+"""In a mapping, every tag that it does not name."""
+
+_DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
+_SINGLE = ("cpu", "mps")
+_NEVER = {
+    "meta": "torch.load(path) would then give tensors without numbers",
+    "xla": "torch restores no storage on xla: load with map_location='cpu' and move the tensors",
+}
+
+
+@facts(frozen=True)
+class Wish:
+    """What the tags shall be: ``named`` by tag, and ``others`` for all that are not named, empty to leave them."""
+
+    named: tuple[tuple[str, str], ...] = ()
+    others: str = ""
+
+    def new(self, tag: str) -> str:
+        """What a tag becomes. A storage on ``meta`` has no bytes, and stays there.
+
+        >>> Wish((("cuda:1", "cuda:0"),)).new("cuda:1"), Wish(others="cpu").new("meta")
+        ('cuda:0', 'meta')
+        """
+        for old, new in self.named:
+            if tag == old:
+                return new
+        return self.others if self.others and tag != "meta" else tag
+
+
+def wish_of(to: str | Mapping[str, str]) -> Wish:
+    """A wish out of a device, or of a mapping from tags to devices.
+
+    >>> wish_of("cpu").new("cuda:3"), wish_of({"cuda:1": "cuda:0", "*": "cpu"}).new("cuda:2")
+    ('cpu', 'cpu')
+    """
+    if isinstance(to, str):
+        return Wish(others=_device(to))
+    if not isinstance(to, Mapping):
+        raise UsageError(f"expected a device or a mapping of devices, not {type(to).__name__}")
+    pairs = tuple((_tag(old), _device(new)) for old, new in to.items() if old != OTHERS)
+    others = to.get(OTHERS, "")
+    if not pairs and not others:
+        raise UsageError("no device is named to change the tags to")
+    return Wish(pairs, _device(others) if others else "")
+
+
+def _device(name: object) -> str:
+    if not isinstance(name, str):
+        name = str(name)  # a torch.device
+    kind, colon, _ = name.partition(":")
+    if kind in _NEVER:
+        raise UsageError(f"{name!r} makes no sense as a tag: {_NEVER[kind]}")
+    if kind in _SINGLE and colon:
+        raise UsageError(f"torch reads no tag {name!r}: there is only {kind!r}", fix=f"Write {kind}.")
+    if not _DEVICE.fullmatch(name) or kind not in KINDS:
+        near = near_kind(kind[:40])
+        meant = f" Did you mean {near}{':0' if near == 'cuda' else ''}?" if near else ""
+        raise UsageError(f"{name[:80]!r} is no device", fix=f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}")
+    return name
+
+
+def _tag(name: object) -> str:
+    """A tag that a file may bear: any text, since odd ones are what is to be mended."""
+    if not isinstance(name, str) or not name or name == "meta":
+        raise UsageError(f"{name!r} is no tag that can be changed")
+    return name
+
+
+@facts(frozen=True)
+class Retag:
+    """What was done to a file, or would be.
+
+    ``method`` is ``none``, ``patch`` (as many bytes as before), ``append`` (a new index at the end of the archive),
+    ``rewrite`` (into a copy) or ``undo``; ``tags`` are those in the file with what became of them. ``written`` counts
+    bytes, ``grown`` by how many the file is longer. ``how`` is how a copy was made. ``recovered`` is what had to be
+    done first about an earlier retag that was interrupted: ``restored`` or ``finished``.
+    """
+
+    path: str
+    out: str
+    format: str
+    method: str
+    tags: tuple[TagChange, ...]
+    written: int
+    grown: int
+    done: bool
+    undo: bool = False
+    how: str = ""
+    recovered: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether any tag is another one than before."""
+        return self.method != "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "schema": 1,
+            "path": self.path,
+            "out": self.out or None,
+            "format": self.format,
+            "method": self.method,
+            "done": self.done,
+            "undo": self.undo,
+            "written": self.written,
+            "grown": self.grown,
+            "how": self.how,
+            "recovered": self.recovered,
+            "tags": [tag.to_dict() for tag in self.tags],
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        """The report as the command line gives it."""
+        from transload.render.retag import as_text
+
+        return as_text(self)
 
 
 def retag(  # noqa: PLR0913 - what a user may ask for
@@ -42,9 +165,8 @@ def retag(  # noqa: PLR0913 - what a user may ask for
     """
     from dataclasses import replace
 
+    from transload.io.journal import refuse_written_by_others
     from transload.io.sources import FileSource
-    from transload.retagging.guard import refuse_written_by_others
-    from transload.retagging.wish import wish_of
 
     wish, path = wish_of(to), _path(path)
     target = _target(out)
@@ -64,9 +186,8 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
 
     An error if nothing was kept, or the file was changed since.
     """
-    from transload.retagging import applying
-    from transload.retagging.guard import refuse_in_place
-    from transload.retagging.result import Retag
+    from transload.io import journal as applying
+    from transload.io.journal import refuse_in_place
 
     path = _path(path)
     refuse_in_place(path, hard_links=True)
@@ -90,7 +211,7 @@ def recover(path: str | os.PathLike[str]) -> str:
     """
     if not has_journal(path):
         return ""
-    from transload.retagging import applying
+    from transload.io import journal as applying
 
     return applying.recover(path)
 
@@ -111,7 +232,7 @@ def _target(out: str | os.PathLike[str] | None) -> str:
 
 def _ready(path: str, out: str, *, keep_undo: bool, hard_links: bool) -> str:
     """Refuse what cannot be done, and put right what an earlier retag has left; what that was."""
-    from transload.retagging.guard import refuse_in_place
+    from transload.io.journal import refuse_in_place
 
     several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
     if out:
@@ -123,8 +244,8 @@ def _ready(path: str, out: str, *, keep_undo: bool, hard_links: bool) -> str:
     elif not several:
         refuse_in_place(path, hard_links=hard_links)
     if several:
-        from transload.formats import inspect
-        from transload.retagging.refusals import refuse_file
+        from transload.judge import inspect
+        from transload.retagging.plan import refuse_file
 
         refuse_file(inspect(path))
     return _recovered(path)
@@ -133,7 +254,7 @@ def _ready(path: str, out: str, *, keep_undo: bool, hard_links: bool) -> str:
 def _recovered(path: str) -> str:
     outcome = recover(path)
     if outcome == "stale":
-        from transload.retagging.applying import stale_journal
+        from transload.io.journal import stale_journal
 
         raise stale_journal(path)
     return outcome
@@ -141,9 +262,8 @@ def _recovered(path: str) -> str:
 
 def _retagged(source: FileSource, wish: Wish, out: str, *, dry_run: bool, keep: bool) -> Retag:
     from transload.formats import no_collecting
-    from transload.retagging.applying import apply
+    from transload.io.journal import apply
     from transload.retagging.plan import plan_of
-    from transload.retagging.result import Retag
 
     with no_collecting():
         plan = plan_of(source, wish, copy=bool(out))

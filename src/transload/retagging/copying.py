@@ -9,9 +9,7 @@ from errno import EIO, ENXIO
 from typing import NamedTuple
 
 from transload.errors import UsageError
-from transload.retagging.changes import Changes
-from transload.retagging.disk import Disk, read_at
-from transload.retagging.guard import cannot_write, lock, refuse_changed, same_file
+from transload.io.journal import Changes, Disk, cannot_write, lock, read_at, refuse_changed, same_file
 
 __all__ = ["copy_changed", "refuse_target"]
 

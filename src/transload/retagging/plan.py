@@ -4,28 +4,302 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from struct import Struct
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
+from transload.checkpoint import Record
 from transload.errors import RetagError
+from transload.formats.foreign import quoted, rescue_command
+from transload.formats.zip_index import widen
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import facts
-from transload.retagging.archive import appended, overwritten
-from transload.retagging.changes import Change, Changes
-from transload.retagging.compare import same_but_tags
-from transload.retagging.overlay import Overlay
-from transload.retagging.quick_sites import find_quickly
-from transload.retagging.refusals import data_pickle, refuse_file
-from transload.retagging.sites import Found, find_sites, tag_of
-from transload.retagging.stream import in_stream, patched, rewritten, spliced
+from transload.io.journal import Change, Changes
+from transload.io.sources import Source
+from transload.judge.problems import command_lines
+from transload.retagging.tags import (
+    Edit,
+    Found,
+    find_quickly,
+    find_sites,
+    in_stream,
+    patched,
+    rewritten,
+    same_but_tags,
+    spliced,
+    tag_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transload.checkpoint import Checkpoint, Storage
+    from transload.checkpoint import Checkpoint, Record, Storage
     from transload.io.sources import FileSource, Source
     from transload.nodes import Pickle
-    from transload.retagging.wish import Wish
+    from transload.retagging import Wish
 
-__all__ = ["Planned", "TagChange", "plan_of"]
+__all__ = [
+    "Overlay",
+    "Place",
+    "Planned",
+    "TagChange",
+    "appended",
+    "data_pickle",
+    "find_record",
+    "overwritten",
+    "plan_of",
+    "refuse_file",
+]
+
+
+class Overlay:
+    """A source as it will be once it is changed: what follows a run of another length moves with its end."""
+
+    def __init__(self, base: Source, changes: Changes) -> None:
+        self._base = base
+        self._parts = list(_parts(changes))
+        self.name = base.name
+        self.size = changes.new_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        found: list[bytes] = []
+        for at, length, old, new in self._parts:
+            first, last = max(at, offset), min(at + length, offset + count)
+            if first < last:
+                whole = new[first - at : last - at] if new else self._base.read(old + first - at, last - first)
+                found.append(whole)
+        return b"".join(found)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing to give back: the base is closed by its owner."""
+
+
+def _parts(changes: Changes) -> Iterator[tuple[int, int, int, bytes]]:
+    """The new file in order: where a part begins, its length, and where it was before, or what it is."""
+    at = old = 0
+    for run in changes.runs:
+        yield at, run.offset - old, old, b""
+        at += run.offset - old
+        yield at, len(run.new), 0, run.new
+        at, old = at + len(run.new), run.offset + len(run.old)
+    yield at, changes.old_size - old, old, b""
+
+
+_TAIL = 22 + 0xFFFF + 20 + 56
+_CENTRAL = Struct("<4s6H3L5H2L")
+_LOCAL = Struct("<4s5H3L2H")
+_END = Struct("<4s4H2LH")
+_END64 = Struct("<4sQ2H2L4Q")
+_LOCATOR64 = Struct("<4sLQL")
+_CRC_IN_CENTRAL, _CRC_IN_LOCAL = 16, 14
+_FOLLOWS = 8  # the flag that size and checksum stand behind the bytes
+_ODD = "its directory is not as the reader of the file understood it"
+
+
+@facts(frozen=True)
+class Place:
+    """A record in its archive.
+
+    ``header`` and ``payload`` are where its own header and its bytes begin, ``end`` where the next record may; ``sums``
+    the places in the file where its checksum stands. The ``directory`` begins at ``start`` and has ``count`` lines;
+    that of the record begins at ``line`` in it.
+    """
+
+    name: bytes
+    header: int
+    payload: int
+    end: int
+    sums: tuple[int, ...]
+    directory: bytes
+    start: int
+    count: int
+    line: int
+    line_size: int
+
+
+def find_record(source: Source, record: Record) -> Place:
+    """Where a stored record and all that is said of it lies. The archive is one that was read without complaint."""
+    start, size, count = _directory(source)
+    directory = source.read(start, size)
+    line = 0
+    while line + _CENTRAL.size <= len(directory):
+        fields = _CENTRAL.unpack_from(directory, line)
+        n_name, n_extra, n_comment = fields[10:13]
+        name_at = line + _CENTRAL.size
+        name = directory[name_at : name_at + n_name]
+        after = name_at + n_name + n_extra + n_comment
+        if name.rpartition(b"/")[2].lower() == b"data.pkl":
+            extra = directory[name_at + n_name : name_at + n_name + n_extra]
+            header = widen(extra, *fields[9:7:-1], fields[16])[2]
+            payload = _payload(source, header)
+            if payload == record.offset:
+                end, sums = _sums(source, record, header, payload)
+                sums = (*sums, start + line + _CRC_IN_CENTRAL)
+                return Place(name, header, payload, end, sums, directory, start, count, line, after - line)
+        line = after
+    raise RetagError(_ODD, where=source.name)
+
+
+def _directory(source: Source) -> tuple[int, int, int]:
+    """Where the directory begins, how long it is, and how many lines it has."""
+    base = max(0, source.size - _TAIL)
+    tail = source.read(base, _TAIL)
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size != len(tail):
+        raise RetagError(_ODD, where=source.name)
+    _, _, _, _, count, size, start, _ = _END.unpack_from(tail, at)
+    locator = tail[at - _LOCATOR64.size : at] if at >= _LOCATOR64.size else b""
+    if locator[:4] == b"PK\x06\x07":
+        end64 = source.read(_LOCATOR64.unpack(locator)[2], _END64.size)
+        if len(end64) == _END64.size and end64[:4] == b"PK\x06\x06":
+            count, size, start = _END64.unpack(end64)[7:10]
+    return start, size, count
+
+
+def _payload(source: Source, header: int) -> int:
+    raw = source.read(header, _LOCAL.size)
+    if len(raw) < _LOCAL.size:
+        return -1
+    n_name, n_extra = _LOCAL.unpack(raw)[9:11]
+    return header + _LOCAL.size + int(n_name) + int(n_extra)
+
+
+def _sums(source: Source, record: Record, header: int, payload: int) -> tuple[int, tuple[int, ...]]:
+    """Where a record ends with what follows it, and where its checksum stands before and behind its bytes."""
+    _, _, flags, _, _, _, crc, _, _, _, _ = _LOCAL.unpack(source.read(header, _LOCAL.size))
+    places = [header + _CRC_IN_LOCAL] if crc or not flags & _FOLLOWS else []
+    end = payload + record.stored
+    if flags & _FOLLOWS:
+        behind = source.read(end, 24)
+        signed = 4 if behind[:4] == b"PK\x07\x08" else 0
+        old = (record.crc32 or 0).to_bytes(4, "little")
+        if behind[signed : signed + 4] == old:
+            places.append(end + signed)
+            wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
+            end += signed + (20 if wide else 12)
+    return end, tuple(places)
+
+
+def overwritten(source: Source, record: Record, data: bytes, edits: list[Edit]) -> Changes:
+    """A record changed without a change of its size, and its checksum with it, wherever that stands."""
+    place = find_record(source, record)
+    runs = in_stream(data, edits, place.payload)
+    if record.crc32 is not None:  # else the archive has none, and zeros in their place
+        old, new = (crc32(each).to_bytes(4, "little") for each in (data, spliced(data, edits)))
+        for at in place.sums:
+            if source.read(at, 4) != old:
+                raise RetagError(_ODD, where=source.name)
+            runs.append(Change(at, old, new))
+    return Changes(tuple(sorted(run for run in runs if run.old != run.new)), source.size, source.size)
+
+
+def appended(source: Source, record: Record, data: bytes) -> Changes:
+    """A record with other bytes, behind all others, and the directory behind it."""
+    place = find_record(source, record)
+    begin = place.header if place.end == place.start else place.start  # one that was appended before is written over
+    crc = crc32(data) if record.crc32 is not None else 0
+    lines = place.directory
+    line = central_entry(place.name, len(data), crc, begin)
+    directory = lines[: place.line] + line + lines[place.line + place.line_size :]
+    head = local_header(place.name, len(data), begin) + data + descriptor(len(data), crc, begin)
+    start = begin + len(head)
+    new = head + directory + end_of_archive(place.count, start, len(directory))
+    old = source.read(begin, source.size - begin)
+    return Changes((Change(begin, old, new),), source.size, begin + len(new))
+
+
+_AGAIN = "Load it with transload.load and save it again."
+
+# By format: why not, and what to do; {each} is what to do with each file of a directory.
+_OTHERS: dict[str, tuple[str, str]] = {
+    "torchscript": (
+        "it is a TorchScript program: devices stand in its code, too",
+        "Move it with torch: torch.jit.load(path, map_location='cpu').save(other)",
+    ),
+    "torch-export": (
+        "it is a torch.export program: devices stand in its graph, too",
+        "Move it so: torch.export.save(transload.load(path, weights_only=False), other)",
+    ),
+    "aotinductor": (
+        "it is a compiled AOTInductor package, for one kind of device",
+        "Compile it for the other device.",
+    ),
+    "torch-package": ("it is a torch.package archive, with code that may name devices", "Export the package again."),
+    "safetensors": ("a safetensors file carries no device", "There is nothing to change: it loads anywhere."),
+    "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
+    "torch-directory": (
+        "it is an unpacked archive",
+        "Make a file of it, and retag that.",
+    ),
+    "sharded": ("it is a checkpoint of several files", "{each}"),
+    "dcp": ("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
+    "deepspeed": ("it is a directory of several files", "{each}"),
+    "megatron": ("it is a directory of several files", "{each}"),
+    "directory": ("it is a directory", "Name a file in it."),
+    "pickle": ("it is a plain pickle, which holds no storages of torch", ""),
+}
+
+
+def refuse_file(checkpoint: Checkpoint) -> None:
+    """Refuse a file that has no tags to change, or that is not whole."""
+    path, kind = checkpoint.path, checkpoint.format
+    if checkpoint.integrity == "not-a-checkpoint":
+        raise RetagError(f"it is no checkpoint: {_worst(checkpoint)}", where=path, fix=_mended(checkpoint))
+    if kind not in ("torch-zip", "torch-legacy"):
+        why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
+        if kind == "torch-directory":
+            fix = f"{fix}\n{rescue_command(path)}"
+        raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)))
+    packed = any(record.method for record in checkpoint.records)
+    if packed:
+        raise RetagError("it was zipped again with compression", where=path, fix=_mended(checkpoint) or _AGAIN)
+    if checkpoint.integrity not in ("whole", "unchecked"):
+        raise RetagError(
+            f"it is not whole: {_worst(checkpoint)}",
+            where=path,
+            fix=_mended(checkpoint) or f"See all of it: transload inspect {quoted(path)}",
+        )
+
+
+def _each(checkpoint: Checkpoint) -> str:
+    """What to do with the files of a directory."""
+    from pathlib import Path
+
+    folder = checkpoint.path if Path(checkpoint.path).is_dir() else str(Path(checkpoint.path).parent)
+    endings = {Path(part.name).suffix for part in checkpoint.parts} - {"", ".json"}
+    if endings == {".safetensors"}:
+        return "Its files are safetensors, which carry no device: they load anywhere."
+    ending = min(endings - {".safetensors"}, default=".bin")
+    loop = f'for f in {quoted(folder.rstrip("/"))}/*{ending}; do transload retag "$f" --to cpu; done'
+    return f"Retag each of its files: {loop}"
+
+
+def _mended(checkpoint: Checkpoint) -> str:
+    """The command that makes a sound file of it, after the sentence that leads to it; empty if there is none."""
+    return "\n".join(command_lines(checkpoint.findings))
+
+
+def _worst(checkpoint: Checkpoint) -> str:
+    for severity in ("error", "warning", "note"):
+        for finding in checkpoint.findings:
+            if finding.severity == severity:
+                return finding.title
+    return "it is damaged"
+
+
+def data_pickle(checkpoint: Checkpoint) -> Record:
+    """The record ``data.pkl``, which is there and not compressed."""
+    for record in checkpoint.records:
+        if record.name.lower() == "data.pkl" and record.offset is not None:
+            return record
+    raise RetagError("its data.pkl is missing", where=checkpoint.path)
 
 
 @facts(frozen=True)

@@ -16,7 +16,7 @@ from functools import partial
 from threading import Condition, Thread, get_ident, main_thread
 from traceback import clear_frames
 
-from transload.saving.errors import SaveError
+from transload.errors import SaveError
 
 __all__ = ["MAX_IN_FLIGHT", "Saving", "background"]
 

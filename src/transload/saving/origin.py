@@ -14,7 +14,7 @@ from typing import Any
 
 from transload._version import __version__
 from transload.errors import UsageError
-from transload.saving.desk import Stored
+from transload.saving.pickled import Stored
 
 __all__ = ["ORIGIN", "Origin", "origin_of"]
 

@@ -7,21 +7,163 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from transload.errors import CannotReadError, UsageError
+from transload.frozen import facts
+from transload.io import progress
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
-    from transload.content import Content
-    from transload.findings import Problem
+    from transload.findings import Finding, Integrity, Problem
     from transload.io.sources import SourceLike
+    from transload.tensors import Content
     from transload.verifying.manifest import Manifest
-    from transload.verifying.records import Key, Region, Sums
-    from transload.verifying.result import TensorSum, Verification
-    from transload.verifying.tensors import Plan, Wish
+    from transload.verifying.records import Key, Plan, Region, Sums, Wish
 
-__all__ = ["files_in", "verify"]
+__all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "files_in", "verify"]
+
+
+class Progress(progress.Progress):
+    """A line on a terminal that is written over, and taken away at the end: the report says it all.
+
+    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
+    'verifying 3.0 of 4.0 GB, 2.0 GB/s'
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(stream, "verifying")
+        self._first = self._told
+
+    def __call__(self, done: int, total: int) -> None:
+        """Write the line, if it is time to. What lies between records is read with them, and not in the total."""
+        super().__call__(min(done, total - 1), total)
+
+    def end(self) -> None:
+        """Take the line away, if there is one."""
+        if self._stream is not None and self._told != self._first:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+class Damage(NamedTuple):
+    """A tensor whose bytes are not what they were, by its name, and how that shows.
+
+    ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
+    (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
+    makes no sense, or its indices point outside of it).
+    """
+
+    name: str
+    kind: str
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"name": self.name, "kind": self.kind, "detail": self.detail}
+
+
+class TensorSum(NamedTuple):
+    """A tensor, and what was made of its elements; docs/verify.md defines the hash.
+
+    ``sha256`` is empty where it was not asked for, or there are no elements to hash: ``note`` says why. ``nan`` and
+    ``inf`` are ``None`` where they were not counted.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sha256: str = ""
+    nan: int | None = None
+    inf: int | None = None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "sha256": self.sha256 or None,
+            "nan": self.nan,
+            "inf": self.inf,
+            "note": self.note,
+        }
+
+
+class Difference(NamedTuple):
+    """A tensor that is not as a manifest has it: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
+
+    name: str
+    what: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"name": self.name, "what": self.what, "detail": self.detail}
+
+
+@facts(frozen=True)
+class Verification:
+    """Whether the bytes of a checkpoint are those that were saved, as far as that can be known.
+
+    ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there
+    are none to compare and nothing else is wrong. ``damaged`` are the tensors that are not what they were.
+    ``checksums`` counts the records that were compared, ``unsummed`` those that have none; ``nbytes_read`` is how much
+    was read, in ``seconds``. ``sha256`` is that of all tensors; ``tensors`` is filled where hashes or values were asked
+    for. ``manifest`` is what it was compared with, ``differences`` what came of that.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    integrity: Integrity
+    tensor_count: int
+    checksums: int
+    unsummed: int
+    nbytes_read: int
+    seconds: float
+    damaged: tuple[Damage, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    tensors: tuple[TensorSum, ...] = ()
+    sha256: str = ""
+    manifest: str = ""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong with it, and nothing differs from the manifest: the condition of exit code 0."""
+        return self.integrity in ("whole", "unchecked") and not self.damaged and not self.differences
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole of it as plain data; this is what ``--json`` prints."""
+        return {
+            "schema": 1,
+            "path": self.path,
+            "format": self.format,
+            "nbytes": self.nbytes,
+            "ok": self.ok,
+            "integrity": self.integrity,
+            "tensor_count": self.tensor_count,
+            "checksums": self.checksums,
+            "unsummed": self.unsummed,
+            "nbytes_read": self.nbytes_read,
+            "seconds": round(self.seconds, 6),
+            "damaged": [each.to_dict() for each in self.damaged],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "sha256": self.sha256 or None,
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+            "manifest": self.manifest or None,
+            "differences": [each.to_dict() for each in self.differences],
+        }
+
+    def __str__(self) -> str:
+        """The report as the command line gives it."""
+        from transload.render.verify import as_text
+
+        return as_text(self)
 
 
 def verify(
@@ -44,7 +186,7 @@ def verify(
 
     Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
     """
-    from transload.verifying.tensors import Wish
+    from transload.verifying.records import Wish
 
     begun = time.perf_counter()
     manifest = _manifest(against)
@@ -72,7 +214,7 @@ def _manifest(against: str | os.PathLike[str] | Manifest | None) -> Manifest | N
 
 def _verified(f: SourceLike, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
     """Tensors are listed only where they are asked for, or something is wrong and they have to be named."""
-    from transload.content import open_content
+    from transload.tensors import open_content
 
     found = None
     with open_content(f, tree=any(wish)) as content:
@@ -90,7 +232,7 @@ def _tensor_count(checkpoint: Checkpoint) -> int | None:
     """How many there are; ``None`` if they were only counted, and that is not enough."""
     if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
         return len(checkpoint.tensors)
-    from transload.verifying.ordinary import tensor_count
+    from transload.verifying.records import tensor_count
 
     return tensor_count(checkpoint)
 
@@ -107,8 +249,7 @@ class _Found(NamedTuple):
 
 
 def _read(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> _Found:
-    from transload.verifying.records import regions, sum_regions
-    from transload.verifying.tensors import plan_of, sum_tensors
+    from transload.verifying.records import plan_of, regions, sum_regions, sum_tensors
 
     every = regions(content)
     plan = plan_of(content, wish, every)
@@ -124,9 +265,7 @@ def _read(content: Content, wish: Wish, progress: bool | Callable[[int, int], ob
 
 def _told(content: Content, wish: Wish, found: _Found, count: int) -> Verification:
     """The verdict, and whom it concerns."""
-    from transload.verifying.aliases import with_aliases
-    from transload.verifying.damage import damages
-    from transload.verifying.result import Verification
+    from transload.verifying.records import damages, with_aliases
 
     entries, sums = found.plan.entries, found.sums
     judged = _judged(content.checkpoint, sums, found.bad)
@@ -154,7 +293,7 @@ def _told(content: Content, wish: Wish, found: _Found, count: int) -> Verificati
 def _misplaced(content: Content) -> dict[str, tuple[str, str]]:
     if not content.checkpoint.tensors:
         return {}
-    from transload.verifying.indices import misplaced
+    from transload.verifying.records import misplaced
 
     return misplaced(content)
 
@@ -194,7 +333,6 @@ class _Telling:
     """Counts the bytes that were read, and tells who wants to know."""
 
     def __init__(self, progress: bool | Callable[[int, int], object] | None, total: int) -> None:
-        from transload.verifying.progress import Progress
 
         wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
         self._line = Progress(sys.stderr if wanted else None)
@@ -217,7 +355,7 @@ def files_in(path: str) -> list[str]:
     """
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
         return [path]
-    from transload.formats import inspect
+    from transload.judge import inspect
 
     try:
         parts = inspect(path).parts

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import ManifestError
-from transload.verifying.result import Difference, TensorSum, Verification
+from transload.verifying import Difference, TensorSum, Verification
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -7,7 +7,9 @@ from random import Random
 import pytest
 from tests.loading.transfer.fake import FakeDriver
 
-from transload.loading.transfer import driver, engine, ring
+from transload.io import cuda_driver as driver
+from transload.loading import engine
+from transload.loading import engine as ring
 
 NBYTES = (40 << 20) + 12_345
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from transload.loading.transfer.driver import DriverError
-from transload.loading.transfer.memory import view
+from transload.io.cuda_driver import DriverError
+from transload.io.memory import view
 
 __all__ = ["FakeDriver", "Goal"]
 

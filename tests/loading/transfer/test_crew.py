@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import transload
-from transload.loading.transfer import crew
-from transload.loading.transfer.crew import Take, work
-from transload.loading.transfer.plan import Job, Run
+from transload.loading import engine as crew
+from transload.loading.choice import Job, Run
+from transload.loading.engine import Take, work
 
 DEADLINE = 20.0  # seconds after which a test that hangs gives up
 

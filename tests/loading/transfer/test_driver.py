@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transload.errors import TransloadError
-from transload.loading.transfer.driver import CudaDriver, DriverError, cuda_driver
+from transload.io.cuda_driver import CudaDriver, DriverError, cuda_driver
 
 NAMES = (
     "cuDevicePrimaryCtxRetain",

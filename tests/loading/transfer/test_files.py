@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.transfer.files import Ended, File
-from transload.loading.transfer.memory import PAGE, Pages, view
-from transload.loading.transfer.plan import CELL, Job, Run, Want, jobs
+from transload.loading.choice import CELL, Job, Run, Want, jobs
+from transload.loading.engine import Ended, File
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ from tests.loading.equal import same
 from torch import nn
 
 import transload
-from transload.errors import TransloadError
-from transload.loading.errors import BrokenFileError, DoesNotFitError
-from transload.loading.transfer import crew, driver, engine
-from transload.loading.transfer.choice import LITTLE
+from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
+from transload.io import cuda_driver as driver
+from transload.loading import engine
+from transload.loading import engine as crew
+from transload.loading.choice import LITTLE
 
 if TYPE_CHECKING:
     from tests.loading.transfer.fake import FakeDriver
@@ -299,7 +300,8 @@ def test_a_file_cut_while_it_goes_into_a_model(
 
 def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storages are made in the memory of the host here, and served as a device's."""
-    from transload.loading import arrival, storages
+    from transload.loading import local_devices as arrival
+    from transload.loading import storages
 
     true_empty = storages._Reader._empty
 
@@ -331,7 +333,7 @@ for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
     delattr(mmap, name)
 sys.platform = "darwin"
 import transload
-from transload.loading.transfer import driver, forecast, mapped, ring
+from transload.loading.engine import driver, forecast, mapped, ring
 assert driver.cuda_driver() is None
 made = transload.load(sys.argv[1], threads=3, direct=True, verify=True)
 true = torch.load(sys.argv[1])

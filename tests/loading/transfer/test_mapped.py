@@ -11,10 +11,13 @@ from zlib import crc32
 import pytest
 from tests.loading.transfer.fake import FakeDriver, Goal
 
+from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
-from transload.loading.transfer import Choice, Ended, Sums, Want, bring, engine, mapped, ring
-from transload.loading.transfer.driver import DriverError
-from transload.loading.transfer.plan import CELL
+from transload.loading import engine
+from transload.loading import engine as mapped
+from transload.loading import engine as ring
+from transload.loading.choice import CELL
+from transload.loading.engine import Choice, Ended, Sums, Want, bring
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from transload.loading.transfer import memory
-from transload.loading.transfer.memory import PAGE, Pages, copy, huge_pages_pay, in_huge_pages, view
+from transload.io import memory
+from transload.io.memory import PAGE, Pages, copy, huge_pages_pay, in_huge_pages, view
 
 
 def test_a_view_reads_and_writes() -> None:

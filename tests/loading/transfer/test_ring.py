@@ -13,10 +13,11 @@ from zlib import crc32
 import pytest
 from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
 
+from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
-from transload.loading.transfer import Ended, Settings, Sums, Want, bring, ring
-from transload.loading.transfer.driver import DriverError
-from transload.loading.transfer.plan import CELL
+from transload.loading import engine as ring
+from transload.loading.choice import CELL
+from transload.loading.engine import Ended, Settings, Sums, Want, bring
 
 SetCores = Callable[[int], None]
 LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]
@@ -169,7 +170,7 @@ def test_forking_says_so() -> None:
 
     program = (
         "import os\n"
-        "from transload.loading.transfer import ring\n"
+        "from transload.loading.engine import ring\n"
         "ring._idle.lanes.append(object())\n"
         "child = os.fork()\n"
         "if not child: os._exit(len(ring._idle.lanes))\n"
@@ -325,7 +326,7 @@ def test_lanes_are_not_lost_when_there_is_no_memory_for_more(
 
 
 def test_there_is_no_driver(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading.transfer import driver
+    from transload.io import cuda_driver as driver
 
     monkeypatch.setattr(driver, "cuda_driver", lambda: None)
     with pytest.raises(RuntimeError, match="no CUDA driver"):

@@ -1,0 +1,542 @@
+"""What is to be changed in a file: runs of bytes, old and new."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from errno import ELOOP
+from struct import Struct
+from typing import Literal, NamedTuple
+
+from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError
+from transload.frozen import facts
+
+__all__ = [
+    "Change",
+    "Changes",
+    "Disk",
+    "Journal",
+    "Names",
+    "State",
+    "apply",
+    "cannot_write",
+    "has_journal",
+    "journal_of",
+    "lock",
+    "names_of",
+    "read_at",
+    "recover",
+    "refuse_changed",
+    "refuse_in_place",
+    "refuse_replaced",
+    "refuse_written_by_others",
+    "same_file",
+    "stale_journal",
+    "state_of",
+    "undo_changes",
+]
+
+
+class Change(NamedTuple):
+    """Bytes in place of others. They differ in number only where the old ones reach to the end of the file."""
+
+    offset: int
+    old: bytes
+    new: bytes
+
+
+@facts(frozen=True)
+class Changes:
+    """All of them, in order, and the size of the file before and after."""
+
+    runs: tuple[Change, ...]
+    old_size: int
+    new_size: int
+
+    def undone(self) -> Changes:
+        """What turns the new file into the old one."""
+        runs = tuple(Change(run.offset, run.new, run.old) for run in self.runs)
+        return Changes(runs, self.new_size, self.old_size)
+
+
+_LONGEST_NAME = 200  # file systems take names of 255 bytes
+
+
+class Names(NamedTuple):
+    """The files that may lie beside a file: its journal, one that is being written, and what undoes the last change."""
+
+    path: str
+    folder: str
+    journal: str
+    unfinished: str
+    undo: str
+
+
+def names_of(path: str) -> Names:
+    """The names for a file, beside the file itself where ``path`` is a link to it."""
+    real = os.path.realpath(path)
+    folder, name = os.path.split(real)
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        from zlib import crc32
+
+        name = f"{name[:40]}-{crc32(os.fsencode(name)):08x}"
+    beside = os.path.join(folder, f".{name}.transload-")  # noqa: PTH118 - pathlib costs ten milliseconds to import
+    return Names(real, folder, f"{beside}retag", f"{beside}retag-new", f"{beside}undo")
+
+
+def has_journal(path: str | os.PathLike[str]) -> bool:
+    """Whether a change of this file was left half done, or is being made right now. Cheap: a look at one name."""
+    try:
+        return os.path.lexists(names_of(os.fspath(path)).journal)
+    except ValueError:  # no file can have such a name, which whoever reads it will say
+        return False
+
+
+_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class Disk:
+    """The file system, as far as retagging changes it."""
+
+    def open(self, path: str) -> int:
+        """Open an existing file to be changed."""
+        return os.open(path, _CHANGE)
+
+    def create(self, path: str, mode: int) -> int:
+        """Open an empty file: a new one, or what is there cut to nothing."""
+        return os.open(path, _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
+
+    def write(self, descriptor: int, data: bytes, offset: int) -> None:
+        """Write all of ``data`` at ``offset``."""
+        view = memoryview(data)
+        while view:
+            done = _pwrite(descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def cut(self, descriptor: int, size: int) -> None:
+        """Set the length of a file."""
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        """Return when everything written is on the disk."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, folder: str) -> None:
+        """Return when the names in a folder are on the disk, where the system has such a thing."""
+        with suppress(OSError):  # Windows opens no folders; some network file systems flush none
+            descriptor = os.open(folder or os.curdir, _READ)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file a name, which another may have had."""
+        os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
+
+    def remove(self, path: str) -> None:
+        """Take a name away; it does no harm if there is no such name."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108 - as above
+
+
+if hasattr(os, "pwrite"):
+
+    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, view, offset)
+else:  # pragma: no cover (Windows)
+
+    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, view)
+
+
+def read_at(descriptor: int, offset: int, count: int) -> bytes:
+    """The bytes of an open file, fewer at its end."""
+    parts: list[bytes] = []
+    while count > 0 and (part := _pread(descriptor, count, offset)):
+        parts.append(part)
+        offset, count = offset + len(part), count - len(part)
+    return b"".join(parts)
+
+
+if hasattr(os, "pread"):
+
+    def _pread(descriptor: int, count: int, offset: int) -> bytes:
+        return os.pread(descriptor, count, offset)
+else:  # pragma: no cover (Windows)
+
+    def _pread(descriptor: int, count: int, offset: int) -> bytes:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, count)
+
+
+State = Literal["old", "new", "between", "foreign"]
+
+_MAGIC = b"TLRETAG1"
+_HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
+_RUN = Struct("<3Q")
+_DIGEST = 32
+
+
+class Journal(NamedTuple):
+    """What is being done to a file. ``keep`` is whether it can be undone afterwards.
+
+    A journal speaks of one file on this machine, by its ``inode``: one that came with a download changes nothing.
+    """
+
+    changes: Changes
+    inode: int = 0
+    keep: bool = False
+
+    def encoded(self) -> bytes:
+        """The bytes of the journal."""
+        from hashlib import sha256
+
+        old_size, new_size = self.changes.old_size, self.changes.new_size
+        runs = self.changes.runs
+        head = _HEAD.pack(_MAGIC, self.inode, old_size, new_size, self.keep, len(runs))
+        table = b"".join(_RUN.pack(run.offset, len(run.old), len(run.new)) for run in runs)
+        body = b"".join((head, table, *(part for run in runs for part in (run.old, run.new))))
+        return body + sha256(body).digest()
+
+
+def journal_of(data: bytes) -> Journal | None:
+    """The journal in some bytes, ``None`` if they are not all of one.
+
+    >>> journal_of(Journal(Changes((Change(0, b"a", b"b"),), 1, 1)).encoded()).changes.runs
+    (Change(offset=0, old=b'a', new=b'b'),)
+    >>> journal_of(b"") is None
+    True
+    """
+    from hashlib import sha256
+
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if len(body) < _HEAD.size or body[:8] != _MAGIC or sha256(body).digest() != digest:
+        return None
+    _, inode, old_size, new_size, keep, count = _HEAD.unpack_from(body)
+    position = _HEAD.size + count * _RUN.size
+    runs: list[Change] = []
+    for offset, n_old, n_new in _RUN.iter_unpack(body[_HEAD.size : position]):
+        middle, end = position + n_old, position + n_old + n_new
+        runs.append(Change(offset, body[position:middle], body[middle:end]))
+        position = end
+    return Journal(Changes(tuple(runs), old_size, new_size), inode, keep)
+
+
+def state_of(descriptor: int, changes: Changes) -> State:
+    """How far a file has got: it is as it was, as it shall be, or on the way; or it is another file altogether.
+
+    A file is known by its size and by every byte that was to change.
+    """
+    size = os.fstat(descriptor).st_size
+    here = [read_at(descriptor, run.offset, max(len(run.old), len(run.new))) for run in changes.runs]
+    pairs = list(zip(here, changes.runs, strict=True))
+    if size == changes.old_size and all(data[: len(run.old)] == run.old for data, run in pairs):
+        return "old"
+    if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
+        return "new"
+    least, most = sorted((changes.old_size, changes.new_size))
+    if least <= size <= most and all(_is_between(data, run) for data, run in pairs):
+        return "between"
+    return "foreign"
+
+
+def _is_between(here: bytes, run: Change) -> bool:
+    """Whether each byte is the old or the new one. What lies beyond the old end may be anything: it will be cut off."""
+    return all(byte in pair for byte, *pair in zip(here, run.old, run.new))  # noqa: B905 - up to the shortest
+
+
+def refuse_in_place(path: str, *, hard_links: bool) -> None:
+    """Refuse a file that is not to be changed where it is: a link, one with several names, one that is read-only."""
+    try:
+        status = os.lstat(path)
+    except (OSError, ValueError) as error:
+        fix = "Check the spelling and the current directory." if isinstance(error, FileNotFoundError) else ""
+        reason, number = getattr(error, "strerror", None) or str(error), getattr(error, "errno", None)
+        raise CannotReadError(reason, where=path, fix=fix, errno=number) from None
+    from shlex import quote
+
+    copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
+    if stat.S_ISLNK(status.st_mode):
+        raise RetagError(
+            "it is a symbolic link, and what it leads to may be shared (a download cache, for one)",
+            where=path,
+            fix=f"{copy}, or name the file itself: {os.path.realpath(path)}",
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise RetagError("it is no regular file", where=path)
+    if status.st_nlink > 1 and not hard_links:
+        raise RetagError(
+            f"the same file has {status.st_nlink} names (hard links), and would change under all of them",
+            where=path,
+            fix=f"{copy}, or pass --hard-links if it shall change under all of them.",
+        )
+    if not status.st_mode & 0o222:
+        raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
+
+
+def refuse_written_by_others(descriptor: int, path: str) -> None:
+    """Refuse a file, open for reading, that somebody has open for writing, if the system tells: Linux, a local disk."""
+    try:
+        from fcntl import F_RDLCK, F_SETLEASE, F_SETSIG, F_UNLCK, fcntl
+        from signal import SIGURG
+    except ImportError:  # pragma: no cover (Windows, macOS)
+        return
+    try:
+        fcntl(descriptor, F_SETSIG, SIGURG)  # who opens it meanwhile sends a signal: one that is ignored
+        fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while nobody has it open for writing
+        fcntl(descriptor, F_SETLEASE, F_UNLCK)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            raise BusyFileError(
+                "another process has it open for writing", where=path, fix="Wait until it is done (lsof shows who)."
+            ) from None
+
+
+def lock(descriptor: int, path: str) -> None:
+    """Keep every other transload, and whoever else asks, away from an open file until it is closed."""
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+    except ImportError:  # pragma: no cover (Windows)
+        return
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        raise BusyFileError("another process has locked it", where=path, fix="Wait until it is done.") from None
+    except OSError:  # a network file system without locks
+        return
+
+
+def cannot_write(error: OSError, path: str, *, changed: str = "nothing was changed") -> CannotWriteError:
+    """One of our errors for one of the system's."""
+    reason = error.strerror or str(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    fix = "Free some space." if full else ""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "Write where you may, with -o COPY."
+    return CannotWriteError(f"{reason}; {changed}", where=path, fix=fix, errno=error.errno)
+
+
+def same_file(path: str, other: str) -> bool:
+    """Whether two names lead to one file."""
+    with suppress(OSError):
+        return os.path.samefile(path, other)  # noqa: PTH121 - pathlib costs ten milliseconds to import
+    return False
+
+
+def refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
+    """Refuse a file that was written to since it was read, or whose name another one has."""
+    if _mark(seen) != _mark(now):
+        raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
+
+
+def refuse_replaced(seen: os.stat_result, path: str) -> None:
+    """Refuse where a path no longer leads to the file that was read."""
+    try:
+        now = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
+    except OSError as error:
+        raise BusyFileError("it was moved while it was read", where=path) from error
+    refuse_changed(seen, now, path)
+
+
+def _mark(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_PRIVATE = 0o600
+_READ_APPLYING = os.O_RDONLY | sum(
+    getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+)
+
+
+def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
+    """Change a file in place. ``seen`` is what it was when the changes were made up; if it is not, it is refused.
+
+    If anything goes wrong the file is put back as it was; if not even that can be done, the journal stays and the
+    next ``recover`` does it.
+    """
+    disk = disk or Disk()
+    names = names_of(path)
+    try:
+        descriptor = disk.open(names.path)
+    except OSError as error:
+        raise cannot_write(error, path) from error
+    try:
+        lock(descriptor, path)
+        refuse_changed(seen, os.fstat(descriptor), path)
+        refuse_replaced(seen, names.path)
+        _write_journal(disk, names, Journal(changes, seen.st_ino, keep))
+        _write(disk, names, descriptor, changes, path)
+        _finish(disk, names, keep=keep)
+    finally:
+        os.close(descriptor)
+    return names
+
+
+def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
+    """Put the journal beside the file, and onto the disk."""
+    try:
+        descriptor = disk.create(names.unfinished, _PRIVATE)
+        try:
+            disk.write(descriptor, journal.encoded(), 0)
+            disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        disk.rename(names.unfinished, names.journal)
+        disk.sync_folder(names.folder)
+    except BaseException as error:
+        with suppress(OSError):
+            disk.remove(names.unfinished)
+            disk.remove(names.journal)
+        if isinstance(error, OSError):
+            raise cannot_write(error, names.journal) from error
+        raise
+
+
+def _write(disk: Disk, names: Names, descriptor: int, changes: Changes, path: str) -> None:
+    """Make the changes, or take them back."""
+    try:
+        _put(disk, descriptor, changes)
+    except BaseException as error:
+        try:
+            _put(disk, descriptor, changes.undone())
+            disk.remove(names.journal)
+            disk.sync_folder(names.folder)
+        except OSError as again:
+            left = "the file is left half changed, and the next transload command on it puts it back"
+            raise cannot_write(again, path, changed=left) from error
+        if isinstance(error, OSError):
+            raise cannot_write(error, path) from error
+        raise
+
+
+def _put(disk: Disk, descriptor: int, changes: Changes) -> None:
+    for run in changes.runs:
+        disk.write(descriptor, run.new, run.offset)
+    disk.cut(descriptor, changes.new_size)
+    disk.sync(descriptor)
+
+
+def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
+    """Forget the journal, or keep it as what undoes the change. What undid an earlier change no longer fits."""
+    try:
+        if keep:
+            disk.rename(names.journal, names.undo)
+        else:
+            disk.remove(names.undo)
+            disk.remove(names.journal)
+        disk.sync_folder(names.folder)
+    except OSError as error:
+        done = "the file itself is changed and whole, but its journal stays beside it"
+        raise cannot_write(error, names.journal, changed=done) from error
+
+
+def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
+    """Put right what an interrupted change has left; what was done.
+
+    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not that
+    of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also believes the journal of a
+    file that was copied since, together with it.
+    """
+    disk, path = disk or Disk(), os.fspath(path)
+    names = names_of(path)
+    if not os.path.lexists(names.journal):
+        return ""
+    try:
+        descriptor = disk.open(names.path)
+        try:
+            lock(descriptor, path)
+            return _put_right(disk, names, descriptor, anywhere=anywhere)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:  # the file; or the journal, removed by who held the lock
+        return ""
+    except OSError as error:
+        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be put right"
+        fix = "Who may write the file and its folder can: any transload command on it does."
+        raise CannotWriteError(what, where=path, fix=fix, errno=error.errno) from error
+
+
+def _put_right(disk: Disk, names: Names, descriptor: int, *, anywhere: bool) -> str:
+    journal = _read_journal(names.journal, descriptor)
+    if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
+        return "stale"
+    state = state_of(descriptor, journal.changes)
+    if state == "foreign":
+        return "stale"
+    if state == "new":
+        disk.sync(descriptor)
+        _finish(disk, names, keep=journal.keep)
+        return "finished"
+    if state == "between":
+        _put(disk, descriptor, journal.changes.undone())
+    disk.remove(names.journal)
+    disk.sync_folder(names.folder)
+    return "restored"
+
+
+def _read_journal(path: str, descriptor: int) -> Journal | None:
+    """The journal of an open file, ``None`` if it is none, or that of somebody who has no say over the file.
+
+    In a folder that all may write to, such as /tmp, a stranger could leave one that changes the file as he likes; or
+    a pipe of that name, for which everybody would wait.
+    """
+    try:
+        journal = os.open(path, _READ_APPLYING)
+    except OSError as error:
+        if error.errno == ELOOP:  # a symbolic link
+            return None
+        raise
+    try:
+        status = os.fstat(journal)
+        trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
+            return None
+        return journal_of(read_at(journal, 0, status.st_size))
+    finally:
+        os.close(journal)
+
+
+def stale_journal(path: str, *, tried: bool = False) -> RetagError:
+    """What to say of a file whose journal is that of another, or no journal; ``tried`` is whether undo was."""
+    from shlex import quote
+
+    remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
+    if tried:
+        what = "what lies beside it is not the journal of this file, or of a version of transload that is not this one"
+        return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
+    return RetagError(
+        "beside it lies the journal of an interrupted retag, and the file has been replaced or copied since",
+        where=path,
+        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo puts it back; "
+        f"if it is as it should be, {remove}",
+    )
+
+
+def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
+    """What would undo the last change of a file; nothing if it is undone already.
+
+    An error where nothing was kept, or the file is no longer the one that was left.
+    """
+    names = names_of(path)
+    try:
+        descriptor = os.open(names.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise CannotReadError(error.strerror or str(error), where=path, errno=error.errno) from None
+    try:
+        journal = _read_journal(names.undo, descriptor) if os.path.lexists(names.undo) else None
+        if journal is None:
+            fix = "Only a retag with --keep-undo can be undone."
+            raise RetagError("nothing was kept that would undo its last retag", where=path, fix=fix)
+        state, seen = state_of(descriptor, journal.changes), os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if state == "old":
+        return Changes((), seen.st_size, seen.st_size), seen
+    if state != "new":
+        raise RetagError("it was changed since its last retag, which can no longer be undone", where=path)
+    return journal.changes.undone(), seen

@@ -1,0 +1,470 @@
+"""The plan of a landing: what goes where and why, whether it fits, and the one warning that says so."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+from transload.checkpoint import Storage, Tensor
+from transload.devices import Device, Devices, devices_of, local_rank, split
+from transload.frozen import facts
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint
+
+__all__ = [
+    "AUTO",
+    "UNDECIDED",
+    "Device",
+    "Devices",
+    "Move",
+    "Plan",
+    "Reason",
+    "Shortage",
+    "Wish",
+    "devices_of",
+    "listed",
+    "local_rank",
+    "place",
+    "tags_of",
+]
+
+
+Reason = Literal["saved", "here", "absent", "lost", "rank", "float64", "asked", "function"]
+
+UNDECIDED = "?"
+"""The device of what a function of the caller's will decide on."""
+
+_WORDS: dict[Reason, str] = {
+    "saved": "it was saved there",
+    "here": "it is here",
+    "absent": "there is no {tag} here{detail}",
+    "lost": "there is no {detail} here",
+    "rank": "this process has local rank {detail}",
+    "float64": "{detail} cannot hold float64",
+    "asked": "you asked for it",
+    "function": "your function decides",
+}
+_SHOWN = 8
+_LONGEST = 40
+
+
+@facts(frozen=True)
+class Move:
+    """All storages of one tag: where they were, where they go, and why."""
+
+    tag: str
+    device: str
+    """Empty where nothing here can take them; ``UNDECIDED`` where a function of the caller's decides."""
+    reason: Reason
+    tensors: int = 0
+    nbytes: int = 0
+    detail: str = ""
+    """What the reason alone does not tell."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether it lands elsewhere than it was: ``cuda`` names any of its kind, and ``mps:0`` is ``mps``.
+
+        >>> Move("cuda", "cuda:0", "here").moved, Move("cuda:1", "cuda:0", "absent").moved
+        (False, True)
+        """
+        if self.tag == self.device:
+            return False
+        (kind, _), (before, index) = split(self.device), split(self.tag)
+        same = self.tag == kind or (index == 0 and before == self.device)
+        return not same and self.device != UNDECIDED
+
+    @property
+    def why(self) -> str:
+        """The reason in a phrase.
+
+        >>> Move("cuda:1", "cpu", "absent").why
+        'there is no cuda:1 here'
+        """
+        return _why(self.reason, listed([self.tag]), self.detail)
+
+
+@facts(frozen=True)
+class Shortage:
+    """A device that has too little memory."""
+
+    device: str
+    needed: int
+    free: int
+    instead: tuple[str, ...] = ()
+    """What would fit, in words."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes it lacks."""
+        return self.needed - self.free
+
+
+@facts(frozen=True)
+class Plan:
+    """Where a checkpoint lands.
+
+    >>> plan = Plan((Move("cuda:1", "cpu", "absent", 2, 1024),), surprising=True)
+    >>> plan.device_of("cuda:1"), plan.device_of("cpu")
+    ('cpu', 'cpu')
+    >>> plan.warning
+    '2 tensors saved on cuda:1 land on cpu: there is no cuda:1 here'
+    """
+
+    moves: tuple[Move, ...] = ()
+    """One for each tag, that of the most bytes first."""
+    shortages: tuple[Shortage, ...] = ()
+    refused: str = ""
+    """Why it cannot land as wished, in a sentence; empty where it can."""
+    fix: tuple[str, ...] = ()
+    surprising: bool = False
+    """Whether something lands elsewhere than its tag says though the caller did not ask for it."""
+    how: str = ""
+    """How its bytes would be moved, in a phrase; empty where nobody has looked."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it lands, and fits."""
+        return not self.refused and not self.shortages
+
+    def device_of(self, tag: str) -> str:
+        """Where storages of a tag go; a tag the plan does not know stays what it is."""
+        return next((move.device for move in self.moves if move.tag == tag), tag)
+
+    @property
+    def warning(self) -> str:
+        """The one sentence on what was moved and why; empty where nothing was that the caller did not ask for."""
+        if not self.surprising:
+            return ""
+        groups: dict[tuple[str, Reason, str], list[Move]] = {}
+        for move in self.moves:
+            if move.moved:
+                groups.setdefault((move.device, move.reason, move.detail), []).append(move)
+        return "; ".join(_told(together) for together in groups.values())
+
+    def __str__(self) -> str:
+        """The plan as ``transload check`` shows it, without colour."""
+        from transload.render.landing import as_text
+
+        return as_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "ok": self.ok,
+            "refused": self.refused,
+            "fix": list(self.fix),
+            "warning": self.warning,
+            "how": self.how,
+            "moves": [
+                {
+                    "tag": move.tag,
+                    "device": move.device,
+                    "reason": move.reason,
+                    "why": move.why,
+                    "tensors": move.tensors,
+                    "nbytes": move.nbytes,
+                }
+                for move in self.moves
+            ],
+            "shortages": [
+                {
+                    "device": short.device,
+                    "needed": short.needed,
+                    "free": short.free,
+                    "missing": short.missing,
+                    "instead": list(short.instead),
+                }
+                for short in self.shortages
+            ],
+        }
+
+
+def listed(names: Sequence[str], joint: str = "and") -> str:
+    r"""Some names as people write them. A tag is a stranger's text: it may be of any length, and unprintable.
+
+    >>> listed(["cuda:0", "cuda:1", "cpu"]), listed(["a", "b"], "or"), listed(["no\nsuch"])
+    ('cuda:0, cuda:1 and cpu', 'a or b', "'no\\nsuch'")
+    """
+    shown = [_printable(name) for name in names[:_SHOWN]]
+    if len(names) > _SHOWN:
+        shown.append(f"{len(names) - _SHOWN:,} more")
+    *most, last = shown
+    return f"{', '.join(most)} {joint} {last}" if most else last
+
+
+def _printable(name: str) -> str:
+    short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return short if short.isprintable() and short else ascii(short)
+
+
+def _why(reason: Reason, tag: str, detail: str) -> str:
+    detail = f"; {detail}" if reason == "absent" and detail else detail
+    return _WORDS[reason].format(tag=tag, detail=detail)
+
+
+def _told(together: Sequence[Move]) -> str:
+    """What to say of tags that go the same way for the same reason."""
+    count = sum(move.tensors for move in together)
+    tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
+    tags = [move.tag for move in together]
+    first = together[0]
+    why = _why(first.reason, listed(tags, "or"), first.detail)
+    return f"{tensors} saved on {listed(tags)} land on {first.device}: {why}"
+
+
+AUTO = "auto"
+Wish = Any
+"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), or ``auto``."""
+
+_Chosen = tuple[str, Reason, str]
+"""A device, why, and what more is to be said of that."""
+_Chooser = Callable[[str], _Chosen]
+
+_WIDE = frozenset({"float64", "complex128"})
+"""What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
+_HALVED = {"float32": 2, "float64": 4}
+_MAPPED = frozenset({"torch-zip", "safetensors"})
+
+
+def _fields(of: type[Storage | Tensor], *names: str) -> Callable[[Any], Any]:
+    """Some fields of a named tuple, many at a time as fast as C."""
+    return itemgetter(*(of._fields.index(name) for name in names))
+
+
+_OF_STORAGE = _fields(Storage, "device", "dtype", "nbytes")
+_OF_TENSOR = _fields(Tensor, "device", "dtype", "kind")
+_TAG = _fields(Storage, "device")
+_TENSOR_TAG = _fields(Tensor, "device")
+
+
+@dataclass(slots=True)
+class _Load:
+    """What carries one tag."""
+
+    tensors: int = 0
+    nbytes: int = 0
+    slim: int = 0
+    """Bytes it would take with its floats as bfloat16."""
+    wide: bool = False
+    """Whether something of it is too wide for mps."""
+
+    def add(self, count: int, nbytes: int, dtype: str) -> None:
+        """So many more, each of so many bytes."""
+        self.nbytes += count * nbytes
+        self.slim += count * (nbytes // _HALVED.get(dtype, 1))
+
+
+def place(checkpoint: Checkpoint, devices: Devices, wish: Wish = AUTO) -> Plan:
+    """Where each storage goes, by its tag.
+
+    ``auto``: a tag whose device is here keeps it, and the CPU stays the CPU; one that is not here goes to the
+    accelerator of this process, or to the CPU where there is none. Where a checkpoint is spread over several devices,
+    the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Any
+    other wish means what it means to ``torch.load``.
+    """
+    loads = _loads(checkpoint)
+    nonsense = _nonsense(wish)
+    if nonsense:
+        moves = tuple(_move(tag, load, "", "asked", "") for tag, load in loads.items())
+        return Plan(moves, refused=nonsense[0], fix=nonsense[1:])
+    choose = _chooser(loads, devices, wish)
+    moves = tuple(_move(tag, load, *choose(tag)) for tag, load in loads.items())
+    lost = [move for move in moves if not move.device]
+    if lost:
+        return Plan(moves, refused=_refusal(lost, devices), fix=_fix(wish))
+    automatic = isinstance(wish, str) and wish == AUTO
+    shortages = tuple(_shortages(checkpoint, moves, loads, devices))
+    return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
+
+
+def tags_of(checkpoint: Checkpoint) -> list[str]:
+    """The devices that the storages and tensors of a checkpoint are tagged with."""
+    counted = (tag for tag, _ in checkpoint.counted)
+    return [*dict.fromkeys(chain(map(_TAG, checkpoint.storages), map(_TENSOR_TAG, checkpoint.tensors), counted))]
+
+
+def _move(tag: str, load: _Load, device: str, reason: Reason, detail: str) -> Move:
+    return Move(tag, device, reason, load.tensors, load.nbytes, detail)
+
+
+def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
+    """Tensors and bytes by tag, the most bytes first; what is shared counts once."""
+    loads: dict[str, _Load] = defaultdict(_Load)
+    for (tag, dtype, nbytes), count in Counter(map(_OF_STORAGE, checkpoint.storages)).items():
+        loads[tag].add(count, nbytes, dtype)
+    for tag, count in checkpoint.counted:
+        loads[tag].tensors += count
+        loads[tag].wide |= any(storage.dtype in _WIDE and storage.device == tag for storage in checkpoint.storages)
+    kinds = Counter(map(_OF_TENSOR, checkpoint.tensors))
+    for (tag, dtype, _), count in kinds.items():
+        loads[tag].tensors += count
+        loads[tag].wide |= dtype in _WIDE
+    if any(kind == "device" for _, _, kind in kinds):
+        for tensor in (tensor for tensor in checkpoint.tensors if tensor.kind == "device"):
+            # Its bytes are a CPU tensor's in the file, and copied when it is made.
+            loads[tensor.device].add(1, tensor.nbytes, tensor.dtype)
+    return dict(sorted(loads.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
+
+
+# -- wishes
+
+
+def _nonsense(wish: Wish) -> tuple[str, ...]:
+    """What is wrong with a wish that torch would not take either, and the fix; empty where nothing is."""
+    if wish is None or isinstance(wish, str | bytes | Mapping) or _is_torch_device(wish) or callable(wish):
+        return ()
+    kind = type(wish).__name__
+    meant = f"'cuda:{wish}'" if kind == "int" and 0 <= wish < 256 else "a name such as 'cpu' or 'cuda:0'"
+    return f"map_location is of type {kind}, which names no device", f"Pass map_location={meant}."
+
+
+def _is_torch_device(wish: Wish) -> bool:
+    """Known by its name: torch is not imported here. In some releases it is callable, too."""
+    return (type(wish).__module__, type(wish).__name__) == ("torch", "device")
+
+
+def _chooser(loads: Mapping[str, _Load], devices: Devices, wish: Wish) -> _Chooser:
+    if isinstance(wish, str) and wish == AUTO:
+        return _automatic(loads, devices)
+    if wish is None:
+        return _mapped({}, loads, devices)
+    if isinstance(wish, Mapping):
+        return _mapped({tag: _name(device) for tag, device in wish.items() if isinstance(tag, str)}, loads, devices)
+    if callable(wish) and not _is_torch_device(wish):
+        return lambda _: (UNDECIDED, "function", "")
+    name = _name(wish)
+    return _mapped({tag: name for tag in loads if tag != "meta"}, loads, devices)
+
+
+def _name(device: object) -> str:
+    return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+
+
+def _mapped(wanted: Mapping[str, str], loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
+    """Each tag to what is wanted for it, else to its own device; to nothing where that is not here."""
+
+    def choose(tag: str) -> _Chosen:
+        name = wanted.get(tag, tag)
+        if name == "meta":
+            return name, "asked" if tag in wanted else "saved", ""
+        found = devices.get(name)
+        if found is None:
+            return "", "lost", name
+        if found.name == "mps" and loads[tag].wide:
+            return "", "float64", found.name
+        return found.name, "asked" if tag in wanted else "saved", ""
+
+    return choose
+
+
+def _automatic(loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
+    spread = _spread(loads, devices)
+
+    def device_of(tag: str) -> _Chosen:
+        here = devices.get(tag)
+        if tag == "meta" or (here and here.name == "cpu"):
+            return here.name if here else tag, "saved", ""
+        if devices.rank is not None and devices.own:
+            return devices.own, "rank", str(devices.rank)
+        if here is not None:
+            return here.name, "here", ""
+        if devices.own:
+            return spread.get(tag, devices.own), "absent", ""
+        return "cpu", "absent", devices.absent
+
+    def choose(tag: str) -> _Chosen:
+        device, reason, detail = device_of(tag)
+        return ("cpu", "float64", "mps") if device == "mps" and loads[tag].wide else (device, reason, detail)
+
+    return choose
+
+
+def _spread(loads: Mapping[str, _Load], devices: Devices) -> dict[str, str]:
+    """The absent devices of a spread checkpoint over those that are here: the largest to where the most room is.
+
+    What stays takes its room first. Where free memory is not known, all are taken to have the same.
+    """
+    tags = [tag for tag in loads if tag != "meta" and split(tag)[0] != "cpu"]
+    cards = devices.accelerators
+    if len(tags) < 2 or len(cards) < 2 or devices.rank is not None:
+        return {}
+    known = all(card.free >= 0 for card in cards)
+    room = {card.name: card.free if known else 0 for card in cards}
+    absent = []
+    for tag in tags:
+        here = devices.get(tag)
+        if here is None:
+            absent.append(tag)
+        elif here.name in room:
+            room[here.name] -= loads[tag].nbytes
+    placed: dict[str, str] = {}
+    for tag in absent:
+        placed[tag] = max(room, key=lambda name: (room[name], name == devices.own))
+        room[placed[tag]] -= loads[tag].nbytes
+    return placed
+
+
+# -- room
+
+
+def _shortages(
+    checkpoint: Checkpoint, moves: Iterable[Move], loads: Mapping[str, _Load], devices: Devices
+) -> Iterable[Shortage]:
+    if all(device.free < 0 for device in devices.available):
+        return
+    needed: dict[str, int] = {}
+    slim: dict[str, int] = {}
+    for move in moves:
+        needed[move.device] = needed.get(move.device, 0) + move.nbytes
+        slim[move.device] = slim.get(move.device, 0) + loads[move.tag].slim
+    for name, nbytes in needed.items():
+        device = devices.get(name)
+        if device is not None and 0 <= device.free < nbytes:
+            thinner = slim[name] if slim[name] <= device.free else 0
+            mapped = _is_mapped(checkpoint)
+            instead = tuple(_instead(name, sum(needed.values()), thinner, devices, mapped=mapped))
+            yield Shortage(name, nbytes, device.free, instead)
+
+
+def _instead(short: str, nbytes: int, thinner: int, devices: Devices, *, mapped: bool) -> Iterable[str]:
+    """What would fit: another device, mapping the file, half the precision."""
+    from transload.render.sizes import size
+
+    roomy = [device for device in devices.available if device.name != short and device.free >= nbytes]
+    for device in sorted(roomy, key=lambda device: device.name == "cpu"):
+        yield f"map_location='{device.name}', which has {size(device.free)} free"
+    if mapped and not any(device.name == "cpu" for device in roomy):
+        yield "map_location='cpu' with mmap=True, which reads what is touched"
+    if thinner:
+        yield f"as bfloat16 it would take {size(thinner)}"
+
+
+def _is_mapped(checkpoint: Checkpoint) -> bool:
+    """Whether torch could map the file in place of reading it."""
+    return checkpoint.format in _MAPPED and not any(
+        storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
+    )
+
+
+# -- what cannot be
+
+
+def _refusal(lost: list[Move], devices: Devices) -> str:
+    if lost[0].reason == "float64":
+        return f"it holds float64, which {lost[0].detail} does not have"
+    wanted = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+    here = listed([device.name for device in devices.available])
+    reason = f"; {devices.absent}" if devices.absent else ""
+    return f"there is no {wanted} here, only {here}{reason}"
+
+
+def _fix(wish: Wish) -> tuple[str, ...]:
+    if wish is None:
+        return ("Leave map_location out (it is 'auto'), or pass map_location='cpu'.",)
+    return ("Ask for a device that is here, or leave map_location out.",)
