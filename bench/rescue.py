@@ -30,8 +30,8 @@ from transload.errors import TransloadError
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 from transload.rescuing import rescue
-from transload.rescuing.fates import extents
-from transload.rescuing.recovery import recovered
+from transload.rescuing.output import extents
+from transload.rescuing.recover import recover
 
 ROOT = Path(__file__).parent.parent / "tests" / "data"
 NEEDS = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
@@ -95,8 +95,8 @@ def is_mended(data: bytes, position: int, bit: int) -> bool:
     broken = bytearray(data)
     broken[position] ^= 1 << bit
     with ExitStack() as stack:
-        made = recovered(BytesSource(bytes(broken)), stack)
-        if made is None or not made.exact or [(m.position, m.bits) for m in made.mends] != [(position, (bit,))]:
+        made = recover(BytesSource(bytes(broken)), stack)
+        if made is None or not made.exact or [(r.position, r.bits) for r in made.repairs] != [(position, (bit,))]:
             return False
         pieces = (made.source.read(at, 1 << 22) == data[at : at + (1 << 22)] for at in range(0, len(data), 1 << 22))
         return made.source.size == len(data) and all(pieces)

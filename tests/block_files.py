@@ -110,7 +110,7 @@ OF_PAGES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
     ("verify.md", "transload verify"): {"model.pt": damaged},
 }
 """What a page, or a section of it, has under a name instead."""
-ANEW = {("rescue.md", "python"): ("mended.pt",)}
+ANEW = {("rescue.md", "python"): ("repaired.pt",)}
 """What blocks of a kind make though others before them have: a page shows two ways, and a reader goes one of them."""
 
 

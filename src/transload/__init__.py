@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from transload.loading.placement import Plan
     from transload.machine import Machine
     from transload.patching import load_ipython_extension, patch, unload_ipython_extension, unpatch
-    from transload.rescuing import rescue
-    from transload.rescuing.result import Rescue
+    from transload.rescuing import Rescue, rescue
     from transload.retagging import Retag, retag
     from transload.saving import save, save_async
     from transload.verifying import Verification, verify
@@ -138,7 +137,7 @@ _HOMES = {
     "NoTorchError": "transload.errors",
     "NotACheckpointError": "transload.errors",
     "Plan": "transload.loading.placement",
-    "Rescue": "transload.rescuing.result",
+    "Rescue": "transload.rescuing",
     "RescueError": "transload.errors",
     "Retag": "transload.retagging",
     "RetagError": "transload.errors",

@@ -92,7 +92,7 @@ def test_a_plan(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_filled(half: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rescue", str(half), str(tmp_path / "out.pt"), "--fill", "zeros"]) == 1
-    assert "with zeros in the place of what is lost" in capsys.readouterr().out
+    assert "with zeros in place of what is lost" in capsys.readouterr().out
 
 
 def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_it_needs_nothing(half: Path, tmp_path: Path, program: Transload) -> Non
 
 def test_what_it_imports(half: Path, imported: Imported) -> None:
     modules = imported("rescue", str(half), "--dry-run")
-    assert "transload.rescuing.saving" in modules
+    assert "transload.rescuing.recover" in modules
     assert not modules & NOT_FOR_IT
 
 

@@ -1,17 +1,15 @@
-"""Damage of every kind, done to files that torch has written."""
+"""Files written by torch, damage of every kind, and what must be left of them."""
 
 from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from transload.checkpoint import Tensor
-from transload.io.sources import BytesSource
-from transload.judge import inspect
-from transload.rescuing.fates import extents
+from transload.checkpoint import Checkpoint, Tensor
+from transload.dtypes import itemsize
 from transload.tensors import Content, open_content
 
 ROOT = Path(__file__).parent.parent / "data"
@@ -48,22 +46,26 @@ def _hash(content: Content, tensor: Tensor) -> str:
     return made.hexdigest()
 
 
-def there(data: bytes, cut: int) -> list[str]:
+def there(checkpoint: Checkpoint, cut: int) -> list[str]:
     """The tensors all of whose bytes are before a cut."""
-    checkpoint = inspect(BytesSource(data).read(0, len(data)))
-    storages = {storage.id: storage for storage in checkpoint.storages}
-    return sorted(
-        tensor.name
-        for tensor in checkpoint.tensors
-        if max((end for _, _, end in extents(tensor, storages)), default=0) <= cut
-    )
+    return sorted(tensor.name for tensor in checkpoint.tensors if max(_ends(tensor, checkpoint), default=0) <= cut)
 
 
-def index_end(data: bytes) -> int:
+def _ends(tensor: Tensor, checkpoint: Checkpoint) -> Iterator[int]:
+    """Where the last byte of a tensor is, and of each of its parts."""
+    for part in tensor.parts:
+        yield from _ends(part, checkpoint)
+    for storage in checkpoint.storages:
+        if storage.id == tensor.storage and tensor.numel:
+            steps = zip(tensor.shape, tensor.stride, strict=False)
+            last = tensor.offset + sum((size - 1) * step for size, step in steps)
+            yield (storage.offset or 0) + itemsize(tensor.dtype, last + 1)
+
+
+def index_end(checkpoint: Checkpoint) -> int:
     """Where the part of a file ends that tells which tensors it holds; in an archive, but for its descriptor."""
-    checkpoint = inspect(data)
     if checkpoint.format == "torch-legacy":
-        return min((s.offset - 8 for s in checkpoint.storages if s.offset is not None), default=len(data))
+        return min((s.offset - 8 for s in checkpoint.storages if s.offset is not None), default=checkpoint.nbytes)
     records = {record.name: record for record in checkpoint.records}
     names = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
     held = [records[name] for name in names.get(checkpoint.format, tuple(records)) if name in records]

@@ -1,4 +1,4 @@
-"""Archives that were damaged in ways that happen: each gives back what was in it."""
+"""Archives damaged in ways that happen: each gives back what was in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.rescuing.makers import ROOT, flipped, hashes, rezipped
 
-from transload.judge import inspect
-from transload.rescuing import rescue
+from transload import inspect, rescue, retag
 
 FILE = ROOT / "h200" / "train_cuda0.ckpt"
 DATA = FILE.read_bytes()
@@ -48,7 +47,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_byte_for_byte(name: str, tmp_path: Path) -> None:
+def test_restored_byte_for_byte(name: str, tmp_path: Path) -> None:
     assert saved(EXACT[name], tmp_path) == DATA
 
 
@@ -64,7 +63,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_all_of_it(name: str, tmp_path: Path) -> None:
+def test_packed_again(name: str, tmp_path: Path) -> None:
     out = saved(PACKED[name], tmp_path)
     assert hashes(out) == hashes(DATA)
     assert inspect(out, verify=True).integrity == "whole"
@@ -107,7 +106,7 @@ def test_bits_of_several_records(tmp_path: Path) -> None:
 
 
 def test_a_bit_and_a_cut(tmp_path: Path) -> None:
-    """The index is mended first: it tells how long the records are."""
+    """The index is repaired first: it tells how long the records are."""
     index = next(record for record in inspect(DATA).records if record.name == "data.pkl")
     for position in range(index.offset or 0, (index.offset or 0) + index.size, 97):
         out = tmp_path / f"{position}.pt"
@@ -115,20 +114,20 @@ def test_a_bit_and_a_cut(tmp_path: Path) -> None:
         assert out.read_bytes() == DATA
 
 
-def test_a_page_of_zeros_loses_what_is_in_it_alone(tmp_path: Path) -> None:
-    """More than a bit is no guess: the tensor is lost, not mended into something else."""
+def test_a_page_of_zeros_costs_only_what_is_in_it(tmp_path: Path) -> None:
+    """More than one bit is not guessed: the tensor is lost, not repaired into something else."""
     storage = max(inspect(DATA).storages, key=lambda each: each.nbytes)
     start = (storage.offset or 0) + 100
     broken = DATA[:start] + bytes(512) + DATA[start + 512 :]
     made = rescue(broken, tmp_path / "out.pt")
     assert made.exit_code == 1
-    assert [fate.name for fate in made.lost] == list(storage.tensors)
+    assert [each.name for each in made.lost] == list(storage.tensors)
     kept = hashes((tmp_path / "out.pt").read_bytes())
     assert kept == {name: value for name, value in hashes(DATA).items() if name not in storage.tensors}
 
 
-def test_bytes_put_in_between(tmp_path: Path) -> None:
-    """All places after them are others than the directory says."""
+def test_inserted_bytes(tmp_path: Path) -> None:
+    """Every record after them is elsewhere than the directory says."""
     storage = inspect(DATA).storages[10]
     header = DATA.rindex(b"PK\x03\x04", 0, storage.offset)
     made = rescue(DATA[:header] + b"garbage" + DATA[header:], tmp_path / "out.pt")
@@ -141,31 +140,29 @@ def test_copied_as_text(tmp_path: Path) -> None:
 
 
 def test_retagged_in_place(tmp_path: Path) -> None:
-    """An index at the end of the archive, the old one dead at its beginning."""
-    from transload.retagging import retag
-
+    """A new index is at the end of the archive, the old one, unused, at its beginning."""
     path = tmp_path / "model.pt"
     path.write_bytes(DATA)
     retag(path, "privateuseone:1")
     whole = path.read_bytes()
     assert len(whole) > len(DATA)
     for number, position in enumerate(range(0, len(whole), 211)):
-        if not _is_dead(position):
+        if not _is_unused(position):
             assert rescue(flipped(whole, position, number % 8), tmp_path / f"{number}.pt").exit_code == 0
             assert (tmp_path / f"{number}.pt").read_bytes() == whole, position
     out = tmp_path / "no directory.pt"
     assert rescue(whole[: whole.rindex(b"PK\x01\x02") - 900], out).exit_code in (0, 1)
 
 
-def _is_dead(position: int) -> bool:
+def _is_unused(position: int) -> bool:
     index = next(record for record in inspect(DATA).records if record.name == "data.pkl")
     return position < (index.offset or 0) + index.size + 16
 
 
 @pytest.mark.parametrize("size", [4, 30, 46, 100], ids=str)
 @pytest.mark.parametrize("data", [DATA, SCRIPT], ids=["archive", "script"])
-def test_a_place_in_the_directory_is_overwritten(data: bytes, size: int, tmp_path: Path) -> None:
-    """A record whose line is gone is none that was replaced: the end record tells how many lines there were."""
+def test_an_overwritten_place_in_the_directory(data: bytes, size: int, tmp_path: Path) -> None:
+    """A record whose entry is gone was not replaced: the end record tells how many entries there were."""
     start = struct.unpack_from("<L", data, len(data) - 6)[0]
     for number, at in enumerate(range(start, len(data) - 98 - size, 61)):
         broken = data[:at] + bytes(range(1, size + 1)) + data[at + size :]

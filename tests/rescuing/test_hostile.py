@@ -20,9 +20,9 @@ from tests.forge import FUZZ
 from tests.rescuing.makers import FILES, ROOT
 from tests.rescuing.test_streams import SAFE
 
-from transload.errors import RescueError, TransloadError, UsageError
-from transload.judge import inspect
-from transload.rescuing import mending, rescue
+from transload import inspect, rescue
+from transload.errors import TransloadError
+from transload.rescuing import bitflips
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 MIB = 1 << 20
@@ -65,8 +65,8 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_anything_at_all(seed: int, tmp_path: Path) -> None:
-    """No foreign error; and what is said to be complete is a file with nothing wrong."""
+def test_random_damage(seed: int, tmp_path: Path) -> None:
+    """No foreign error; and what is called complete is a file with nothing wrong."""
     rng = random.Random(seed)  # noqa: S311 - no secret
     files = [path.read_bytes() for path in FILES if path.stat().st_size < 20_000]
     for _ in range(50 * FUZZ):
@@ -75,13 +75,13 @@ def test_anything_at_all(seed: int, tmp_path: Path) -> None:
             assert inspect(tmp_path / "out.pt", verify=True).integrity in ("whole", "unchecked", "repairable")
 
 
-def test_a_bomb(tmp_path: Path) -> None:
+def test_a_decompression_bomb(tmp_path: Path) -> None:
     bomb = gzip.compress(gzip.compress(bytes(64 * MIB)))
     with bounded():
         assert tried(bomb, tmp_path) == 2
 
 
-def test_layers_without_end(tmp_path: Path) -> None:
+def test_endless_layers(tmp_path: Path) -> None:
     data = STATE
     for _ in range(6):
         data = gzip.compress(data)
@@ -89,7 +89,7 @@ def test_layers_without_end(tmp_path: Path) -> None:
         assert tried(data, tmp_path) == 2
 
 
-def test_a_compressed_record_that_unpacks_to_much(tmp_path: Path) -> None:
+def test_a_compressed_record_that_inflates_to_much(tmp_path: Path) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", forge.state_dict(1))
@@ -113,22 +113,31 @@ def test_a_storage_that_claims_everything(numel: int, tmp_path: Path) -> None:
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < MIB
 
 
-def test_headers_without_end(tmp_path: Path) -> None:
+def test_endless_headers(tmp_path: Path) -> None:
     header = struct.pack("<4s5H3L2H", b"PK\x03\x04", 0, 8, 0, 0, 0, 0, 0, 0, 1, 0) + b"x"
-    assert tried(header * 20_000, tmp_path) == 2
-    assert tried(header.replace(b"\x08\0", b"\0\0", 1) * 20_000, tmp_path) == 2
+    assert tried(header * 5000, tmp_path) == 2
+    assert tried(header.replace(b"\x08\0", b"\0\0", 1) * 5000, tmp_path) == 2
 
 
-def test_damaged_records_without_end(tmp_path: Path) -> None:
-    """Each could be mended by a search of its own."""
+def test_endless_damaged_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each could be repaired by a search of its own: after some, no more are tried."""
+    searches: list[int] = []
+
+    def search(syndrome: int, *_: int) -> list[bitflips.Bit]:
+        searches.append(syndrome)
+        return []
+
+    monkeypatch.setattr(bitflips, "_MAX_REPAIRED", 50)
+    monkeypatch.setattr(bitflips, "flipped_bits", search)
     entries = [forge.Entry(b"a/data.pkl", forge.state_dict(1)), forge.Entry(b"a/data/0", bytes(16))]
-    entries += [forge.Entry(b"a/x%d" % number, b"12345678" * 4, raw=b"abcdefgh" * 4) for number in range(3000)]
+    entries += [forge.Entry(b"a/x%d" % number, b"12345678" * 4, raw=b"abcdefgh" * 4) for number in range(300)]
     assert tried(forge.archive(entries), tmp_path) == 1
+    assert len(searches) == 50
 
 
-def test_compressed_damage_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_damaged_compressed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits of a record are tried, but not of all records."""
-    monkeypatch.setattr(mending, "_MOST_TRIED", 64 * MIB)
+    monkeypatch.setattr(bitflips, "_MAX_TRIED", 64 * MIB)
     rng = random.Random(1)  # noqa: S311 - no secret
     plain = [bytes(rng.choice(b"abcdefgh") for _ in range(20_000)) for _ in range(9)]
     entries = [forge.Entry(b"a/data.pkl", forge.state_dict(1)), forge.Entry(b"a/data/0", bytes(16))]
@@ -144,14 +153,14 @@ def _deflated(data: bytes) -> bytes:
     return pack.compress(data) + pack.flush()
 
 
-def test_end_records_without_end(tmp_path: Path) -> None:
+def test_endless_end_records(tmp_path: Path) -> None:
     end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 9, 9, 100, 0, 0)
     with bounded():
         assert tried(STATE + end * 50_000, tmp_path) in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", [b"../../evil", b"/etc/evil", b"a/../../evil", b"C:\\evil", b"a/\0evil"])
-def test_names_are_no_paths(name: bytes, tmp_path: Path) -> None:
+def test_record_names_never_become_paths(name: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "deeper"
     folder.mkdir(parents=True)
     entries = [forge.Entry(b"a/data.pkl", forge.state_dict(1)), forge.Entry(b"a/data/0", bytes(16))]
@@ -165,38 +174,8 @@ def test_names_are_no_paths(name: bytes, tmp_path: Path) -> None:
 def test_a_table_of_nonsense(tmp_path: Path) -> None:
     for entry in ('{"dtype":"F32"}', "[]", '{"data_offsets":[0,99999999999999999999999]}', '{"data_offsets":["a",1]}'):
         raw = b'{"w":%s}' % entry.encode()
-        with pytest.raises(RescueError) if tried(struct.pack("<Q", len(raw)) + raw, tmp_path) == 9 else bounded():
-            tried(struct.pack("<Q", len(raw)) + raw + bytes(50), tmp_path, fill="zeros")
+        with bounded():
+            for more in (b"", bytes(50)):
+                assert tried(struct.pack("<Q", len(raw)) + raw + more, tmp_path, fill="zeros") == 2, (entry, more)
     deep = b"[" * 100_000
     assert tried(struct.pack("<Q", len(deep)) + deep, tmp_path) == 2
-
-
-def test_the_report_writes_nothing_over(tmp_path: Path) -> None:
-    """Neither a file of somebody else, nor the source; but the report of an earlier rescue."""
-    (tmp_path / "model.pt").write_bytes(STATE)
-    report = tmp_path / "new.pt.rescue.json"
-    report.write_text("mine", encoding="utf-8")
-    with pytest.raises(UsageError, match="exists"):
-        rescue(tmp_path / "model.pt", tmp_path / "new.pt")
-    assert report.read_text(encoding="utf-8") == "mine"
-    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt", overwrite=True).exit_code == 0
-    (tmp_path / "new.pt").unlink()
-    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
-    source = (tmp_path / "model.pt").rename(report)
-    before = source.read_bytes()
-    with pytest.raises(UsageError, match="never written"):
-        rescue(source, tmp_path / "new.pt", overwrite=True)
-    assert source.read_bytes() == before
-
-
-def test_no_file_of_an_unpacked_archive_is_written_over(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_bytes(STATE)
-    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
-        archive.extractall(tmp_path / "unpacked")
-    (folder,) = (tmp_path / "unpacked").iterdir()
-    index = folder / "data.pkl"
-    before = index.read_bytes()
-    with pytest.raises(UsageError, match="never written"):
-        rescue(folder, index, overwrite=True)
-    assert index.read_bytes() == before
-    assert rescue(folder, folder / "new.pt").exit_code == 0

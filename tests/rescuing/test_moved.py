@@ -1,4 +1,4 @@
-"""Bytes put in, taken out, doubled, swapped or overwritten: no tensor is called whole that is not as it was saved."""
+"""Bytes inserted, removed, doubled, swapped or overwritten: no tensor is called whole that is not as it was saved."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 from tests.rescuing.makers import ROOT, hashes, ident
 
-from transload import verify
+from transload import inspect, rescue, verify
 from transload.errors import TransloadError
-from transload.judge import inspect
-from transload.rescuing import rescue
 
 ARCHIVES = [
     ROOT / "h200" / "torchscript_cuda0.pt",
@@ -57,7 +55,7 @@ def test_an_archive(path: Path, fill: str | None, tmp_path: Path) -> None:
             continue
         if not made.done:
             continue
-        kept = {fate.name for fate in made.tensors if fate.state != "lost"} & set(right)
+        kept = {each.name for each in made.tensors if each.state != "lost"} & set(right)
         assert hashes(out.read_bytes(), kept) == {name: right[name] for name in kept}, number
         assert made.exit_code or kept == set(right), number
         assert verify(out).integrity != "damaged" or made.warnings, number
@@ -71,33 +69,33 @@ def test_blocks_of_two_records_that_were_swapped(tmp_path: Path) -> None:
     one, other = (data.index(state[name].numpy().tobytes()) for name in "bc")
     data[one : one + 32], data[other : other + 32] = data[other : other + 32], data[one : one + 32]
     made = rescue(bytes(data), tmp_path / "new.pt")
-    assert (made.exit_code, [fate.name for fate in made.lost]) == (1, ["b", "c"])
+    assert (made.exit_code, [each.name for each in made.lost]) == (1, ["b", "c"])
     assert all(torch.equal(value, state[name]) for name, value in torch.load(tmp_path / "new.pt").items())
 
 
-def test_the_rest_of_the_file_is_zeros(tmp_path: Path) -> None:
-    """As a download leaves it that has made room before: the record at its end is not all there."""
+def test_zeros_to_the_end_of_the_file(tmp_path: Path) -> None:
+    """As a download leaves it that allocates the whole file first: the record at its end is not all there."""
     state = {name: torch.rand(3000) for name in "abc"}
     torch.save(state, tmp_path / "model.pt")
     data = (tmp_path / "model.pt").read_bytes()
     at = data.index(state["b"].numpy().tobytes()) + 5000
     made = rescue(data[:at] + bytes(len(data) - at), tmp_path / "new.pt")
-    assert (made.exit_code, [fate.name for fate in made.whole]) == (1, ["a"])
+    assert (made.exit_code, [each.name for each in made.whole]) == (1, ["a"])
     assert set(torch.load(tmp_path / "new.pt")) == {"a"}
 
 
-def test_a_hurt_header_costs_only_its_record(tmp_path: Path) -> None:
+def test_a_damaged_header_costs_only_its_record(tmp_path: Path) -> None:
     """Nothing tells where the record ends: those behind it are found all the same."""
     state = {name: torch.rand(30) for name in "abcd"}
     torch.save(state, tmp_path / "model.pt")
     data = (tmp_path / "model.pt").read_bytes()
     at = data.index(b"model/data/1") - 20
     made = rescue(data[:at] + b"twelve bytes" + data[at:], tmp_path / "new.pt")
-    assert {"a", "c", "d"} <= {fate.name for fate in made.whole}
+    assert {"a", "c", "d"} <= {each.name for each in made.whole}
     assert all(torch.equal(value, state[name]) for name, value in torch.load(tmp_path / "new.pt").items())
 
 
-def test_the_order_of_bytes_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_byteorder_is_rebuilt(tmp_path: Path) -> None:
     """Several flipped bits, which no checksum undoes; its length tells what it was."""
     torch.save({"a": torch.rand(30)}, tmp_path / "model.pt")
     data = (tmp_path / "model.pt").read_bytes()
@@ -107,12 +105,12 @@ def test_the_order_of_bytes_is_made_anew(tmp_path: Path) -> None:
     assert (tmp_path / "new.pt").read_bytes() == data
 
 
-def test_the_version_of_a_program_is_not_made_up(tmp_path: Path) -> None:
+def test_the_version_of_a_program_is_not_invented(tmp_path: Path) -> None:
     """It tells what the operators mean."""
     data = (ROOT / "h200" / "torchscript_cuda0.pt").read_bytes()
     record = next(record for record in inspect(data).records if record.name == "version")
-    hurt = data[: record.offset] + b"\xff" * record.stored + data[(record.offset or 0) + record.stored :]
-    made = rescue(hurt, tmp_path / "new.pt")
+    broken = data[: record.offset] + b"\xff" * record.stored + data[(record.offset or 0) + record.stored :]
+    made = rescue(broken, tmp_path / "new.pt")
     assert (made.exit_code, [lost.name for lost in made.records]) == (1, ["version"])
 
 
@@ -125,14 +123,14 @@ def test_a_program_without_its_code_is_a_dictionary(fill: str | None, tmp_path: 
     assert (made.exit_code, made.how) == (1, "weights")
     found = hashes((tmp_path / "new.pt").read_bytes())
     assert found == {name: value for name, value in hashes(data).items() if name in found}
-    assert set(found) == {fate.name for fate in made.whole}
+    assert set(found) == {each.name for each in made.whole}
 
 
 # -- without checksums: what is there twice tells
 
 
 def test_a_stream(tmp_path: Path) -> None:
-    """The counts are not where they should be: what lies before and behind the change is told apart."""
+    """The counts behind the change are not where they should be."""
     right, start = hashes(LEGACY), min(each.offset or 0 for each in inspect(LEGACY).storages) - 8
     last = max(inspect(LEGACY).storages, key=lambda each: each.offset or 0)
     dice, out = random.Random(5), tmp_path / "out.pt"  # noqa: S311 - the same each time
@@ -141,22 +139,22 @@ def test_a_stream(tmp_path: Path) -> None:
         size = dice.choice([1, 4, 8, 64])
         change = dice.randbytes(size) if dice.random() < 0.5 else b""
         made = rescue(LEGACY[:at] + change + LEGACY[at if change else at + size :], out, overwrite=True)
-        kept = {fate.name for fate in made.whole if fate.name not in last.tensors}
+        kept = {each.name for each in made.whole if each.name not in last.tensors}
         found = hashes(out.read_bytes()) if made.done else {}
         assert made.exit_code, at
         assert {name: found[name] for name in kept if name in found} == {name: right[name] for name in kept}, at
 
 
 def test_a_stream_whose_count_was_overwritten(tmp_path: Path) -> None:
-    """In a file of the right length that costs what lies beside it, and nothing behind."""
+    """In a file of the right length that costs only the storages next to it."""
     storages = sorted(inspect(LEGACY).storages, key=lambda each: each.offset or 0)
     at = (storages[3].offset or 0) - 8
     made = rescue(LEGACY[:at] + b"\xff" * 8 + LEGACY[at + 8 :], tmp_path / "out.pt")
-    assert {fate.name for fate in made.lost} == {*storages[2].tensors, *storages[3].tensors}
+    assert {each.name for each in made.lost} == {*storages[2].tensors, *storages[3].tensors}
 
 
 def test_a_stream_whose_object_is_damaged(tmp_path: Path) -> None:
-    """Nothing in it is read as a tensor any more, and nobody can say that this is how it was."""
+    """Nothing in it is read as a tensor any more: a warning says so."""
     at = LEGACY.index(b"_rebuild_tensor_v2") + 3
     made = rescue(LEGACY[:at] + LEGACY[at + 2 :], tmp_path / "new.pt")
     assert (made.exit_code, len(made.tensors)) == (1, 0)
@@ -203,4 +201,4 @@ def test_a_program_whose_code_is_damaged_is_a_dictionary(file: str, record: str,
     made = rescue(data[: at + 50] + b"overwritten" + data[at + 61 :], tmp_path / "new.pt")
     assert (made.exit_code, made.how, [lost.name for lost in made.records]) == (1, "weights", [record])
     assert hashes((tmp_path / "new.pt").read_bytes()) == hashes(data)
-    assert set(torch.load(tmp_path / "new.pt")) == {fate.name for fate in made.whole}
+    assert set(torch.load(tmp_path / "new.pt")) == {each.name for each in made.whole}

@@ -1,106 +1,258 @@
-"""The file that is written: the mended one as it is, with lost bytes filled, or without the tensors that are lost."""
+"""The file that is written: the recovered one as it is, with lost bytes filled, or without the lost tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
-from zlib import crc32
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from transload.checkpoint import Checkpoint, Storage
+from transload.checkpoint import Checkpoint, Storage, Tensor
+from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import RescueError
-from transload.formats import pickle_machine
-from transload.formats.tensors import Place, StorageTable, find_tensors
+from transload.formats import pickle_machine, read_source
+from transload.formats.safetensors import PREFIX
+from transload.formats.tensors import READERS, Place, StorageTable, called, find_tensors
 from transload.formats.torch_legacy import claimed, run_at
 from transload.io.sources import Source
-from transload.nodes import Call
-from transload.rescuing.fates import Fate, Fates
-from transload.rescuing.filling import Fill, pattern_of
-from transload.rescuing.layout import Item, laid_out
-from transload.rescuing.leaving import leave_out
-from transload.rescuing.parts import Assembly, Filler, Part, literal
+from transload.nodes import Call, Dict, Global, Persistent, Set
+from transload.rescuing.assembly import (
+    ArchiveRecord,
+    Assembly,
+    Filler,
+    LostRange,
+    Part,
+    Recovered,
+    archive,
+    archive_pieces,
+    checksum,
+    key_of,
+    literal,
+    stored_record,
+)
+from transload.rescuing.result import Fill, LostRecord, TensorOutcome
 
-if TYPE_CHECKING:
-    from transload.rescuing.mended import Mended
-
-__all__ = ["filled", "is_program", "laid", "left_out", "refuse_growth"]
+__all__ = ["Outcomes", "completed", "extents", "filled", "is_program", "rebuilt", "refuse_growth", "without_lost"]
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-_CHUNK = 1 << 20
+_NOT_IN_FILE = "its bytes are not in the file"
+_MAX_STORAGE = 1 << 45
+"""Bytes that a missing storage may claim to have; 32 TB are not a storage."""
+
 _MAX_GROWTH = 1000
-_MOST_GROWN = 1 << 30
+_MIN_GROWTH_LIMIT = 1 << 30
 """What is lost may be filled to so many times the size of the file, or to this: a kilobyte can claim petabytes."""
+
+_MAX_DEPTH = 200
+"""Nested tuples that are replaced: those of a checkpoint are two deep, a hostile one has a million."""
+
+_NAN = {
+    "float16": b"\x00\x7e",
+    "bfloat16": b"\xc0\x7f",
+    "float32": b"\x00\x00\xc0\x7f",
+    "float64": b"\x00\x00\x00\x00\x00\x00\xf8\x7f",
+    "complex32": b"\x00\x7e",
+    "complex64": b"\x00\x00\xc0\x7f",
+    "complex128": b"\x00\x00\x00\x00\x00\x00\xf8\x7f",
+    "float8_e4m3fn": b"\x7f",
+    "float8_e5m2": b"\x7f",
+    "float8_e4m3fnuz": b"\x80",
+    "float8_e5m2fnuz": b"\x80",
+    "float8_e8m0fnu": b"\xff",
+    "bcomplex32": b"\xc0\x7f",
+}
+_STORAGE_CLASSES = {dtype: name for name, dtype in reversed(STORAGES.items()) if "Untyped" not in name}
 
 
 def is_program(checkpoint: Checkpoint) -> bool:
-    """Whether its tensors belong to a program, out of which none can be taken; or to what is left of one."""
+    """Whether its tensors belong to a program, from which none can be removed, or to what is left of one."""
     pickles = [pickle for pickle in checkpoint.pickles if pickle.main]
     scripted = any(name.module.split(".")[0] == "__torch__" for pickle in pickles for name in pickle.globals.values())
     return checkpoint.format in _PROGRAMS or scripted
 
 
-# -- filled
+# -- what became of each tensor
 
 
-def filled(mended: Mended, checkpoint: Checkpoint, fill: Fill) -> Source:
-    """The same file with a pattern in the place of every byte that is gone."""
-    places = sorted(_fillers(mended, checkpoint, fill), key=lambda each: each[0])
-    if not mended.items:
-        return Assembly(_laid_over(mended.source, places), mended.source.name)
-    at = 0
-    starts: dict[bytes, int] = {}
-    for part, _, item in laid_out(mended.items):
-        if item is not None:
-            starts.setdefault(item.name, at)
-        at += part.length
-    return laid(mended, [_item_over(item, starts.get(item.name, 0), places) for item in mended.items])
+class Outcomes:
+    """Compares the bytes of tensors with what is lost and what was repaired."""
+
+    def __init__(self, checkpoint: Checkpoint, recovered: Recovered) -> None:
+        self._storages = {storage.id: storage for storage in checkpoint.storages}
+        self._lost = sorted(recovered.lost_ranges)
+        self._repaired_at = sorted(recovered.repaired_at)
+        self._unchecked = set(recovered.unchecked)
+        if self._lost:  # no checksum vouches for what is left of a storage
+            self._unchecked |= {
+                storage.record
+                for storage in checkpoint.storages
+                if storage.offset is not None and self._lost_in(storage.offset, storage.offset + storage.nbytes)
+            }
+        index_lost = any(record.name == "data.pkl" for record in recovered.lost_records)
+        self._all_unchecked = recovered.all_unchecked or index_lost
+
+    def of(self, tensor: Tensor) -> TensorOutcome:
+        """What became of a tensor."""
+        repaired, checked = False, True
+        for storage, start, end in extents(tensor, self._storages):
+            why = self._why_lost(storage, start, end)
+            if why:
+                return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
+            if start < end and bisect_left(self._repaired_at, start) < bisect_left(self._repaired_at, end):
+                repaired = True
+            if self._all_unchecked or storage.record in self._unchecked:
+                checked = False
+        return TensorOutcome(tensor.name, "mended" if repaired else "whole", tensor.nbytes, checked)
+
+    def _why_lost(self, storage: Storage, start: int, end: int) -> str:
+        if start >= end or storage.device == "meta":
+            return ""
+        if storage.offset is None or storage.compressed:
+            return _NOT_IN_FILE
+        if end > storage.offset + storage.stored:
+            return "the file ends before its last byte"
+        found = self._lost_in(start, end)
+        return found.why if found else ""
+
+    def _lost_in(self, start: int, end: int) -> LostRange | None:
+        """The first lost range in an interval; the ranges do not overlap."""
+        index = bisect_right(self._lost, start, key=lambda lost: lost.end)
+        found = self._lost[index] if index < len(self._lost) else None
+        return found if found is not None and found.start < end else None
 
 
-def laid(mended: Mended, items: Sequence[Item]) -> Source:
-    """An archive of these records; the checksums of those that are filled, or have none, are computed now."""
-    refuse_growth(sum(item.stored for item in items), mended)
-    name = mended.source.name
-    return Assembly((part for part, _, _ in laid_out([_summed(item) for item in items])), name)
+def extents(tensor: Tensor, storages: dict[str, Storage]) -> Iterator[tuple[Storage, int, int]]:
+    """The storages a tensor and its parts are in, and from which byte of the file to which."""
+    for part in tensor.parts:
+        yield from extents(part, storages)
+    storage = storages.get(tensor.storage or "")
+    if storage is None:
+        return
+    if not tensor.numel:
+        yield storage, 0, 0
+        return
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
+    base = storage.offset or 0
+    yield storage, base + itemsize(tensor.dtype, tensor.offset), base + itemsize(tensor.dtype, tensor.offset + last + 1)
 
 
-def refuse_growth(nbytes: int, mended: Mended) -> None:
+# -- records that an archive lacks
+
+
+def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoint]:
+    """A recovered file and what the reader finds in it.
+
+    An archive gets a record for each storage that has none: only the empty ones, unless they will be filled. The
+    tensors of a program whose code is lost are read as those of a program, by name.
+    """
+    checkpoint = read_source(recovered.source)
+    records, name = recovered.records, recovered.source.name
+    if not records or checkpoint.format != "torch-zip":
+        return recovered, checkpoint
+    root = records[0].name.partition(b"/")[0]
+    order = 1 + max(record.order for record in records)
+    if is_program(checkpoint):
+        empty_tuple = stored_record(root + b"/constants.pkl", literal(b"\x80\x02)."), order=order)
+        return recovered, read_source(archive([*records, empty_tuple], name))
+    missing = [s for s in checkpoint.storages if not s.record and s.device != "meta" and s.nbytes < _MAX_STORAGE]
+    folder = b"/tensors/" if any(record.name.startswith(root + b"/tensors/") for record in records) else b"/data/"
+    added: dict[bytes, ArchiveRecord] = {}
+    for storage in missing:
+        if fill or not storage.nbytes:
+            key = root + folder + storage.key.encode("utf-8", "backslashreplace")
+            content = Part(Filler(storage.nbytes), 0, storage.nbytes)
+            added[key] = stored_record(key, content, order=order + len(added), crc32=0)
+    if not added:
+        return recovered, checkpoint
+    records = (*records, *added.values())
+    pieces = list(archive_pieces(records))
+    ranges = [
+        LostRange(piece.offset, piece.offset + piece.part.length, _NOT_IN_FILE)
+        for piece in pieces
+        if piece.record is not None and piece.record.name in added and piece.part.length
+    ]
+    other = recovered._replace(
+        source=Assembly((piece.part for piece in pieces), name),
+        exact=False,
+        records=records,
+        lost_ranges=(*recovered.lost_ranges, *ranges),
+        lost_records=(
+            *recovered.lost_records,
+            *(LostRecord(key_of(record.name), _NOT_IN_FILE) for record in added.values() if record.stored),
+        ),
+    )
+    return other, read_source(other.source)
+
+
+# -- with everything
+
+
+def refuse_growth(nbytes: int, recovered: Recovered) -> None:
     """Refuse to fill up what the file only claims to hold."""
-    if nbytes > max(_MOST_GROWN, _MAX_GROWTH * mended.nbytes):
-        what = f"it claims to hold {nbytes:,} bytes, and has {mended.nbytes:,}"
-        raise RescueError(what, where=mended.source.name, fix="What it says of the sizes of its tensors is not true.")
+    if nbytes > max(_MIN_GROWTH_LIMIT, _MAX_GROWTH * recovered.nbytes):
+        what = f"the file claims to hold {nbytes:,} bytes and has {recovered.nbytes:,}"
+        fix = "The tensor sizes in it are wrong."
+        raise RescueError(what, where=recovered.source.name, fix=fix)
 
 
-def _summed(item: Item) -> Item:
-    if item.crc32 or item.method or not item.stored:
-        return item
-    return item._replace(crc32=_checksum(Assembly(item.content, "")))
+def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
+    """An archive of these records; the checksums of those that are filled, or have none, are computed now."""
+    refuse_growth(sum(record.stored for record in records), recovered)
+    summed = [
+        record if record.crc32 or record.method else record._replace(crc32=checksum(record.content))
+        for record in records
+    ]
+    return archive(summed, recovered.source.name)
 
 
-def _fillers(mended: Mended, checkpoint: Checkpoint, fill: Fill) -> Iterator[tuple[int, int, bytes]]:
-    """From which byte to which, and with what. An element of which a byte is gone is filled as a whole."""
-    dtypes = _dtypes(checkpoint)
+_Fill = tuple[int, int, bytes]
+"""From which byte to which, and with what pattern."""
+
+
+def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
+    """The same file with a pattern in the place of every lost byte."""
+    fills = sorted(_fills(recovered, checkpoint, fill), key=lambda each: each[0])
+    if not recovered.records:
+        return Assembly(_with_fills(recovered.source, fills), recovered.source.name)
+    starts: dict[bytes, int] = {}
+    for piece in archive_pieces(recovered.records):
+        if piece.record is not None:
+            starts.setdefault(piece.record.name, piece.offset)
+    return rebuilt(
+        recovered, [_filled_record(record, starts.get(record.name, 0), fills) for record in recovered.records]
+    )
+
+
+def _fills(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Iterator[_Fill]:
+    """An element of which a byte is lost is filled as a whole."""
+    dtypes: dict[str | None, str] = {}  # that of the first tensor in a storage: newer files name bytes only
+    for tensor in checkpoint.tensors:
+        dtypes.setdefault(tensor.storage, tensor.dtype)
     for storage in checkpoint.storages:
         if storage.offset is None:
             continue
-        pattern = pattern_of(storage, dtypes.get(storage.id, storage.dtype), fill)
-        for gone in mended.gone:
-            first = max(gone.start, storage.offset) - storage.offset
-            last = min(gone.end, storage.offset + storage.nbytes) - storage.offset
+        dtype = dtypes.get(storage.id, storage.dtype)
+        zero = bytes(itemsize(dtype))
+        pattern = _NAN.get(dtype, zero) if fill == "nan" else zero
+        if storage.big_endian:
+            pattern = pattern[::-1]
+        for lost in recovered.lost_ranges:
+            first = max(lost.start - storage.offset, 0)
+            last = min(lost.end - storage.offset, storage.nbytes)
             if first < last:
                 yield storage.offset + first - first % len(pattern), storage.offset + last, pattern
 
 
-def _dtypes(checkpoint: Checkpoint) -> dict[str, str]:
-    """The dtype that the first tensor sees in a storage: newer files name bytes only."""
-    out: dict[str, str] = {}
-    for tensor in checkpoint.tensors:
-        if tensor.storage is not None:
-            out.setdefault(tensor.storage, tensor.dtype)
-    return out
+def _filled_record(record: ArchiveRecord, start: int, fills: Sequence[_Fill]) -> ArchiveRecord:
+    inside = [(a - start, b - start, pattern) for a, b, pattern in fills if start <= a and b <= start + record.stored]
+    if not inside:
+        return record
+    return record._replace(content=tuple(_with_fills(Assembly(record.content, ""), inside)), crc32=0)
 
 
-def _laid_over(source: Source, places: Sequence[tuple[int, int, bytes]]) -> Iterator[Part]:
+def _with_fills(source: Source, fills: Sequence[_Fill]) -> Iterator[Part]:
     at = 0
-    for start, end, pattern in places:
+    for start, end, pattern in fills:
         if at <= start < end:
             yield Part(source, at, start - at)
             yield Part(Filler(end - start, pattern), 0, end - start)
@@ -108,46 +260,42 @@ def _laid_over(source: Source, places: Sequence[tuple[int, int, bytes]]) -> Iter
     yield Part(source, at, source.size - at)
 
 
-def _item_over(item: Item, start: int, places: Sequence[tuple[int, int, bytes]]) -> Item:
-    inside = [(a - start, b - start, pattern) for a, b, pattern in places if a >= start and b <= start + item.stored]
-    if not inside:
-        return item
-    content = tuple(_laid_over(Assembly(item.content, ""), inside))
-    return item._replace(content=content, crc32=0)
+# -- without what is lost
 
 
-def _checksum(source: Source) -> int:
-    value = 0
-    for start in range(0, source.size, _CHUNK):
-        value = crc32(source.read(start, _CHUNK), value)
-    return value
-
-
-# -- left out
-
-
-def left_out(mended: Mended, checkpoint: Checkpoint, fates: Fates, lost: Sequence[Fate]) -> Source:
+def without_lost(
+    recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcomes, lost: Sequence[TensorOutcome]
+) -> Source:
     """The same file without the tensors that are lost. Of a program the whole tensors, by name, are what is left."""
+    source, names = recovered.source, {outcome.name for outcome in lost}
+    kept = [tensor for tensor in checkpoint.tensors if tensor.name not in names]
     if checkpoint.format == "safetensors":
-        from transload.rescuing.safetensors import without
-
-        return without(mended.source, checkpoint, {fate.name for fate in lost})
+        return _safetensors_of(source, checkpoint, kept)
     if is_program(checkpoint):
-        from transload.rescuing.weights import weights_of
-
-        names = {fate.name for fate in lost}
-        return weights_of(mended.source, checkpoint, [t for t in checkpoint.tensors if t.name not in names])
+        return _weights_of(source, checkpoint, kept)
     pickle = next((pickle for pickle in checkpoint.pickles if pickle.main), None)
     if pickle is None or checkpoint.format not in ("torch-zip", "torch-legacy"):
         what = "tensors cannot be left out of a file of this format"
-        raise RescueError(what, where=mended.source.name, fix="Have them filled: --fill zeros.")
-    index = _index_without(pickle.root, checkpoint.storages, fates, mended.source.name)
+        raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.")
+    index = _index_without_lost(pickle.root, checkpoint.storages, outcomes, source.name)
+    needed = claimed(pickle_machine.run(index, name="data.pkl"))
     if checkpoint.format == "torch-legacy":
-        return _legacy_without(mended.source, checkpoint, index)
-    return _archive_without(mended, index)
+        return _legacy_of(source, index, [s for s in checkpoint.storages if s.key in needed])
+    gone = {record.name for record in recovered.lost_records}
+    records: list[ArchiveRecord] = []
+    for record in recovered.records:
+        key = key_of(record.name)
+        unused = key.startswith(("data/", "tensors/")) and key.partition("/")[2] not in needed
+        if key == "data.pkl":
+            made = stored_record(record.name, literal(index), order=record.order, origin=record.origin)
+            records.append(made._replace(time=record.time, date=record.date))
+        elif not (key in gone and unused):
+            records.append(record._replace(padding=None, before=()))
+    return rebuilt(recovered, records)
 
 
-def _index_without(root: object, storages: Sequence[Storage], fates: Fates, where: str) -> bytes:
+def _index_without_lost(root: object, storages: Sequence[Storage], outcomes: Outcomes, where: str) -> bytes:
+    """The pickle of an object without its lost tensors."""
     from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 
     by_key = {storage.key: storage for storage in storages}
@@ -158,48 +306,144 @@ def _index_without(root: object, storages: Sequence[Storage], fates: Fates, wher
 
     def is_lost(node: Call) -> bool:
         tree = find_tensors(node, StorageTable(locate))
-        return not tree.tensors or any(fates.of(tensor).state == "lost" for tensor in tree.tensors)
+        return not tree.tensors or any(outcomes.of(tensor).state == "lost" for tensor in tree.tensors)
 
     try:
-        return dumps(leave_out(root, is_lost))
+        return dumps(_Pruning(is_lost).run(root))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
-        raise RescueError(what, where=where, fix="Have them filled: --fill zeros.") from error
+        raise RescueError(what, where=where, fix="Fill them instead: --fill zeros.") from error
 
 
-def _archive_without(mended: Mended, index: bytes) -> Source:
-    """The records again, with the new index, and without those nothing needs any more."""
-    needed = claimed(pickle_machine.run(index, name="data.pkl"))
-    gone = {lost.name for lost in mended.lost}
-    items: list[Item] = []
-    for item in mended.items:
-        below = item.name.partition(b"/")[2].decode("utf-8", "backslashreplace")
-        if below == "data.pkl":
-            content = (literal(index),)
-            items.append(
-                item._replace(
-                    content=content, size=len(index), stored=len(index), crc32=crc32(index), method=0, flags=0x0808
-                )
-            )
-        elif below in gone and below.startswith(("data/", "tensors/")) and below.partition("/")[2] not in needed:
-            continue
-        else:
-            items.append(item)
-    plain = [item._replace(padding=None, before=()) for item in items]
-    return laid(mended, plain)
+class _Pruning:
+    """Takes the lost tensors out of a graph, in place: dictionaries lose them, elsewhere ``None`` replaces them.
+
+    ``is_lost`` is asked once for each tensor.
+    """
+
+    def __init__(self, is_lost: Callable[[Call], bool]) -> None:
+        self._is_lost = is_lost
+        self._known: dict[int, bool] = {}
+        self._tuples: dict[int, Any] = {}
+        self._seen: set[int] = set()
+        self._todo: list[Any] = []
+        self._kept: list[Any] = []  # keeps what was made here alive, or its id would be that of something else
+
+    def run(self, root: object) -> object:
+        """Go through everything."""
+        new = self._new(root)
+        while self._todo:
+            node = self._todo.pop()
+            if type(node) is Call:
+                self._prune_call(node)
+            elif type(node) is Dict:
+                self._prune_pairs(node.items)
+            else:
+                self._prune_list(node.items if type(node) is Set else node)
+        return new
+
+    def _lost(self, node: object) -> bool:
+        if type(node) is not Call or called(node) not in READERS:
+            return False
+        known = self._known.get(id(node))
+        if known is None:
+            known = self._known[id(node)] = self._is_lost(node)
+        return known
+
+    def _new(self, node: Any, depth: int = 0) -> Any:
+        """What replaces a node. Tuples are replaced at once; the content of anything else is done later."""
+        if self._lost(node):
+            return None
+        if type(node) is tuple:
+            if id(node) not in self._tuples and depth < _MAX_DEPTH:
+                parts = tuple(self._new(part, depth + 1) for part in node)
+                changed = any(new is not old for new, old in zip(parts, node, strict=True))
+                self._tuples[id(node)] = parts if changed else node
+                self._kept += (node, parts)
+            return self._tuples.get(id(node), node)
+        if type(node) in (Dict, Call, list, Set) and id(node) not in self._seen:
+            self._seen.add(id(node))
+            self._todo.append(node)
+        return node
+
+    def _prune_list(self, items: list[Any]) -> None:
+        items[:] = [self._new(item) for item in items]
+
+    def _prune_pairs(self, items: list[Any]) -> None:
+        """Keys and values in turn."""
+        pairs = zip(items[::2], items[1::2], strict=False)
+        items[:] = [self._new(each) for key, value in pairs if not self._lost(value) for each in (key, value)]
+
+    def _prune_call(self, node: Call) -> None:
+        args = node.args
+        if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
+            pairs = args[0]  # how Python 2 writes an ordered dictionary
+            pairs[:] = [pair for pair in pairs if not (type(pair) in (list, tuple) and any(map(self._lost, pair)))]
+        node.args = self._new(args)
+        if node.items is not None:
+            self._prune_pairs(node.items)
+        if node.appended is not None:
+            self._prune_list(node.appended)
+        if node.states is not None:
+            self._prune_list(node.states)
+        node.kwargs = self._new(node.kwargs)
 
 
-def _legacy_without(source: Source, checkpoint: Checkpoint, index: bytes) -> Source:
-    """The stream again, with the new object, the keys it needs, and their storages."""
+def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
+    """A legacy stream with another object, the keys it needs, and their storages."""
     from transload.formats.pickle_writer import dumps
 
     position = 0
     for _ in range(3):
         _, position = run_at(source, position, "")
-    needed = claimed(pickle_machine.run(index, name="object"))
-    kept = [s for s in checkpoint.storages if s.key in needed and s.offset is not None]
-    kept.sort(key=lambda storage: storage.offset or 0)
-    keys = dumps([storage.key for storage in kept])
-    parts = [Part(source, 0, position), literal(index + keys)]
+    kept = sorted((s for s in storages if s.offset is not None), key=lambda storage: storage.offset or 0)
+    parts = [Part(source, 0, position), literal(index + dumps([storage.key for storage in kept]))]
     parts += [Part(source, (storage.offset or 0) - 8, storage.nbytes + 8) for storage in kept]
     return Assembly(parts, source.name)
+
+
+def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
+    """A safetensors file with some of its tensors."""
+    length = int.from_bytes(source.read(0, PREFIX), "little")
+    table = json.loads(source.read(PREFIX, length))
+    storages = {storage.id: storage for storage in checkpoint.storages}
+    kept: dict[str, object] = {"__metadata__": table["__metadata__"]} if "__metadata__" in table else {}
+    parts: list[Part] = []
+    at = 0
+    for tensor in tensors:
+        storage = storages.get(tensor.storage or "")
+        if tensor.name in table and storage is not None and storage.offset is not None:
+            kept[tensor.name] = {**table[tensor.name], "data_offsets": [at, at + storage.nbytes]}
+            parts.append(Part(source, storage.offset, storage.nbytes))
+            at += storage.nbytes
+    header = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    return Assembly([literal(len(header).to_bytes(PREFIX, "little") + header), *parts], source.name)
+
+
+def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
+    """A dictionary of tensors by name as ``torch.save`` writes it, on the CPU, sharing storages as they did."""
+    from transload.formats.pickle_writer import dumps
+
+    storages = {storage.id: storage for storage in checkpoint.storages}
+    plain = [t for t in tensors if t.kind == "strided" and t.dtype in _STORAGE_CLASSES and t.storage in storages]
+    if not plain:
+        raise RescueError(
+            "none of its tensors can be saved by itself", where=source.name, fix="Fill them: --fill zeros."
+        )
+    used = {ident: storages[ident] for ident in (tensor.storage or "" for tensor in plain)}
+    keys = {ident: str(number) for number, ident in enumerate(used)}
+    items: list[object] = []
+    for tensor in plain:
+        storage = used[tensor.storage or ""]
+        kind, numel = Global("torch", _STORAGE_CLASSES[tensor.dtype], 0), storage.nbytes // ITEMSIZE[tensor.dtype]
+        held = Persistent(("storage", kind, keys[storage.id], "cpu", numel), 0)
+        hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
+        args = (held, tensor.offset, tensor.shape, tensor.stride, False, hooks)
+        items += (tensor.name, Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0))
+    big_endian = any(storage.big_endian for storage in used.values())
+    contents = {b"data.pkl": literal(dumps(Dict(items))), b"byteorder": literal(b"big" if big_endian else b"little")}
+    for ident, storage in used.items():
+        contents[b"data/" + keys[ident].encode()] = Part(source, storage.offset or 0, storage.nbytes)
+    contents[b"version"] = literal(b"3\n")
+    return archive([stored_record(b"archive/" + name, part) for name, part in contents.items()], source.name)

@@ -1,27 +1,64 @@
-"""What a rescue has found, and what it has written or would write."""
+"""What a rescue found, and what it wrote or would write."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, NamedTuple
 
 from transload.frozen import facts
 
-if TYPE_CHECKING:
-    from transload.rescuing.fates import Fate
-    from transload.rescuing.mended import Lost, Mend
+__all__ = ["Certainty", "Fill", "LostRecord", "Repair", "Rescue", "TensorOutcome"]
 
-__all__ = ["Rescue"]
+Fill = Literal["zeros", "nan"]
+Certainty = Literal["proven", "probable", "ambiguous"]
+
+
+class TensorOutcome(NamedTuple):
+    """What became of one tensor.
+
+    ``checked`` is whether a checksum vouches for its bytes. ``why`` is the reason it is lost.
+    """
+
+    name: str
+    state: Literal["whole", "mended", "lost"]
+    nbytes: int
+    checked: bool
+    why: str = ""
+
+
+class LostRecord(NamedTuple):
+    """A record that could not be recovered as it was saved, and why."""
+
+    name: str
+    why: str
+
+
+class Repair(NamedTuple):
+    """A corrected byte: its offset in the damaged file, its old and new value, and the record it belongs to.
+
+    ``record`` is empty for a byte outside all records: in a header, the directory or padding.
+    """
+
+    position: int
+    old: int
+    new: int
+    record: str
+    certainty: Certainty
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bits that differ; 0 is the lowest."""
+        return tuple(bit for bit in range(8) if (self.old ^ self.new) >> bit & 1)
 
 
 @facts(frozen=True)
 class Rescue:
     """What became of a damaged file, by tensor.
 
-    ``tensors`` are all the file tells of, each ``whole``, ``mended`` or ``lost``; ``records`` are other things in it
-    that are lost. ``mends`` are the bytes that were put right. ``how`` is what was written, or would be: ``exact`` (as
-    far as can be told, byte for byte the file that was saved), ``rebuilt`` (all of it, laid out anew), ``filled``,
-    ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what else was done,
-    ``warnings`` what is not sure.
+    ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
+    parts of it that are lost. ``mends`` are the bytes that were repaired. ``how`` is what was written, or would be:
+    ``exact`` (as far as can be told, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
+    ``filled``, ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what
+    else was done, ``warnings`` what is uncertain.
     """
 
     path: str
@@ -31,32 +68,32 @@ class Rescue:
     nbytes: int
     how: str
     done: bool
-    tensors: tuple[Fate, ...]
-    records: tuple[Lost, ...] = ()
-    mends: tuple[Mend, ...] = ()
+    tensors: tuple[TensorOutcome, ...]
+    records: tuple[LostRecord, ...] = ()
+    mends: tuple[Repair, ...] = ()
     fill: str = ""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> tuple[Fate, ...]:
+    def whole(self) -> tuple[TensorOutcome, ...]:
         """Tensors whose bytes are those that were saved."""
-        return tuple(fate for fate in self.tensors if fate.state == "whole")
+        return tuple(outcome for outcome in self.tensors if outcome.state == "whole")
 
     @property
-    def mended(self) -> tuple[Fate, ...]:
-        """Tensors in which a flipped bit was undone."""
-        return tuple(fate for fate in self.tensors if fate.state == "mended")
+    def mended(self) -> tuple[TensorOutcome, ...]:
+        """Tensors in which a flipped bit was repaired."""
+        return tuple(outcome for outcome in self.tensors if outcome.state == "mended")
 
     @property
-    def lost(self) -> tuple[Fate, ...]:
+    def lost(self) -> tuple[TensorOutcome, ...]:
         """Tensors that are not in the new file, or only with some of their bytes filled."""
-        return tuple(fate for fate in self.tensors if fate.state == "lost")
+        return tuple(outcome for outcome in self.tensors if outcome.state == "lost")
 
     @property
     def complete(self) -> bool:
-        """Whether everything was recovered, and surely so."""
-        sure = all(mend.certainty != "ambiguous" for mend in self.mends)
+        """Whether everything was recovered, without doubt."""
+        sure = all(repair.certainty != "ambiguous" for repair in self.mends)
         return sure and self.how != "nothing" and not (self.lost or self.records or self.warnings)
 
     @property
@@ -83,31 +120,15 @@ class Rescue:
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "mends": [
-                {
-                    "position": mend.position,
-                    "bits": list(mend.bits),
-                    "old": mend.old,
-                    "new": mend.new,
-                    "record": mend.record or None,
-                    "certainty": mend.certainty,
-                }
-                for mend in self.mends
+                {**repair._asdict(), "bits": list(repair.bits), "record": repair.record or None}
+                for repair in self.mends
             ],
-            "records": [{"name": lost.name, "why": lost.why} for lost in self.records],
-            "tensors": [
-                {
-                    "name": fate.name,
-                    "state": fate.state,
-                    "nbytes": fate.nbytes,
-                    "checked": fate.checked,
-                    "why": fate.why or None,
-                }
-                for fate in self.tensors
-            ],
+            "records": [record._asdict() for record in self.records],
+            "tensors": [{**outcome._asdict(), "why": outcome.why or None} for outcome in self.tensors],
         }
 
     def __str__(self) -> str:
-        """The report as the command line gives it."""
+        """The report as the command line prints it."""
         from transload.render.rescue import as_text
 
         return as_text(self)

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from tests.rescuing.makers import rezipped
 
 import transload
-from transload.errors import RescueError, UsageError
-from transload.rescuing import rescue
+from transload import RescueError, UsageError, rescue
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns that it is used by one process
 STATE = {f"layer{index}.weight": torch.arange(600.0).mul(index + 1).sin().view(20, 30) for index in range(9)}
@@ -82,7 +81,7 @@ def test_a_shard_that_is_cut(tmp_path: Path, suffix: str, out: str, by_index: bo
     cut(files[1], files[1].read_bytes().find(STATE["layer4.weight"].numpy().tobytes()) + 2399)  # all but a byte
     before = {path: path.read_bytes() for path in (tmp_path / "set").iterdir()}
     made = rescue(source, tmp_path / out)
-    lost = [fate.name for fate in made.lost]
+    lost = [each.name for each in made.lost]
     assert (made.exit_code, made.how, len(lost)) == (1, "left-out", 2)
     assert set(lost) <= set(list(STATE)[1::3])
     assert same(tmp_path / out, [name for name in STATE if name not in lost])
@@ -95,7 +94,7 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
     files = shards(tmp_path / "set", ".safetensors")
     files[0].unlink()
     made = rescue(tmp_path / "set", tmp_path / "new.pt")
-    assert (made.exit_code, [fate.name for fate in made.lost]) == (1, list(STATE)[::3])
+    assert (made.exit_code, [each.name for each in made.lost]) == (1, list(STATE)[::3])
     assert "model-00001-of-00003.safetensors" in made.lost[0].why
     assert same(tmp_path / "new.pt", [name for name in STATE if name not in list(STATE)[::3]])
 
@@ -107,9 +106,9 @@ def test_flipped_bits_are_undone(tmp_path: Path) -> None:
         flip(file, at + 777)
     made = rescue(tmp_path / "set", tmp_path / "new.safetensors")
     assert made.exit_code == 0
-    assert [fate.name for fate in made.mended] == ["layer3.weight", "layer2.weight"]
+    assert [each.name for each in made.mended] == ["layer3.weight", "layer2.weight"]
     assert {mend.record.partition(" › ")[0] for mend in made.mends} == {files[0].name, files[2].name}
-    assert all(fate.checked for fate in made.tensors)
+    assert all(each.checked for each in made.tensors)
     assert same(tmp_path / "new.safetensors", list(STATE))
 
 
@@ -125,8 +124,8 @@ def test_a_damaged_index_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [-1, 0, 10], ids=["gone", "empty", "cut"])
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_without_an_index_a_shard_that_says_nothing_is_missed(suffix: str, left: int, tmp_path: Path) -> None:
-    """By the number in its name: what was in it, nobody knows."""
+def test_an_unreadable_shard_without_an_index_is_reported(suffix: str, left: int, tmp_path: Path) -> None:
+    """By the number in its name; what was in it is unknown."""
     files = shards(tmp_path / "set", suffix)
     next((tmp_path / "set").glob("*.json")).unlink()
     files[1].unlink() if left < 0 else cut(files[1], left)
@@ -138,7 +137,7 @@ def test_without_an_index_a_shard_that_says_nothing_is_missed(suffix: str, left:
 
 @pytest.mark.parametrize("change", [b"", b"sixteen bytes..."], ids=["taken out", "put in"])
 @pytest.mark.parametrize("legacy", [False, True], ids=["archive", "stream"])
-def test_bytes_that_were_moved_within_a_shard(legacy: bool, change: bytes, tmp_path: Path) -> None:
+def test_bytes_moved_within_a_shard(legacy: bool, change: bytes, tmp_path: Path) -> None:
     """Behind them no checksum, and no count, is where it should be."""
     files = shards(tmp_path / "set", ".bin")
     if legacy:
@@ -150,9 +149,9 @@ def test_bytes_that_were_moved_within_a_shard(legacy: bool, change: bytes, tmp_p
     made = rescue(tmp_path / "set", tmp_path / "new.pt")
     held = loaded(tmp_path / "new.pt")
     assert made.exit_code == 1
-    assert first in {fate.name for fate in made.lost}
+    assert first in {each.name for each in made.lost}
     assert all(torch.equal(value, STATE[name]) for name, value in held.items())
-    assert set(held) == {fate.name for fate in made.whole} >= {*list(STATE)[::3], *list(STATE)[2::3]}
+    assert set(held) == {each.name for each in made.whole} >= {*list(STATE)[::3], *list(STATE)[2::3]}
     assert first in {damage.name for damage in transload.verify(tmp_path / "set").damaged}
 
 
@@ -164,8 +163,8 @@ def test_an_index_that_cannot_be_read(tmp_path: Path) -> None:
     assert "move it away" in made.warnings[-1]
 
 
-def test_of_two_tensors_of_one_name_both_are_told(tmp_path: Path) -> None:
-    """One key has the slash that joins two others: which of them is hurt, a name does not tell."""
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    """One key contains the slash that joins two others, so the name does not tell which one is damaged."""
     folder = tmp_path / "set"
     folder.mkdir()
     file = folder / "model-00001-of-00001.bin"
@@ -174,20 +173,20 @@ def test_of_two_tensors_of_one_name_both_are_told(tmp_path: Path) -> None:
     for place in range(at, at + 9):
         flip(file, place)
     made = rescue(folder, tmp_path / "new.pt")
-    assert [(fate.name, fate.state) for fate in made.tensors] == [("a/b", "lost"), ("a/b", "lost"), ("c", "whole")]
+    assert [(each.name, each.state) for each in made.tensors] == [("a/b", "lost"), ("a/b", "lost"), ("c", "whole")]
     assert set(loaded(tmp_path / "new.pt")) == {"c"}
 
 
 def test_a_compressed_shard(tmp_path: Path) -> None:
-    """What was undone in it is told, though a packed storage does not know where it lies."""
+    """Its repairs are reported, though a compressed storage does not know where it is."""
     files = shards(tmp_path / "set", ".bin")
     torch.save({name: torch.arange(600.0).view(20, 30) for name in list(STATE)[1::3]}, files[1])
     files[1].write_bytes(rezipped(files[1].read_bytes(), compression=zipfile.ZIP_DEFLATED))
     record = next(each for each in transload.inspect(files[1]).records if each.name == "data/1")
     flip(files[1], (record.offset or 0) + record.stored // 2)
     made = rescue(tmp_path / "set", tmp_path / "new.pt")
-    assert (made.exit_code, [fate.name for fate in made.mended]) == (0, ["layer4.weight"])
-    assert all(fate.checked for fate in made.tensors)
+    assert (made.exit_code, [each.name for each in made.mended]) == (0, ["layer4.weight"])
+    assert all(each.checked for each in made.tensors)
     assert torch.equal(loaded(tmp_path / "new.pt")["layer4.weight"], torch.arange(600.0).view(20, 30))
 
 
@@ -201,7 +200,7 @@ def test_whole_files_become_one(tmp_path: Path) -> None:
 
 
 def test_a_distributed_checkpoint_that_was_not_finished(tmp_path: Path) -> None:
-    """Wherever a rank's file ends, what lies before is saved; held against torch's own offsets."""
+    """Wherever a rank file ends, what is before it is saved, going by torch's own offsets."""
     file = distributed(tmp_path / "whole")
     table = dcp.FileSystemReader(tmp_path / "whole").read_metadata().storage_data
     ends = {index.fqn: info.offset + info.length for index, info in table.items()}
@@ -212,7 +211,7 @@ def test_a_distributed_checkpoint_that_was_not_finished(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "whole", folder)
         cut(folder / file.name, at)
         made = rescue(folder, tmp_path / f"{at}.pt")
-        kept = [fate.name for fate in made.whole]
+        kept = [each.name for each in made.whole]
         surely = {name for name, end in ends.items() if end <= at and name.startswith("model.")}
         assert surely <= set(kept)
         assert len(set(kept) - surely) <= 1  # one whose bytes are there, and the end of its archive is not
@@ -227,7 +226,7 @@ def test_a_distributed_checkpoint_with_a_flipped_bit(tmp_path: Path) -> None:
     flip(file, file.read_bytes().find(STATE["layer5.weight"].numpy().tobytes()) + 100)
     made = rescue(tmp_path / "set", tmp_path / "new.safetensors")
     assert made.exit_code == 0
-    assert [fate.name for fate in made.mended] == ["model.layer5.weight"]
+    assert [each.name for each in made.mended] == ["model.layer5.weight"]
     assert same(tmp_path / "new.safetensors", list(STATE), "model.")
     leftovers = tmp_path / "new.safetensors.leftovers.json"
     assert json.loads(leftovers.read_text(encoding="utf-8"))["data"] == {"epoch": 3}
@@ -295,7 +294,7 @@ def test_ranks(tmp_path: Path) -> None:
     for place in range(at, at + 8):
         flip(file, place)
     made = rescue(tmp_path / "run", tmp_path / "new.safetensors")
-    assert ([fate.state for fate in made.tensors].count("whole"), len(made.mended), len(made.lost)) == (7, 1, 1)
+    assert ([each.state for each in made.tensors].count("whole"), len(made.mended), len(made.lost)) == (7, 1, 1)
     assert "layer6.weight" in made.lost[0].name
     held = load_file(tmp_path / "new.safetensors")
     assert len(held) == 8
@@ -310,7 +309,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "new.pt").exists()
 
 
-def test_a_plan_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     files = shards(tmp_path / "set", ".safetensors")
     cut(files[2], 3000)
     before = set(tmp_path.rglob("*"))
@@ -319,13 +318,13 @@ def test_a_plan_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"fill": "zeros"}, {"member": "x"}], ids=["fill", "member"])
-def test_what_is_for_one_file(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_options_for_one_file_only(tmp_path: Path, options: dict[str, Any]) -> None:
     shards(tmp_path / "set", ".safetensors")
     with pytest.raises(UsageError, match="several files"):
         rescue(tmp_path / "set", tmp_path / "new.pt", **options)
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     files = shards(tmp_path / "set", ".safetensors")
     (tmp_path / "new.pt").write_bytes(b"mine")
     with pytest.raises(UsageError, match="exists"):
@@ -338,7 +337,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert same(tmp_path / "new.pt", list(STATE))
 
 
-def test_a_folder_of_anything_else(tmp_path: Path) -> None:
+def test_a_directory_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(RescueError, match="neither a checkpoint of several files"):
         rescue(tmp_path, tmp_path / "new.pt")
@@ -351,4 +350,4 @@ def test_a_hostile_index(tmp_path: Path) -> None:
     index = {"weight_map": {"layer0.weight": "../other/model-00001-of-00003.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     made = rescue(folder, tmp_path / "new.pt")
-    assert (made.exit_code, [fate.state for fate in made.tensors]) == (2, ["lost"])
+    assert (made.exit_code, [each.state for each in made.tensors]) == (2, ["lost"])

@@ -1,4 +1,4 @@
-"""What lies around a checkpoint is taken off: compression, other archives, an unfinished change."""
+"""What is around a checkpoint is taken off: compression, other archives, an unfinished retag."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import sys
 import types
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.rescuing.makers import ROOT, flipped, hashes
 from tests.rescuing.test_streams import SAFE
 
-from transload.errors import RescueError, TransloadError
+from transload import RescueError, rescue
+from transload.errors import TransloadError
 from transload.io.journal import Change, Changes, Journal, names_of
 from transload.io.sources import FileSource
-from transload.rescuing import rescue
 from transload.retagging import wish_of
 from transload.retagging.plan import plan_of
 
@@ -58,24 +59,24 @@ def test_unwrapped(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress], ids=["gzip", "xz"])
-def test_cut_while_packed(pack: object, tmp_path: Path) -> None:
-    """What was unpacked before the end is a file that was cut."""
-    packed = pack(DATA)  # type: ignore[operator]
+def test_cut_compressed_data(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """What was decompressed before the end is a file that was cut."""
+    packed = pack(DATA)
     made = rescue(packed[:-200], tmp_path / "out.pt")
     assert made.exit_code in (0, 1)
     assert any("breaks off" in note for note in made.notes)
     assert hashes((tmp_path / "out.pt").read_bytes()).items() <= hashes(DATA).items()
 
 
-def test_damage_while_packed_of_what_has_no_checksums(tmp_path: Path) -> None:
+def test_damaged_compression_around_a_file_without_checksums(tmp_path: Path) -> None:
     packed = gzip.compress(LEGACY)
     made = rescue(packed[:-8] + bytes(8), tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == LEGACY
     assert (made.exit_code, len(made.warnings)) == (1, 1)
 
 
-def test_damage_in_the_middle_of_what_is_packed(tmp_path: Path) -> None:
-    """All that was unpacked before it is there, also of the piece that holds it."""
+def test_damage_in_the_middle_of_compressed_data(tmp_path: Path) -> None:
+    """Everything before it is there, also what is in the same piece."""
     pack = zlib.compressobj(0, wbits=31)  # stored blocks: what is damaged is known
     packed = pack.compress(DATA * 20) + pack.flush()
     place = 200_000
@@ -92,7 +93,7 @@ def test_a_legacy_stream_in_a_zip(tmp_path: Path) -> None:
 
 def test_one_of_several(tmp_path: Path) -> None:
     several = zipped({"a.pt": LEGACY, "b/c.pt": DATA})
-    with pytest.raises(RescueError, match=r"2 checkpoints are in it: a.pt, b/c.pt"):
+    with pytest.raises(RescueError, match=r"2 checkpoints are in the archive: a.pt, b/c.pt"):
         rescue(several, tmp_path / "out.pt")
     assert rescue(several, tmp_path / "out.pt", member="b/c.pt").exit_code == 0
     assert (tmp_path / "out.pt").read_bytes() == DATA
@@ -105,7 +106,7 @@ def test_zstd_needs_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         rescue(b"\x28\xb5\x2f\xfd" + bytes(100), tmp_path / "out.pt")
 
 
-def test_zstd_by_whatever_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_zstd_by_the_module_that_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in with the interface of Python's own module."""
 
     class Decompressor:
@@ -132,6 +133,36 @@ def test_zstd_by_whatever_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (tmp_path / "out.pt").read_bytes() == DATA
 
 
+def test_zstd_by_the_module_zstandard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in with its interface: it has no limit on what it gives at once, and so is fed little."""
+    fed: list[int] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            self._inner = zlib.decompressobj()
+
+        @property
+        def eof(self) -> bool:
+            return self._inner.eof
+
+        @property
+        def unused_data(self) -> bytes:
+            return self._inner.unused_data
+
+        def decompress(self, data: bytes) -> bytes:
+            fed.append(len(data))
+            return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))
+
+    module = types.ModuleType("zstandard")
+    module.ZstdDecompressor = lambda: types.SimpleNamespace(decompressobj=Stream)  # type: ignore[attr-defined]
+    for name in ("compression.zstd", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "zstandard", module)
+    assert rescue(b"\x28\xb5\x2f\xfd" + zlib.compress(DATA), tmp_path / "out.pt").exit_code == 0
+    assert (tmp_path / "out.pt").read_bytes() == DATA
+    assert max(fed) <= 1024
+
+
 def unpacked(data: bytes, folder: Path) -> Path:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         archive.extractall(folder)
@@ -151,7 +182,7 @@ def test_an_unzipped_directory_without_a_storage(tmp_path: Path) -> None:
     (folder / "train_cuda0" / "data" / "0").unlink()
     made = rescue(folder, tmp_path / "out.pt")
     assert made.exit_code == 1
-    assert [fate.name for fate in made.lost] == ["model/conv.weight"]
+    assert [each.name for each in made.lost] == ["model/conv.weight"]
 
 
 def test_a_directory_of_something_else(tmp_path: Path) -> None:
@@ -196,15 +227,15 @@ def test_a_journal_of_nonsense(tmp_path: Path) -> None:
     [b"", b"<html>404</html>", bytes(5000), b"\x1f\x8b\x08 no", b"PK\x03\x04", b"PK", b"\x80\x02}q\x00."],
     ids=["empty", "html", "zeros", "no gzip", "signature", "two letters", "pickle"],
 )
-def test_what_is_no_checkpoint(content: bytes, tmp_path: Path) -> None:
+def test_not_a_checkpoint(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(TransloadError):
         rescue(content, tmp_path / "out.pt")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
-def test_the_archive_around_it_has_the_checksum_it_lacks(compression: int, tmp_path: Path) -> None:
-    """A safetensors file has none of its own: a flipped bit in it is undone by that of the zip, other damage told."""
+def test_the_checksum_of_the_archive_around_it(compression: int, tmp_path: Path) -> None:
+    """A safetensors file has none: that of the zip tells which bit was flipped, and of other damage."""
     plain = SAFE[:-540] + bytes(540)
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", compression) as archive:

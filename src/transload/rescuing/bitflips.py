@@ -1,0 +1,492 @@
+"""Whether the bytes of a record have the checksum they were saved with and, if not, which flipped bit explains it.
+
+CRC-32 is linear: what a flipped bit does to the checksum depends only on how many bits follow it. It is a power of x
+modulo the polynomial of the CRC, which is primitive: for 2^32 - 1 bits all these powers differ. Finding the power
+is a discrete logarithm, which takes the square root of as many steps as there are bits.
+
+The checksum of a deflated record is that of its inflated bytes and says nothing about its own bits. There every bit is
+tried.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import isqrt
+from typing import Literal, NamedTuple
+
+from transload.checkpoint import Record
+from transload.formats.verify import Lost, checksums
+from transload.io.checksums import ONE, POLYNOMIAL, times
+from transload.io.checksums import power as power_of
+from transload.io.pool import each, threads
+from transload.io.sources import Source
+from transload.rescuing.result import Certainty, Repair
+
+__all__ = [
+    "DEFLATED",
+    "MAX_RATIO",
+    "Bit",
+    "Claim",
+    "DeflateStyle",
+    "Verdict",
+    "check_records",
+    "deflate_style",
+    "flipped_bits",
+    "inflated",
+    "repaired_bytes",
+    "repairs_of",
+]
+
+DEFLATED = 8
+MAX_RATIO = 1032
+"""No deflated byte inflates to more."""
+
+_CHUNK = 1 << 20
+_PROVEN = 1 << 20
+_PROBABLE = 100 << 20
+"""Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for a megabyte, 1 in 5 for these."""
+
+_MAX_BITS = (1 << 32) - 1
+"""In a record of more bits than these any damage at all looks like a flipped bit."""
+
+_MAX_CANDIDATES = 4
+_MAX_REPAIRED = 2000
+"""Records in which a flipped bit is looked for: where there are more, something else has happened."""
+
+_MAX_TRIED = 4 << 30
+"""Bytes inflated in the search for flipped bits of deflated records: for one of 16 KB, all of its bits tried."""
+
+_MAX_INFLATED = 4 << 30
+_MAX_INFLATED_RATIO = 64
+"""Deflated records are inflated to so many bytes, or so many times the size of the file, all together."""
+
+_MAX_IN_MEMORY = 64 << 20
+_EMPTY_BLOCK = b"\0\0\xff\xff"
+_MAX_BLOCKS = 64
+
+
+class Bit(NamedTuple):
+    """A bit by the byte it is in, and its number there: 0 is the lowest."""
+
+    byte: int
+    bit: int
+
+
+class Claim(NamedTuple):
+    """Where the bytes of a record are, and what its headers say of them.
+
+    ``present`` is how many of the ``stored`` bytes are in the file. ``size`` is what they inflate to. ``checksums`` are
+    the stored ones, one for each copy.
+    """
+
+    payload: int
+    stored: int
+    present: int
+    size: int
+    method: int
+    checksums: tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """What became of a record.
+
+    ``crc32`` is that of its bytes, inflated and repaired. ``bits`` are the flipped ones, by their place in the source.
+    ``candidates`` are bytes any of which, with one bit flipped, would explain the checksum, where there are several.
+    """
+
+    state: Literal["whole", "mended", "damaged", "cut", "unchecked"]
+    crc32: int | None = None
+    bits: tuple[Bit, ...] = ()
+    certainty: Certainty = "proven"
+    size: int = -1
+    candidates: tuple[int, ...] = ()
+
+
+def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[Bit]:
+    """The bits of ``length`` bytes any of which alone, flipped, changes their CRC-32 by ``syndrome``.
+
+    Up to 512 MiB that is one, or none; of more than ``most`` the rest is left out.
+
+    >>> from zlib import crc32
+    >>> flipped_bits(crc32(b"transload") ^ crc32(b"transloae"), 9)
+    [Bit(byte=8, bit=0)]
+    """
+    if not syndrome or not length:
+        return []
+    found: list[Bit] = []
+    power = _logarithm(times(power_of(_MAX_BITS - 32), syndrome), min(8 * length, _MAX_BITS))
+    while power is not None and power < 8 * length and len(found) < most:
+        found.append(Bit(length - 1 - power // 8, 7 - power % 8))
+        power += _MAX_BITS
+    return found
+
+
+def _logarithm(value: int, most: int) -> int | None:
+    """The power of x, below ``most``, that a value is: small steps from 1, large steps from the value."""
+    stride = isqrt(most) + 1
+    small: dict[int, int] = {}
+    step = ONE
+    for index in range(stride):
+        small[step] = index
+        step = step >> 1 ^ (POLYNOMIAL if step & 1 else 0)
+    factor = power_of(_MAX_BITS - stride)
+    tables: list[list[int]] = []  # the product of each byte of a value with the factor: the sum of those of its bits
+    for shift in (0, 8, 16, 24):
+        table = [0]
+        for bit in range(8):
+            product = times(1 << shift + bit, factor)
+            table += [known ^ product for known in table]
+        tables.append(table)
+    low, second, third, high = tables
+    for large in range(stride + 1):
+        index = small.get(value, -1)
+        if index >= 0:
+            power = large * stride + index
+            return power if power < most else None
+        value = low[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ high[value >> 24]
+    return None
+
+
+def repaired_bytes(source: Source, offset: int, length: int, checksum: int | None) -> bytes:
+    """Some bytes of a source, with a flipped bit undone if their checksum tells which it is."""
+    data = source.read(offset, length)
+    if not checksum or zlib.crc32(data) == checksum:
+        return data
+    bits = flipped_bits(zlib.crc32(data) ^ checksum, len(data), 2)
+    return _with_flipped(data, bits[0]) if len(bits) == 1 else data
+
+
+def _with_flipped(data: bytes, bit: Bit) -> bytes:
+    out = bytearray(data)
+    out[bit.byte] ^= 1 << bit.bit
+    return bytes(out)
+
+
+def repairs_of(source: Source, verdict: Verdict, record: str) -> list[Repair]:
+    """What a verdict says is to be changed in its source."""
+    bytes_ = [(bit, source.read(bit.byte, 1)[0]) for bit in verdict.bits]
+    return [Repair(bit.byte, old, old ^ 1 << bit.bit, record, verdict.certainty) for bit, old in bytes_]
+
+
+# -- verdicts
+
+
+class _Budget:
+    """What may still be spent on repairs, all records of a file together."""
+
+    def __init__(self) -> None:
+        self._records = _MAX_REPAIRED
+        self._tried = _MAX_TRIED
+
+    def spend(self, nbytes: int = 0) -> bool:
+        """Whether one more record may be repaired, with so many bytes inflated on the way."""
+        self._records -= 1
+        self._tried -= nbytes
+        return self._records >= 0 and self._tried >= 0
+
+
+def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
+    """A verdict on each record; their checksums are computed by as many threads as there are cores."""
+    sums, budget = _checksums(source, claims), _Budget()
+    return [_verdict(source, claim, sums.get(claim), budget) for claim in claims]
+
+
+class _Sum(NamedTuple):
+    """Checksum and size of what a record inflates to."""
+
+    crc32: int
+    size: int
+
+
+def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, _Sum]:
+    """The checksum of each record that is all there, can be read, and inflates to no more than it claims."""
+    complete = [claim for claim in dict.fromkeys(claims) if claim.present >= claim.stored]
+    sums: dict[Claim, _Sum] = {}
+
+    def inflate(claim: Claim) -> None:
+        value, size = 0, 0
+        try:
+            for piece in inflated(source, claim.payload, claim.stored):
+                value, size = zlib.crc32(piece, value), size + len(piece)
+                if size > claim.size >= 0:  # a bomb, or damage
+                    return
+        except zlib.error:
+            return
+        sums[claim] = _Sum(value, size)
+
+    deflated = [claim for claim in complete if claim.method == DEFLATED]
+    if sum(claim.size for claim in deflated) <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size):
+        each(deflated, lambda: inflate, threads() if sum(claim.stored for claim in deflated) >= 8 * _CHUNK else 1)
+    left = list(dict.fromkeys((claim.payload, claim.stored) for claim in complete if not claim.method))
+    plain: dict[tuple[int, int], int] = {}
+    while left:  # records that overlap are left out by `checksums`, and summed in the next round
+        found = checksums(source, [Record("", offset, length, length, 0) for offset, length in left])
+        plain |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
+        left = [place for index, place in enumerate(left) if index not in found] if found else []
+    for claim in complete:
+        if not claim.method and (claim.payload, claim.stored) in plain:
+            sums[claim] = _Sum(plain[claim.payload, claim.stored], claim.stored)
+    return sums
+
+
+def _verdict(source: Source, claim: Claim, found: _Sum | None, budget: _Budget) -> Verdict:
+    if claim.present < claim.stored:
+        return Verdict("cut")
+    if claim.method not in (0, DEFLATED) or (found is None and not claim.checksums):
+        return Verdict("damaged")
+    if found is not None and not claim.checksums:
+        return Verdict("unchecked", found.crc32, size=found.size)
+    if found is not None and found.crc32 in claim.checksums:
+        bits = _padding_bits(source, claim) if claim.method == DEFLATED else ()
+        return Verdict("whole", found.crc32, bits, size=found.size)
+    if claim.method == DEFLATED:
+        return _repair_deflated(source, claim, budget)
+    return Verdict("damaged") if found is None else _repair_stored(claim, found.crc32, budget)
+
+
+def _repair_stored(claim: Claim, value: int, budget: _Budget) -> Verdict:
+    """Find the one bit that explains the checksum; by any of the copies of it, if they differ."""
+    if not budget.spend():
+        return Verdict("damaged", value, size=claim.stored)
+    votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
+    found = [(vote, bit) for vote in votes for bit in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
+    if len(found) != 1 or 8 * claim.stored >= _MAX_BITS:
+        candidates = tuple(claim.payload + bit.byte for _, bit in found)
+        return Verdict("damaged", value, size=claim.stored, candidates=candidates)
+    vote, bit = found[0]
+    flip = Bit(claim.payload + bit.byte, bit.bit)
+    return Verdict("mended", vote, (flip,), _certainty(claim.stored), claim.stored)
+
+
+def _certainty(length: int) -> Certainty:
+    """How sure it is that one bit was flipped, and not more was damaged that looks the same.
+
+    >>> _certainty(1000), _certainty(50 << 20), _certainty(1 << 30)
+    ('proven', 'probable', 'ambiguous')
+    """
+    if length <= _PROVEN:
+        return "proven"
+    return "probable" if length <= _PROBABLE else "ambiguous"
+
+
+# -- deflated records
+
+
+def inflated(source: Source, offset: int, stored: int) -> Iterator[bytes]:
+    """What deflated bytes inflate to, a piece at a time; raises ``zlib.error`` where they are damaged or cut."""
+    unpack, taken = zlib.decompressobj(-15), 0
+    while not unpack.eof:
+        data = unpack.unconsumed_tail
+        if not data:
+            data = source.read(offset + taken, min(_CHUNK, stored - taken))
+            taken += len(data)
+        piece = unpack.decompress(data, _CHUNK)
+        if piece:
+            yield piece
+        elif not data:
+            raise zlib.error("cut")
+
+
+def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...]:
+    """Set bits of a deflated record that mean nothing, and that writers leave zero.
+
+    They fill up bytes: the last one, and those before blocks that are not compressed, of which writers make empty ones.
+    """
+    if claim.stored > _PROVEN:
+        return ()
+    data = source.read(claim.payload, claim.stored)
+    places, at = [claim.stored - 1], data.find(_EMPTY_BLOCK)
+    while at > 0 and len(places) < _MAX_BLOCKS:
+        places.append(at - 1)
+        at = data.find(_EMPTY_BLOCK, at + 1)
+    content = _inflate_all(data)
+    found: list[Bit] = []
+    for place in places:
+        for bit in range(7, -1, -1):
+            if data[place] >> bit & 1:
+                if _inflate_all(_with_flipped(data, Bit(place, bit))) != content:
+                    break
+                found.append(Bit(claim.payload + place, bit))
+    return tuple(found)
+
+
+def _inflate_all(data: bytes) -> bytes | None:
+    """What some bytes inflate to, if all of them are needed for it."""
+    unpack = zlib.decompressobj(-15)
+    try:
+        out = unpack.decompress(data, _MAX_IN_MEMORY)
+    except zlib.error:
+        return None
+    return out if unpack.eof and not unpack.unused_data else None
+
+
+def _repair_deflated(source: Source, claim: Claim, budget: _Budget) -> Verdict:
+    if not budget.spend(4 * claim.stored * (claim.stored + claim.size)):
+        return Verdict("damaged")
+    data = source.read(claim.payload, claim.stored)
+    found = list(_deflated_flips(data, claim))
+    if not found:
+        return Verdict("damaged")
+    certainty: Certainty = "proven"
+    if len(found) > 1:  # they inflate to the same: one of them is what a writer would have made
+        certainty = "probable"
+        found.sort(key=lambda flip: deflate_style(_with_flipped(data, flip[0])))
+    bit, value = found[0]
+    return Verdict("mended", value, (Bit(claim.payload + bit.byte, bit.bit),), certainty, claim.size)
+
+
+def _deflated_flips(data: bytes, claim: Claim) -> Iterator[tuple[Bit, int]]:
+    """The bits that, flipped, make a deflated record inflate to something of the right size and checksum."""
+    prefix, value, size = zlib.decompressobj(-15), 0, 0
+    for index, byte in enumerate(data):
+        for bit in range(8):
+            unpack = prefix.copy()
+            try:
+                piece = unpack.decompress(bytes([byte ^ 1 << bit]) + data[index + 1 :], claim.size - size + 1)
+            except zlib.error:
+                continue
+            if unpack.eof and not unpack.unused_data and size + len(piece) == claim.size:
+                found = zlib.crc32(piece, value)
+                if found in claim.checksums:
+                    yield Bit(index, bit), found
+        try:
+            piece = prefix.decompress(data[index : index + 1])
+        except zlib.error:  # the damage is before this byte
+            return
+        value, size = zlib.crc32(piece, value), size + len(piece)
+        if size > claim.size or prefix.eof:
+            return
+
+
+# -- how deflated bytes were written
+#
+# Different bytes can inflate to the same: where a text occurred twice before, a match may copy either, and of two
+# matches in a row the first or the second may be the longer. Writers take the nearer text and the longer match first,
+# and declare no code they do not use. So among candidates that differ in a bit the original can be recognized.
+
+_CODE_LENGTH_ORDER = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
+_END_OF_BLOCK = 256
+_LAST_LENGTH = 285
+
+_Codes = dict[tuple[int, int], int]
+
+
+class DeflateStyle(NamedTuple):
+    """How far back all matches reach, how many codes are declared and never used, and how long the matches are.
+
+    The lengths are negative: of several styles the least is that of a writer.
+    """
+
+    reach: int
+    unused: int
+    lengths: tuple[int, ...]
+
+
+def deflate_style(data: bytes) -> DeflateStyle:
+    """The style of deflated bytes; the greatest of all for what cannot be read.
+
+    >>> import zlib
+    >>> pack = zlib.compressobj(wbits=-15)
+    >>> deflate_style(pack.compress(b"abcdabcd") + pack.flush()).reach
+    4
+    """
+    reader = _StyleReader(data)
+    try:
+        while not reader.block():
+            pass
+    except (ValueError, IndexError):
+        return DeflateStyle(1 << 62, 0, ())
+    return DeflateStyle(reader.reach, reader.unused, tuple(reader.lengths))
+
+
+class _StyleReader:
+    def __init__(self, data: bytes) -> None:
+        self._value = int.from_bytes(data, "little")
+        self._at = 0
+        self._size = 8 * len(data)
+        self.reach = self.unused = 0
+        self.lengths: list[int] = []
+
+    def _take(self, count: int) -> int:
+        value = self._value >> self._at & (1 << count) - 1
+        self._at += count
+        if self._at > self._size:
+            raise ValueError("cut")
+        return value
+
+    def _symbol(self, codes: _Codes) -> int:
+        code = 0
+        for length in range(1, 16):
+            code = code << 1 | self._take(1)
+            found = codes.get((length, code), -1)
+            if found >= 0:
+                return found
+        raise ValueError("no such code")
+
+    def block(self) -> bool:
+        """Read a block; whether it is the last."""
+        last, kind = bool(self._take(1)), self._take(2)
+        if kind == 0:
+            self._at += -self._at % 8
+            length = self._take(16)
+            self._at += 16 + 8 * length
+            return last
+        if kind == 1:
+            literals, distances = _codes([8] * 144 + [9] * 112 + [7] * 24 + [8] * 8), _codes([5] * 30)
+        else:
+            literals, distances = self._dynamic_codes()
+        used: set[int] = set()
+        while (symbol := self._symbol(literals)) != _END_OF_BLOCK:
+            used.add(symbol)
+            if symbol > _END_OF_BLOCK:
+                self.lengths.append(-self._match_length(symbol))
+                code = self._symbol(distances)
+                extra = max(0, code // 2 - 1)
+                self.reach += (code if code < 4 else 2 + code % 2 << extra) + 1 + self._take(extra)
+        if kind == 2:
+            self.unused += len(set(literals.values()) - used - {_END_OF_BLOCK})
+        return last
+
+    def _match_length(self, symbol: int) -> int:
+        code = symbol - 257
+        if symbol == _LAST_LENGTH:
+            return 258
+        if symbol > _LAST_LENGTH:
+            raise ValueError("no such length")
+        extra = max(0, code // 4 - 1)
+        return (code if code < 8 else 4 + code % 4 << extra) + 3 + self._take(extra)
+
+    def _dynamic_codes(self) -> tuple[_Codes, _Codes]:
+        """The codes a block declares. Those at the end of its lists that are not codes count as unused."""
+        literals, distances, count = self._take(5) + 257, self._take(5) + 1, self._take(4) + 4
+        own = [0] * 19
+        for place in _CODE_LENGTH_ORDER[:count]:
+            own[place] = self._take(3)
+        codes, lengths = _codes(own), list[int]()
+        while len(lengths) < literals + distances:
+            symbol = self._symbol(codes)
+            if symbol < 16:
+                lengths.append(symbol)
+            elif symbol == 16:
+                lengths += lengths[-1:] * (3 + self._take(2))
+            else:
+                lengths += [0] * (3 + self._take(3) if symbol == 17 else 11 + self._take(7))
+        self.unused += literals > 257 and not lengths[literals - 1]
+        self.unused += distances > 1 and not lengths[literals + distances - 1]
+        self.unused += count > 4 and not own[_CODE_LENGTH_ORDER[count - 1]]
+        return _codes(lengths[:literals]), _codes(lengths[literals : literals + distances])
+
+
+def _codes(lengths: list[int]) -> _Codes:
+    """Codes in the order of their lengths, and of their symbols within a length."""
+    codes: _Codes = {}
+    code = 0
+    for length in range(1, 16):
+        for symbol, own in enumerate(lengths):
+            if own == length:
+                codes[length, code] = symbol
+                code += 1
+        code <<= 1
+    return codes

@@ -1,0 +1,589 @@
+"""Where the records of a damaged archive are.
+
+Almost everything about a record is in the file twice: its name in its header and in the directory, its size in the
+directory and in the descriptor behind its bytes, its place in the directory and by the end of the record before it.
+Every header is read as if one of its bits may be flipped, and where two copies disagree, the place that most of the
+evidence supports is taken.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from struct import Struct
+from typing import NamedTuple
+
+from transload.formats import pickle_machine
+from transload.formats.tensors import Slot
+from transload.formats.torch_legacy import claimed, run_at
+from transload.formats.zip_index import widen
+from transload.formats.zip_writer import ALIGNMENT
+from transload.io.sources import Source
+from transload.rescuing.assembly import HAS_DESCRIPTOR
+from transload.rescuing.bitflips import DEFLATED, repaired_bytes
+
+__all__ = ["FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+
+_LOCAL = b"PK\x03\x04"
+_CENTRAL = b"PK\x01\x02"
+_DESCRIPTOR = b"PK\x07\x08"
+_END64 = b"PK\x06\x06"
+_END = b"PK\x05\x06"
+_LOCAL_FORM = Struct("<4s5H3L2H")
+_CENTRAL_FORM = Struct("<4s6H3L5H2L")
+_DESCRIPTOR_FORM = Struct("<4s3L")
+_DESCRIPTOR64_FORM = Struct("<4sL2Q")
+_END_FORM = Struct("<4s4H2LH")
+_END64_FORM = Struct("<4sQ2H2L4Q")
+_ALL32 = 0xFFFFFFFF
+
+_CHUNK = 1 << 20
+_BLOCK = 4096
+_TAIL = 1 << 17
+_PICKLE_WINDOW = 1 << 16
+_MAX_NAME = 4096
+"""Bytes of a record's name; those of a program are a hundred or two."""
+
+_MAX_EXTRA = 1 << 16
+_MAX_DIRECTORY = 64 << 20
+"""Bytes of a directory: one of half a million records."""
+
+_MAX_ENDS = 8
+"""End records that are looked at: a hostile file can have as many false ones as it likes."""
+
+_MAX_STEPS = 300_000
+"""A gigabyte of empty headers would take minutes; 20,000 tensors are 20,006 records."""
+
+_MAX_GAP = 1 << 30
+"""How far the next header is searched for, all searches of one file together."""
+
+_MIN_SEARCH = 64 << 20
+_MAX_SEARCH = 4
+"""Bytes read in search of the ends of records, all of one file together: so many, and so many times its size."""
+
+_MAX_INDEX = 512 << 20
+_MAX_INFLATED = 256 << 20
+
+
+class Header(NamedTuple):
+    """What one of the two headers of a record says: the local one before its bytes, or its entry in the directory.
+
+    ``header`` is where the local one is, ``position`` where this one is, and ``end`` where this one ends, if its
+    lengths are right.
+    """
+
+    position: int
+    end: int
+    header: int
+    flags: int
+    method: int
+    time: int
+    date: int
+    crc32: int
+    stored: int
+    size: int
+    name: bytes
+    extra: bytes
+
+    @property
+    def padded(self) -> bool:
+        """Whether torch's writer made it: it has a padding field ``FB``."""
+        return 0 <= self.extra.find(b"FB") <= 20
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a field of sizes in eight bytes; one bit of the length of that may be flipped."""
+        length = int.from_bytes(self.extra[2:4], "little")
+        return self.extra[:2] == b"\x01\x00" and any((length ^ right).bit_count() <= 1 for right in (8, 16, 24, 28))
+
+
+class Descriptor(NamedTuple):
+    """What follows the bytes of a record; ``length`` is its own."""
+
+    crc32: int
+    stored: int
+    size: int
+    length: int
+
+
+class FoundRecord(NamedTuple):
+    """A record: its headers as they are, where its bytes are, and how many of them the file has.
+
+    ``wide`` is whether its descriptor has sizes of eight bytes. ``replaced`` is whether a complete directory does not
+    list it: a newer record took its place. ``endless`` is whether nothing tells where it ends.
+    """
+
+    header: int
+    local: Header | None
+    entry: Header | None
+    wide: bool
+    payload: int = 0
+    stored: int = 0
+    present: int = 0
+    descriptor: Descriptor | None = None
+    replaced: bool = False
+    endless: bool = False
+
+    @property
+    def end(self) -> int:
+        """Where the next one should begin."""
+        return self.payload + self.stored + (self.descriptor.length if self.descriptor else 0)
+
+    @property
+    def names(self) -> list[bytes]:
+        """Its name, or both of them if they differ in more than the length that is given for one."""
+        found = [self.entry.name] if self.entry else []
+        if self.local and self.local.name:
+            here = self.local.name + self.local.extra
+            if not found or here[: len(found[0])] != found[0]:
+                found.append(self.local.name)
+        return found
+
+
+# -- headers
+
+
+def _is_near(one: bytes, other: bytes) -> bool:
+    r"""Whether two texts are the same but for a flipped bit.
+
+    >>> _is_near(b"PK\x03\x05", b"PK\x03\x04"), _is_near(b"PK\x01\x02", b"PK\x03\x04")
+    (True, False)
+    """
+    if one == other or len(one) != len(other):
+        return one == other
+    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count() == 1
+
+
+def starts_record(source: Source, offset: int = 0) -> bool:
+    """Whether a record begins at an offset, going by the signature alone."""
+    return _is_near(source.read(offset, 4), _LOCAL)
+
+
+def _read_local(source: Source, header: int) -> Header | None:
+    """The header at an offset, whatever its signature; ``None`` where the file ends within it."""
+    raw = source.read(header, _LOCAL_FORM.size)
+    if len(raw) < _LOCAL_FORM.size:
+        return None
+    _, _, flags, method, time, date, crc, stored, size, n_name, n_extra = _LOCAL_FORM.unpack(raw)
+    head = source.read(header + _LOCAL_FORM.size, n_name + n_extra)
+    name, extra = head[:n_name], head[n_name:]
+    if _ALL32 in (stored, size):
+        size, stored = widen(extra, size, stored)
+    end = header + _LOCAL_FORM.size + n_name + n_extra
+    return Header(header, end, header, flags, method, time, date, crc, stored, size, name, extra)
+
+
+def find_header(source: Source, data: bytes, base: int = 0) -> int:
+    """The first plausible header in ``data``, which is at ``base`` of the source; -1 if there is none.
+
+    Bytes like a signature occur in weights.
+    """
+    at = data.find(_LOCAL)
+    while at >= 0:
+        local = _read_local(source, base + at)
+        if local is not None and 0 < len(local.name) <= _MAX_NAME and len(local.extra) <= _MAX_EXTRA:
+            ordinary = local.method in (0, DEFLATED) and not local.flags & ~0x080E
+            if ordinary and not any(byte < 32 for byte in local.name):
+                break
+        at = data.find(_LOCAL, at + 1)
+    return at
+
+
+def _read_descriptor(source: Source, offset: int, *, wide: bool) -> Descriptor | None:
+    """The descriptor at an offset, if there is one."""
+    form = _DESCRIPTOR64_FORM if wide else _DESCRIPTOR_FORM
+    raw = source.read(offset, form.size)
+    if len(raw) < form.size or not _is_near(raw[:4], _DESCRIPTOR):
+        return None
+    _, crc, stored, size = form.unpack(raw)
+    return Descriptor(crc, stored, size, form.size)
+
+
+# -- the directory
+
+
+class Directory(NamedTuple):
+    """The entries that were found, and where they begin; -1 if there are none.
+
+    ``stated`` is where the end record says the directory begins, ``stated_count`` how many entries it says there are;
+    -1 without an end record. ``complete`` is whether an end record follows the last entry.
+    """
+
+    entries: list[Header]
+    start: int
+    stated: int = -1
+    stated_count: int = -1
+    complete: bool = False
+
+
+_NO_DIRECTORY = Directory([], -1)
+
+
+def find_directory(source: Source) -> Directory:
+    """The directory that the end of a file leads to; one without entries if nothing there leads to any."""
+    base = max(0, source.size - _TAIL)
+    tail = source.read(base, _TAIL)
+    best = _NO_DIRECTORY
+    tried: set[int] = set()
+    ends = _end_records(tail, base)
+    for position, size, start, count in ends:
+        for place in (start, position - size):
+            if place in tried or len(tried) >= _MAX_ENDS or not 0 <= place < position:
+                continue
+            if _is_near(source.read(place, 4), _CENTRAL):
+                tried.add(place)
+                found = _read_directory(source, place)._replace(stated=start, stated_count=count)
+                if found.complete and len(found.entries) == count:
+                    return found
+                best = max(best, found, key=lambda each: len(each.entries))
+    if best.entries:
+        return best
+    found = _find_entries(source, tail, base)  # no end record, or it is there and the first entry is not
+    return found._replace(stated=ends[0][2], stated_count=ends[0][3]) if ends and found.entries else found
+
+
+def _end_records(tail: bytes, base: int) -> list[tuple[int, int, int, int]]:
+    """Where each end record is, last first, and what it says of the directory: size, start, number of entries."""
+    found: list[tuple[int, int, int, int]] = []
+    for signature, form, (size, start, count) in ((_END, _END_FORM, (5, 6, 4)), (_END64, _END64_FORM, (8, 9, 7))):
+        at = tail.rfind(signature)
+        for _ in range(_MAX_ENDS):
+            if at < 0:
+                break
+            if at + form.size <= len(tail):
+                fields = form.unpack_from(tail, at)
+                found.append((base + at, fields[size], fields[start], fields[count]))
+            at = tail.rfind(signature, 0, at)
+    return found
+
+
+def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
+    """The directory by its entries alone: the first one in the tail of a file, and those that end where it begins."""
+    at = tail.find(_CENTRAL)
+    for _ in range(_MAX_ENDS):
+        if at < 0:
+            break
+        found = _read_directory(source, base + at)
+        if found.entries and (found.complete or found.entries[-1].end + _CENTRAL_FORM.size >= source.size):
+            start, earlier = found.start, list[Header]()
+            while start > 0:
+                before = max(0, start - _MAX_NAME)
+                data = source.read(before, start - before)
+                at = data.rfind(_CENTRAL)
+                entry = _read_entry(data, at, before) if at >= 0 else None
+                if entry is None or entry.end != start:
+                    break
+                earlier.append(entry)
+                start = entry.position
+            return found._replace(entries=[*reversed(earlier), *found.entries], start=start)
+        at = tail.find(_CENTRAL, at + 1)
+    return _NO_DIRECTORY
+
+
+def _read_directory(source: Source, start: int) -> Directory:
+    """The entries from a place on. One that is damaged ends where the next one begins."""
+    data = source.read(start, min(_MAX_DIRECTORY, source.size - start))
+    entries: list[Header] = []
+    at, least = 0, _CENTRAL_FORM.size + 1
+    while at + least <= len(data) and _is_near(data[at : at + 4], _CENTRAL):
+        entry = _read_entry(data, at, start)
+        end = entry.end - start if entry else at
+        following = data[end : end + 4]
+        continues = not following or any(_is_near(following, each) for each in (_CENTRAL, _END64, _END))
+        if entry is None or _CENTRAL in data[at + 4 : end] or not continues:
+            ends = [data.find(signature, at + least, at + _MAX_NAME) for signature in (_CENTRAL, _END64, _END)]
+            length = min((found - at for found in ends if found > 0), default=0)
+            entry = _read_entry(data, at, start, length) if length else entry
+        if entry is None:
+            break
+        entries.append(entry)
+        at = entry.end - start
+    complete = any(_is_near(data[at : at + 4], signature) for signature in (_END64, _END))
+    return Directory(entries, start, complete=complete)
+
+
+def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | None:
+    """The entry at ``at`` of ``data``, which is at ``base`` of the file.
+
+    With a ``length`` the entry is known to be so long, and its name is what is left of it.
+    """
+    if at + _CENTRAL_FORM.size > len(data):
+        return None
+    fields = _CENTRAL_FORM.unpack_from(data, at)
+    _, _, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment = fields[:13]
+    if length:
+        n_name, n_extra, n_comment = length - _CENTRAL_FORM.size, 0, 0
+    name_end = at + _CENTRAL_FORM.size + n_name
+    end = name_end + n_extra + n_comment
+    if end > len(data) or not 0 < n_name <= _MAX_NAME:
+        return None
+    name, extra, header = data[at + _CENTRAL_FORM.size : name_end], data[name_end : name_end + n_extra], fields[16]
+    if _ALL32 in (stored, size, header):
+        size, stored, header = widen(extra, size, stored, header)
+    return Header(base + at, base + end, header, flags, method, time, date, crc, stored, size, name, extra)
+
+
+# -- records
+
+
+class Scan:
+    """Every record of an archive that begins at byte 0 of a source, in the order of the file.
+
+    ``missing`` are entries of the directory without a record.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.records: list[FoundRecord] = []
+        self._position = 0
+        directory = find_directory(source)
+        self._run(directory if self._belongs(directory) else _NO_DIRECTORY)
+        if not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
+            self._run(_read_directory(source, self._position))
+        directory = self.directory
+        listed = {record.entry.position for record in self.records if record.entry}
+        self.missing = [entry for entry in directory.entries if entry.position not in listed]
+        if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
+            self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
+
+    def _belongs(self, directory: Directory) -> bool:
+        """Whether a directory is that of this archive, not of one inside it: it lists one of its records."""
+        first = _read_local(self._source, 0)
+        if first is not None and any(entry.name == first.name for entry in directory.entries):
+            return True
+        return any(map(self._is_right, directory.entries))
+
+    def _is_right(self, entry: Header) -> bool:
+        """Whether an entry of the directory points to a record of its name."""
+        local = _read_local(self._source, entry.header) if starts_record(self._source, entry.header) else None
+        return local is not None and local.name == entry.name
+
+    def _run(self, directory: Directory) -> None:
+        """Go from record to record."""
+        self.directory = directory
+        self.records = []
+        self._position = 0
+        self._by_header: dict[int, Header] = {}
+        for entry in directory.entries:
+            if entry.header not in self._by_header or self._is_right(entry):
+                self._by_header[entry.header] = entry
+        self._by_name = {entry.name: entry for entry in directory.entries}
+        self._headers = sorted(header for header in self._by_header if starts_record(self._source, header))
+        self._slots: dict[str, Slot] = {}
+        self._index: tuple[int, int, int | None] | None = None
+        self._gap_budget = _MAX_GAP
+        self._search_budget = _MIN_SEARCH + _MAX_SEARCH * self._source.size
+        for _ in range(_MAX_STEPS):
+            if not self._step():
+                break
+
+    def _step(self) -> bool:
+        """Take the record at the current position; false where there is none."""
+        position, directory = self._position, self.directory
+        if position == directory.start or position >= self._source.size:
+            return False
+        entry = self._by_header.get(position)
+        local = _read_local(self._source, position) if starts_record(self._source, position) else None
+        if entry is None and local is None:
+            return self._skip()
+        if local is not None and (entry is None or local.name != entry.name):
+            # The entry that points here, unless that is one of another record, or the one of this name.
+            named = self._by_name.get(local.name)
+            if named is not None and not self._is_right(named):
+                entry = entry if entry is not None and _is_near(entry.name, named.name) else named
+        following = self._next(position)
+        if following is None and directory.complete and directory.start > position:
+            following = directory.start
+        wide = position >= _ALL32 or (local is not None and local.wide)
+        record = self._locate(FoundRecord(position, local, entry, wide), following)
+        if record is None:
+            return local is None and self._skip()
+        self.records.append(record)
+        is_index = any(name.rpartition(b"/")[2] == b"data.pkl" for name in record.names)
+        if is_index and record.present == record.stored <= _MAX_INDEX:
+            copy = entry or record.descriptor
+            self._index = (record.payload, record.stored, copy.crc32 if copy else None)
+        self._position = record.payload if record.endless else record.end
+        return self._skip() if record.endless else record.present == record.stored
+
+    def _next(self, position: int) -> int | None:
+        """The next header that the directory knows."""
+        index = bisect_right(self._headers, position)
+        return self._headers[index] if index < len(self._headers) else None
+
+    def _skip(self) -> bool:
+        """Go on at the next header: the next that looks like one, or that the directory knows."""
+        known, directory = self._next(self._position), self.directory
+        stop = known or (directory.start if directory.start > 0 else self._source.size)
+        at = stop if _is_near(self._source.read(self._position, 4), _CENTRAL) else self._position + 1
+        while at < stop and self._gap_budget > 0:
+            found = find_header(self._source, self._source.read(at, _CHUNK + 3), at)
+            if 0 <= found < stop - at:
+                self._position = at + found
+                return True
+            at += _CHUNK
+            self._gap_budget -= _CHUNK
+        if known is not None:
+            self._position = known
+        return known is not None
+
+    # -- where the bytes of a record are
+
+    def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
+        """Where the bytes of a record are, by what most of the evidence says."""
+        agreed = self._agreed(record, following)
+        if agreed is not None:
+            return agreed
+        options = [option for option in self._options(record, following) if option[0] > 0]
+        if options:
+            return max(options, key=lambda option: option[0])[1]
+        local, entry = record.local, record.entry
+        if local is None or local.end > self._source.size:  # the file ends within its header
+            return None
+        size = self._size_by_index(local) if entry is None else entry.stored
+        left = max(0, self._source.size - local.end)
+        record = record._replace(payload=local.end, wide=local.wide)
+        if size is None:  # at least its descriptor is missing, and nothing tells how much more
+            return record._replace(stored=left + 1, present=left, endless=True)
+        return record._replace(stored=size, present=min(size, left))
+
+    def _agreed(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
+        """The ordinary case: everything agrees."""
+        local, entry, descriptor = record.local, record.entry, None
+        if local is None or entry is None or local.name != entry.name or local.header != entry.header:
+            return None
+        end = local.end + entry.stored
+        if entry.stored and local.flags & HAS_DESCRIPTOR:
+            descriptor = _read_descriptor(self._source, end, wide=local.wide)
+            if descriptor is None or descriptor[:3] != (entry.crc32, entry.stored, entry.size):
+                return None
+            end += descriptor.length
+        if end != following:
+            return None
+        size = entry.stored
+        return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
+
+    def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
+        """Each place and size the bytes may have, and how much more of the evidence is for it than against it."""
+        header, local, entry, wide, *_ = record
+        names = [each.name for each in (local, entry) if each is not None and each.name]
+        fields = (0, 12, 20) if wide else (0,)  # bytes of a field with an offset or sizes beyond 32 bits
+        unpadded = {header + _LOCAL_FORM.size + 4 + len(name) + field for name in names for field in fields}
+        padded = {each + int.from_bytes(self._source.read(each - 2, 2), "little") for each in unpadded}
+        starts = padded | {each + -each % ALIGNMENT for each in unpadded}
+        sizes: set[int] = set()
+        if local is not None:
+            starts.add(local.end)
+            if local.stored and not local.flags & HAS_DESCRIPTOR:
+                sizes.add(local.stored)
+        if entry is not None:
+            sizes |= {entry.stored} if entry.method else {entry.stored, entry.size}
+        if following is not None:
+            width = 24 if wide else 16
+            before = _read_descriptor(self._source, following - width, wide=wide)
+            if before is not None:
+                sizes |= {before.stored, before.size}
+                starts |= {following - width - before.stored, following - width - before.size}
+            sizes |= {following - less - start for start in starts for less in (0, width)}
+        measured = self._measure(local, following) if local is not None and entry is None else None
+        if measured is not None:
+            sizes.add(measured)
+        for start in sorted(starts):
+            for size in sorted(sizes):
+                if size >= 0 and header + _LOCAL_FORM.size <= start <= self._source.size:
+                    present = max(0, min(size, self._source.size - start))
+                    descriptor = _read_descriptor(self._source, start + size, wide=wide) if size else None
+                    option = record._replace(payload=start, stored=size, present=present, descriptor=descriptor)
+                    evidence = [start in padded, *self._evidence(option, following)]
+                    yield 2 * sum(evidence) - len(evidence), option
+
+    def _evidence(self, option: FoundRecord, following: int | None) -> Iterator[bool]:
+        """What is for and what is against a place and a size."""
+        source, start, size, descriptor = self._source, option.payload, option.stored, option.descriptor
+        local, entry = option.local, option.entry
+        cut = descriptor is None and option.end + 24 > source.size  # the file ends within the descriptor
+        if following is not None:
+            yield option.end == following
+        if not cut and option.end < source.size:
+            yield any(_is_near(source.read(option.end, 4), signature) for signature in (_LOCAL, _CENTRAL))
+        if local is not None:
+            yield local.end == start
+            if local.stored or not local.flags & HAS_DESCRIPTOR:
+                yield from [local.stored == size] * 2
+        if entry is not None:
+            yield from [entry.stored == size] if entry.method else [entry.stored == size, entry.size == size]
+        if descriptor is not None:
+            yield from (True, size in (descriptor.stored, descriptor.size))
+            if entry is not None:
+                yield descriptor.crc32 == entry.crc32
+        elif size and not cut:
+            yield local is not None and not local.flags & HAS_DESCRIPTOR
+
+    # -- how long a record is whose header does not say
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """The storages that the index names, by key. It is read when it is first asked for."""
+        if self._index is not None:
+            data = repaired_bytes(self._source, *self._index)
+            self._slots, self._index = claimed(pickle_machine.run(data, name="data.pkl")), None
+        return self._slots
+
+    def _size_by_index(self, local: Header) -> int | None:
+        parts = local.name.decode("utf-8", "backslashreplace").split("/")
+        if len(parts) < 2 or parts[-2] not in ("data", "tensors"):
+            return None
+        slot = self.slots.get(parts[-1])
+        return None if slot is None else slot.nbytes
+
+    def _measure(self, local: Header, following: int | None) -> int | None:
+        """The stored size of a record; ``None`` if nothing tells."""
+        if not local.flags & HAS_DESCRIPTOR:
+            return local.stored
+        if local.method == DEFLATED:
+            return self._size_by_deflate(local.end)
+        size = self._size_by_index(local)
+        if size is None:
+            size = self._size_by_descriptor(local, following)
+        if size is None and local.name.endswith(b".pkl"):
+            pickle, end = run_at(self._source, local.end, "data.pkl", _PICKLE_WINDOW)
+            return None if pickle.broken else end - local.end
+        return size
+
+    def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
+        """The distance to a descriptor that says how many bytes are before it."""
+        form = _DESCRIPTOR64_FORM if local.wide else _DESCRIPTOR_FORM
+        at, stop = local.end, following or self._source.size
+        while at < stop and self._search_budget > 0:
+            window = self._source.read(at, _CHUNK + form.size)
+            self._search_budget -= len(window)
+            found = window.find(_DESCRIPTOR)
+            while 0 <= found < _CHUNK:
+                size = at + found - local.end
+                if found + form.size > len(window):  # the file ends within it: the checksum in it has to be right
+                    crc = window[found + 4 : found + 8]
+                    known = len(crc) == 4 and size <= _MAX_INDEX
+                    content = self._source.read(local.end, size) if known else b""
+                    return size if known and zlib.crc32(content) == int.from_bytes(crc, "little") else None
+                _, _, stored, whole = form.unpack_from(window, found)
+                if size and size in (stored, whole):
+                    return size
+                found = window.find(_DESCRIPTOR, found + 1)
+            at += _CHUNK
+        return None
+
+    def _size_by_deflate(self, payload: int) -> int | None:
+        """Deflated bytes tell their own end."""
+        unpack, size, at = zlib.decompressobj(-15), 0, payload
+        while at < self._source.size and size < _MAX_INFLATED and self._search_budget > 0:
+            data = self._source.read(at, _BLOCK)
+            self._search_budget -= len(data)
+            at += len(data)
+            try:
+                size += len(unpack.decompress(data))
+            except zlib.error:
+                return None
+            if unpack.eof:
+                return at - len(unpack.unused_data) - payload
+        return None

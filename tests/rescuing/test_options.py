@@ -1,0 +1,68 @@
+"""What `rescue` is asked for, what it refuses to overwrite, and what it reports while it writes."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+from tests.rescuing.makers import ROOT
+
+from transload import UsageError, rescue
+
+STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
+
+
+def test_the_report_overwrites_nothing(tmp_path: Path) -> None:
+    """Neither a foreign file nor the source, only the report of an earlier rescue."""
+    (tmp_path / "model.pt").write_bytes(STATE)
+    report = tmp_path / "new.pt.rescue.json"
+    report.write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match="exists"):
+        rescue(tmp_path / "model.pt", tmp_path / "new.pt")
+    assert report.read_text(encoding="utf-8") == "mine"
+    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt", overwrite=True).exit_code == 0
+    (tmp_path / "new.pt").unlink()
+    assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
+    source = (tmp_path / "model.pt").rename(report)
+    before = source.read_bytes()
+    with pytest.raises(UsageError, match="never written"):
+        rescue(source, tmp_path / "new.pt", overwrite=True)
+    assert source.read_bytes() == before
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for dst, options, words in (
+        (tmp_path / "new.pt", {"fill": "ones"}, "fill must be"),
+        (None, {}, "no output file"),
+        (tmp_path, {}, "this is a directory"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            rescue(STATE, dst, **options)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_is_not_written_into_something_else(tmp_path: Path) -> None:
+    (tmp_path / "new.pt.rescue.json").mkdir()
+    with pytest.raises(UsageError, match="exists"):
+        rescue(STATE, tmp_path / "new.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.pt.rescue.json"]
+
+
+def test_progress(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    rescue(STATE, tmp_path / "new.pt", progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (len(STATE), len(STATE))
+
+
+def test_no_file_of_an_unzipped_directory_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(STATE)
+    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
+        archive.extractall(tmp_path / "unpacked")
+    (folder,) = (tmp_path / "unpacked").iterdir()
+    index = folder / "data.pkl"
+    before = index.read_bytes()
+    with pytest.raises(UsageError, match="never written"):
+        rescue(folder, index, overwrite=True)
+    assert index.read_bytes() == before
+    assert rescue(folder, folder / "new.pt").exit_code == 0
