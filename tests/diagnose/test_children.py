@@ -18,12 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transload.diagnose import children
-from transload.diagnose.children import Child, Outcome, Question
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.probes.ask import form
-from transload.diagnose.scripts import source
 
 LONG = 60.0  # seconds that no test waits for
-SCRIPTS = ("ask_cuda", "ask_nvml", "ask_torch")
+SCRIPTS = ("ask_driver", "ask_torch")
 SRC = Path(children.__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sessions of POSIX")
@@ -42,7 +41,7 @@ def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
 
 def hangs_in(child: Child, record: dict[str, object]) -> Outcome:
     """Its end, once it has said so much: no machine is too slow for that."""
-    while record not in child._hearing.records and not child.ended():
+    while record not in child.records and not child.ended():
         time.sleep(0.01)
     child.hurry(time.monotonic())
     return child.outcome()
@@ -258,7 +257,7 @@ def test_an_empty_environment() -> None:
     ],
 )
 def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], words: str) -> None:
-    with Child(Question("ask_cuda", python, environ), LONG) as child:
+    with Child(Question("ask_driver", python, environ), LONG) as child:
         told = child.outcome()
     assert (told.state, told.detail.lower(), child.pid) == ("unasked", words.lower(), 0)
     assert child.ended()
@@ -304,14 +303,14 @@ def test_a_script_is_found_inside_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "app.pyz", "w") as app:
         for file in sorted((SRC / "transload").rglob("*.py")):
             app.write(file, file.relative_to(SRC))
-    script = "from transload.diagnose.scripts import source; print(source('ask_nvml'))"
+    script = "from transload.diagnose.children import source; print(source('ask_driver'))"
     run = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'app.pyz')!r}); {script}"],
         check=True,
         capture_output=True,
         text=True,
     )
-    assert run.stdout == source("ask_nvml") + "\n"
+    assert run.stdout == source("ask_driver") + "\n"
 
 
 @settings(max_examples=40)

@@ -14,9 +14,18 @@ from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
 from transload.diagnose import elf as elf_module
-from transload.diagnose.elf import Elf, contents, read_elf, sections
-from transload.diagnose.fatbin import architectures
-from transload.diagnose.symbols import Wanted, lacking, undefined, version_definitions, version_needs
+from transload.diagnose.elf import (
+    Elf,
+    Wanted,
+    architectures,
+    contents,
+    lacking,
+    read_elf,
+    sections,
+    undefined,
+    version_definitions,
+    version_needs,
+)
 from transload.machine import Unknown
 
 

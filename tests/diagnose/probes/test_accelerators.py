@@ -6,8 +6,7 @@ import pytest
 from tests.diagnose.trees import FOLDER, Content, Device, Link, Tree, plain_host, tree_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.accelerators import accelerators
-from transload.diagnose.probes.hardware import hardware
+from transload.diagnose.probes.hardware import accelerators, hardware
 from transload.machine import Accelerator
 
 

@@ -52,18 +52,18 @@ class World:
 
     def cuda(self, data: bytes, hangs_in: str = "") -> Cuda:
         (self.folder / "libcuda.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "ask_cuda"), LONG) as child:
+        with Child(driver.question(self.host, "cuda"), LONG) as child:
             return driver.cuda(self.host, ended(child, hangs_in))
 
     def nvml(self, data: bytes, hangs_in: str = "") -> Nvml:
         (self.folder / "libnvidia-ml.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "ask_nvml"), LONG) as child:
+        with Child(driver.question(self.host, "nvml"), LONG) as child:
             return driver.nvml(self.host, ended(child, hangs_in))
 
 
 def ended(child: Child, step: str) -> Outcome:
     """The outcome; where there is a step that hangs, once the child is there."""
-    while step and not child.ended() and {"doing": step} not in child._hearing.records:
+    while step and not child.ended() and {"doing": step} not in child.records:
         time.sleep(0.01)
     child.hurry(time.monotonic() if step else child.deadline)
     return child.outcome()
@@ -208,7 +208,7 @@ class WithoutDriver(Host):
 @pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux")
 def test_no_driver(tmp_path: Path) -> None:
     host = WithoutDriver(environ={}, cwd=str(tmp_path))
-    with Child(driver.question(host, "ask_cuda"), LONG) as child:
+    with Child(driver.question(host, "cuda"), LONG) as child:
         told = driver.cuda(host, child.outcome())
     assert told.answer.state == "no-library"
     assert "libcuda.so.1" in told.answer.detail
@@ -361,7 +361,7 @@ def test_processes_on_a_card(world: World, tmp_path: Path) -> None:
     name = (Path("/proc") / str(os.getpid()) / "comm").read_text().strip()
     assert card.processes == (f"{name} ({os.getpid()}), 3.2 GB", "process (4190000)")
     (tmp_path / "libnvidia-ml.so.1").write_bytes(fake_nvml(devices=(Device(processes=running),)))
-    with Child(driver.question(world.host, "ask_nvml"), LONG) as child:
+    with Child(driver.question(world.host, "nvml"), LONG) as child:
         ours = driver.nvml(world.host, child.outcome(), {os.getpid()})
     assert ours.gpus[0].processes == ("process (4190000)",)
 
@@ -462,7 +462,7 @@ def test_an_experiment_finds_the_fix(two_drivers: World) -> None:
     (two_drivers.folder / "stub.so").write_bytes(fake_libcuda(init=34))
     two_drivers.environ["LD_LIBRARY_PATH"] = str(two_drivers.folder / "good")
     two_drivers.environ["LD_PRELOAD"] = str(two_drivers.folder / "stub.so")
-    with Child(driver.question(two_drivers.host, "ask_cuda"), LONG) as child:
+    with Child(driver.question(two_drivers.host, "cuda"), LONG) as child:
         refused = driver.cuda(two_drivers.host, child.outcome())
     assert refused.init == 34
     tried = {each.change: each.cuda for each in driver.experiments(two_drivers.host, refused, LONG)}

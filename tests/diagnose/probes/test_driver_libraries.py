@@ -9,7 +9,7 @@ import pytest
 from tests.diagnose.trees import FOLDER, Content, Link, tree_host
 from tests.elf_forge import library
 
-from transload.diagnose.probes.driver_libraries import driver_libraries
+from transload.diagnose.probes.libraries import driver_libraries
 from transload.machine import DriverLibraries, Library, Unknown
 
 DEBIAN = "/usr/lib/x86_64-linux-gnu"

@@ -11,7 +11,7 @@ from tests.diagnose.trees import Content, tree_host
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose.probes.extensions import extensions
+from transload.diagnose.probes.libraries import extensions
 from transload.machine import Extension, Python, TorchInstall
 
 SITE = "/opt/venv/lib/python3.12/site-packages"

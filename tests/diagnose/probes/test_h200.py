@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
 
-from transload.diagnose.probes.hardware import hardware
+from transload.diagnose.probes.hardware import hardware, nodes
 from transload.diagnose.probes.kernel import kernel
-from transload.diagnose.probes.nodes import nodes
-from transload.diagnose.probes.variables import variables
+from transload.diagnose.probes.surroundings import variables
 from transload.machine import ProcGpu
 
 VERSION = (

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.diagnose.trees import plain_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.kernel_log import kernel_log
+from transload.diagnose.probes.kernel import kernel_log
 from transload.machine import Unknown
 
 FELL = "NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."

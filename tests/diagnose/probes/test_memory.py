@@ -6,7 +6,7 @@ import pytest
 from tests.diagnose.trees import Tree, tree_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.memory import memory
+from transload.diagnose.probes.system import memory
 
 GB = 1 << 30
 MEMINFO = (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.diagnose.trees import tree_host
 
-from transload.diagnose.probes.mounts import Mount, mount_of, mounts
+from transload.diagnose.probes.system import Mount, mount_of, mounts
 
 TEXT = """\
 27 1 0:25 /@ / rw,relatime shared:1 - btrfs /dev/nvme0n1p2 rw,subvol=/@

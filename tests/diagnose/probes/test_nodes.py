@@ -19,7 +19,7 @@ from tests.diagnose.trees import (
     wsl,
 )
 
-from transload.diagnose.probes.nodes import nodes
+from transload.diagnose.probes.hardware import nodes
 from transload.machine import Node, Nodes
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.diagnose.trees import Link, Tree, plain_host, tree_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.platform import platform
+from transload.diagnose.probes.system import platform
 from transload.machine import Unknown
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.diagnose.trees import Content, Link, Tree, plain_host
 
-from transload.diagnose.probes.processes import daemons_and_stuck
+from transload.diagnose.probes.kernel import daemons_and_stuck
 
 
 def process(

@@ -16,10 +16,8 @@ from tests.diagnose.probes.installs import plant, script, wheel
 
 import transload
 from transload.diagnose.host import Host
-from transload.diagnose.probes import interview
-from transload.diagnose.probes.environment import environment
-from transload.diagnose.probes.interpreters import interpreter, others, usual
-from transload.diagnose.probes.python import choose, python
+from transload.diagnose.probes import python as module
+from transload.diagnose.probes.python import choose, environment, interpreter, others, python, usual
 
 SOURCE = Path(transload.__file__).parent.parent
 LIB = "lib/python3.11/site-packages"
@@ -27,10 +25,9 @@ PROGRAM = """
 import json, sys
 sys.path.append({source!r})
 from transload.diagnose.host import Host
-from transload.diagnose.probes import interview
-from transload.diagnose.probes.python import python
+from transload.diagnose.probes.python import asked, python
 found = python(Host(), deadline=60.0)
-told = interview.asked(Host(), sys.executable, 60.0)
+told = asked(Host(), sys.executable, 60.0)
 paths = [[entry for entry in path if entry != {source!r}] for path in (found.path, told["path"])]
 print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], found.problem]))
 """
@@ -97,7 +94,7 @@ def test_however_we_were_started_a_users_program_is_described(how: str, tmp_path
 
 
 def test_ours_is_looked_at_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interview, "asked", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(module, "asked", lambda *_: pytest.fail("a child was started"))
     found = python(Host(), "as told")
     assert found.executable == sys.executable
     assert (found.version, found.prefix, found.why) == (sys.version.split()[0], sys.prefix, "as told")
@@ -416,7 +413,7 @@ def test_no_home_no_path_no_current_folder() -> None:
 
 
 def own_torch(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
-    monkeypatch.setattr(interview, "own", lambda: {"path": list(path)})
+    monkeypatch.setattr(module, "own", lambda: {"path": list(path)})
 
 
 def test_ours_is_taken_where_it_has_a_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

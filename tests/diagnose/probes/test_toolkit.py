@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.diagnose.trees import FOLDER, Link, Tree, tree_host
 
-from transload.diagnose.probes.toolkit import toolkit
+from transload.diagnose.probes.system import toolkit
 from transload.machine import Toolkit
 
 CUDA: Tree = {

@@ -14,9 +14,7 @@ from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.nvidia_packages import package_of
-from transload.diagnose.probes.torch_libraries import torch_libraries
-from transload.diagnose.torch_import import Preload, Preloads, preloads
+from transload.diagnose.probes.libraries import Preload, Preloads, package_of, preloads, torch_libraries
 from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
 SITE = "/opt/venv/lib/python3.12/site-packages"

@@ -12,7 +12,7 @@ import torch
 
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
-from transload.diagnose.probes.torch_run import question, torch_run
+from transload.diagnose.probes.torch import question, torch_run
 from transload.machine import Answer, TorchRun, Unknown
 
 LONG = 60.0
@@ -191,7 +191,7 @@ def test_an_import_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, time\nos.write(1, b'\\x1e{\"here\": 1}\\n')\ntime.sleep(600)\n")
     host = Host(cwd=str(tmp_path))
     with Child(question(host), LONG) as child:
-        while {"here": 1} not in child._hearing.records and not child.ended():
+        while {"here": 1} not in child.records and not child.ended():
             time.sleep(0.01)
         child.hurry(time.monotonic() + 0.1)
         told = torch_run(host, child.outcome())

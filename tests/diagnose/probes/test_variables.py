@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.diagnose.trees import FOLDER, Content, Link, plain_host, service, tree_host
 
-from transload.diagnose.probes.variables import DECIDING, SHOWN, variables
+from transload.diagnose.probes.surroundings import DECIDING, SHOWN, variables
 
 
 def test_values_that_decide_are_told_and_others_are_not(tmp_path: Path) -> None:
