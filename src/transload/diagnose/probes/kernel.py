@@ -211,11 +211,8 @@ def _concerning(text: str) -> tuple[str, ...]:
 # -- other processes that matter to a GPU ------------------------------------------------------------------------------
 
 _DAEMONS = (
-    "nv-fabricmanager",
-    "nvidia-persistenced",
-    "nvidia-cuda-mps-control",
-    "nvidia-cuda-mps-server",
-    "nvidia-gridd",
+    *("nv-fabricmanager", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
+    *("nvidia-gridd",),
 )
 _SHORT = 15  # characters of a name that the kernel keeps: not enough to tell the two of MPS apart
 _STAT = re.compile(r"\d+ \((.*)\) (\S)", re.DOTALL)

@@ -51,24 +51,12 @@ __all__ = [
 _CUDA, _NVML, _PTX = "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"
 
 _FOLDERS = (
-    "/usr/lib64",
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib/wsl/lib",
-    "/usr/local/nvidia/lib64",
-    "/usr/local/nvidia/lib",
-    "/run/opengl-driver/lib",
-    "/run/nvidia/driver/usr/lib64",
-    "/run/nvidia/driver/usr/lib/x86_64-linux-gnu",
-    "/run/nvidia/driver/usr/lib/aarch64-linux-gnu",
-    "/opt/nvidia/lib64",
-    "/opt/nvidia/lib",
-    "/home/kubernetes/bin/nvidia/lib64",
-    "/.singularity.d/libs",
-    "/usr/lib/aarch64-linux-gnu/tegra",
-    "/usr/lib/aarch64-linux-gnu/nvidia",
-    "/usr/lib",
-    "/usr/local/lib",
+    *("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"),
+    *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib"),
+    *("/run/nvidia/driver/usr/lib64", "/run/nvidia/driver/usr/lib/x86_64-linux-gnu"),
+    *("/run/nvidia/driver/usr/lib/aarch64-linux-gnu", "/opt/nvidia/lib64", "/opt/nvidia/lib"),
+    *("/home/kubernetes/bin/nvidia/lib64", "/.singularity.d/libs", "/usr/lib/aarch64-linux-gnu/tegra"),
+    *("/usr/lib/aarch64-linux-gnu/nvidia", "/usr/lib", "/usr/local/lib"),
 )
 _BELOW = (
     ("/usr/local", "cuda", "/compat"),

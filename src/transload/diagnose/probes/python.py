@@ -11,36 +11,16 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from transload.machine import Python, Unknown
+from transload.machine import Python, TorchInstall, Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from transload.diagnose.host import Host
 
-__all__ = [
-    "Build",
-    "Distribution",
-    "Environment",
-    "Interpreter",
-    "all_interpreters",
-    "asked",
-    "assigned",
-    "build",
-    "choose",
-    "distributions",
-    "environment",
-    "fields",
-    "interpreter",
-    "others",
-    "own",
-    "python",
-    "usual",
-    "version",
-    "without_script",
-]
+__all__ = ["Distribution", "assigned", "build", "choose", "distributions", "fields", "python", "version"]
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 
@@ -65,7 +45,7 @@ def choose(host: Host) -> tuple[Host, str]:
     best = next((each for each in found if each.torch(host)), None)
     if best:
         return replace(host, python=best.executable), f"transload's own environment has no torch; {best.how} has one"
-    if found and environment(host, sys.prefix, sys.base_prefix).private:
+    if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
         why = f"transload has an environment of its own, and no torch was found; this is the one of {found[0].how}"
         return replace(host, python=found[0].executable), why
     return host, "no environment with a torch was found; this is transload's own"
@@ -431,33 +411,24 @@ _TABLE = re.compile(r"(?m)^\[tool\.(poetry|pdm)\b")
 _ONE_TOOL = re.compile(r"/uv/(?:tools|archive-v\d+)/")  # of `uv tool install` and `uvx`
 
 
-class Environment(NamedTuple):
-    """``kind``: ``venv``, ``conda``, ``pixi``, ``pipx``, ``uv-tool``, ``pyenv``, ``nix``, ``system``; and its tool."""
+def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
+    """The kind of environment of an interpreter with these prefixes, and the tool for a user in ``host.cwd``.
 
-    kind: str
-    tool: str
-
-    @property
-    def private(self) -> bool:
-        """Whether it was made for one program alone, which in ours is transload."""
-        return self.kind in ("pipx", "uv-tool")
-
-
-def environment(host: Host, prefix: str, base_prefix: str) -> Environment:
-    """The environment of an interpreter with these prefixes, for a user in the folder ``host.cwd``."""
+    Kinds are ``venv``, ``conda``, ``pixi``, ``pipx``, ``uv-tool``, ``pyenv``, ``nix`` and ``system``.
+    """
     if host.folder(f"{prefix}/conda-meta"):
-        return Environment("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else Environment("conda", "conda")
+        return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")
     settings = _config(host, prefix)
     if settings or prefix != base_prefix:
         one_tool = _ONE_TOOL.search(f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
         pipx = host.exists(f"{prefix}/pipx_metadata.json")
-        return Environment("pipx" if pipx else "uv-tool" if one_tool else "venv", next(_tools(host, prefix, settings)))
+        return "pipx" if pipx else "uv-tool" if one_tool else "venv", next(_tools(host, prefix, settings))
     if prefix.startswith("/nix/store/"):
-        return Environment("nix", "pip")
+        return "nix", "pip"
     root = host.environ.get("PYENV_ROOT") or "/.pyenv"
     if f"{root.rstrip('/')}/versions/" in f"{prefix}/":
-        return Environment("pyenv", "pip")
-    return Environment("system", "uv" if "/uv/python/" in prefix else "pip")
+        return "pyenv", "pip"
+    return "system", "uv" if "/uv/python/" in prefix else "pip"
 
 
 def _tools(host: Host, prefix: str, settings: dict[str, str]) -> Iterator[str]:
@@ -495,24 +466,16 @@ class Distribution:
     path: str
 
 
-def normal(name: str) -> str:
-    """The one spelling of a distribution's name.
-
-    >>> normal("NVIDIA_cudnn.cu12")
-    'nvidia-cudnn-cu12'
-    """
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def distributions(folder: str, names: Iterable[str]) -> Iterator[Distribution]:
-    """Those in a folder of the import path that holds ``names``.
+    """Those in a folder of the import path that holds ``names``, with their names in the one normal spelling.
 
-    >>> next(distributions("/site", ["torch-2.13.0+cpu.dist-info"]))
-    Distribution(name='torch', version='2.13.0+cpu', path='/site/torch-2.13.0+cpu.dist-info')
+    >>> next(distributions("/site", ["NVIDIA_nccl.cu12-2.27.dist-info"]))
+    Distribution(name='nvidia-nccl-cu12', version='2.27', path='/site/NVIDIA_nccl.cu12-2.27.dist-info')
     """
     for name in names:
         if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
-            yield Distribution(normal(found["name"]), found["version"] or "", f"{folder.rstrip('/')}/{name}")
+            normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
+            yield Distribution(normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
 
 
 def fields(host: Host, distribution: Distribution, name: str) -> tuple[str, ...]:
@@ -540,17 +503,6 @@ _ASSIGNED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """What it says; empty is what it was not built for. With a ``problem`` it could not be read."""
-
-    version: str = ""
-    cuda: str = ""
-    hip: str = ""
-    xpu: str = ""
-    problem: str = ""
-
-
 def assigned(text: str) -> dict[str, str]:
     r"""The names it gives a text or ``None``, which is empty here. The last one counts, as in Python.
 
@@ -560,15 +512,13 @@ def assigned(text: str) -> dict[str, str]:
     return {found[1]: found[3] or "" for found in _ASSIGNED.finditer(text.removeprefix("\ufeff"))}
 
 
-def build(host: Host, folder: str) -> Build:
-    """What the torch in ``folder`` was built for."""
+def build(host: Host, folder: str) -> TorchInstall:
+    """What the torch in ``folder`` was built for, and no more; with a ``problem`` where that could not be read."""
     path = f"{folder}/version.py"
     text = host.text(path, _VERSION_FILE)
-    if isinstance(text, Unknown):
-        return Build(problem=text.reason)
-    told = assigned(text)
-    if not told.get("__version__"):
-        return Build(problem=f"{path} names no version")
-    if "cuda" not in told:
-        return Build(told["__version__"], problem=f"{path} does not say what it was built for")
-    return Build(told["__version__"], told["cuda"], told.get("hip") or told.get("rocm", ""), told.get("xpu", ""))
+    told = assigned(text or "")
+    version = told.get("__version__", "")
+    if not version or "cuda" not in told:
+        why = f"{path} does not say what it was built for" if version else f"{path} names no version"
+        return TorchInstall(folder, version, known=False, problem=text.reason if isinstance(text, Unknown) else why)
+    return TorchInstall(folder, version, told["cuda"], told.get("hip") or told.get("rocm", ""), told.get("xpu", ""))

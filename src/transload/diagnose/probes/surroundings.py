@@ -231,29 +231,13 @@ _FILE = 256 << 10
 _MOST = 8  # files that set one variable
 
 _SYSTEM = (
-    "/etc/environment",
-    "/etc/security/pam_env.conf",
-    "/etc/profile",
-    "/etc/bash.bashrc",
-    "/etc/bashrc",
-    "/etc/zsh/zshenv",
-    "/etc/zsh/zshrc",
-    "/etc/zshenv",
+    *("/etc/environment", "/etc/security/pam_env.conf", "/etc/profile", "/etc/bash.bashrc", "/etc/bashrc"),
+    *("/etc/zsh/zshenv", "/etc/zsh/zshrc", "/etc/zshenv"),
 )
 _SYSTEM_FOLDERS = (("/etc/profile.d", ".sh"), ("/etc/environment.d", ".conf"), ("/etc/fish/conf.d", ".fish"))
 _HOME = (
-    ".profile",
-    ".bashrc",
-    ".bash_profile",
-    ".bash_login",
-    ".bash_aliases",
-    ".zshenv",
-    ".zshrc",
-    ".zprofile",
-    ".cshrc",
-    ".tcshrc",
-    ".pam_environment",
-    ".config/fish/config.fish",
+    *(".profile", ".bashrc", ".bash_profile", ".bash_login", ".bash_aliases", ".zshenv", ".zshrc"),
+    *(".zprofile", ".cshrc", ".tcshrc", ".pam_environment", ".config/fish/config.fish"),
 )
 _HOME_FOLDERS = ((".config/fish/conf.d", ".fish"), (".config/environment.d", ".conf"))
 _PROJECT = (".env", ".envrc", "Dockerfile")

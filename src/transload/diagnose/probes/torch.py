@@ -174,14 +174,8 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         conda = next((each[1] for each in records if each), "")
     files = _listed(host, dist.path) if dist else {}
     damaged, altered = _compared(host, folder, files)
-    made = TorchInstall(
-        folder,
-        built.version,
-        built.cuda,
-        built.hip,
-        built.xpu,
-        known=not built.problem,
-        problem=built.problem,
+    made = replace(
+        built,
         installer=installer or ("conda" if conda else ""),
         conda_build=conda,
         missing=damaged,
