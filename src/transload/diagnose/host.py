@@ -1,6 +1,6 @@
-"""The host as probes see it: files under a root, variables of an environment. A fixture tree can stand in for it.
+"""The host as probes see it: files under a root, variables of an environment. A tree of files can take its place.
 
-Nothing here raises for what a host may be: what cannot be read is an ``Unknown`` with the reason.
+Nothing here raises for the state of a host: what cannot be read is an ``Unknown`` with the reason.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _cwd() -> str:
 
 def _uname() -> tuple[str, str, str]:
     if hasattr(os, "uname"):
-        told = os.uname()
-        return told.sysname, told.release, told.machine
+        uname = os.uname()
+        return uname.sysname, uname.release, uname.machine
     import platform
 
     return platform.system(), platform.release(), platform.machine()
@@ -102,7 +102,7 @@ class Host:
         return dict(self.environ)
 
     def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
-        """The beginning of a file as text. Bytes that are no UTF-8 are kept as surrogates."""
+        """The beginning of a file as text. Bytes that are not UTF-8 are kept as surrogates."""
         data = self.data(path, limit)
         return data if isinstance(data, Unknown) else data.decode("utf-8", "surrogateescape")
 
@@ -111,7 +111,7 @@ class Host:
         real = self.real(path)
         try:
             if not stat.S_ISREG(os.stat(real).st_mode):
-                return Unknown(f"{path} is no file")
+                return Unknown(f"{path} is not a file")
             with open(real, "rb") as stream:  # buffered: one read(2) of a file in /proc gives a page at most
                 return stream.read(limit)
         except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ class Host:
         return self._link(path if self.root == "/" else f"{self.target(folder)}/{name}")
 
     def _link(self, path: str) -> str:
-        """The same of a path whose folders are no links."""
+        """The same for a path without links among its folders."""
         try:
             return os.readlink(self.at(path))
         except (OSError, ValueError):

@@ -155,7 +155,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("kill -9 $$", "did not answer: SIGKILL"),
         ("exit 0", "did not answer: exit status 0"),
         ("echo 'Fatal Python error: no encodings'; echo more; exit 1", "it printed: Fatal Python error: no encodings"),
-        ("printf '\\036{\"done\": true}\\n'", "is no Python: its answer makes no sense"),
+        ("printf '\\036{\"done\": true}\\n'", "is not a Python interpreter: its answer makes no sense"),
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )

@@ -69,7 +69,7 @@ def test_what_the_manager_says_is_translated(tmp_path: Path, told: str, kind: st
 def test_the_first_process_may_know(tmp_path: Path) -> None:
     host = plain_host(tmp_path, more={"/proc/1/environ": "PATH=/bin\0container=lxc\0TERM=linux"})
     around = surroundings(host)
-    assert (around.container, around.evidence) == ("lxc", ("process 1 was told that its container is lxc",))
+    assert (around.container, around.evidence) == ("lxc", ("the variable container of process 1 is lxc",))
 
 
 def test_an_overlay_alone_is_no_container(tmp_path: Path) -> None:

@@ -120,13 +120,13 @@ def test_no_home_and_files_that_are_none(tmp_path: Path, home: str, content: Con
     ("environ", "problem"),
     [
         ({"HOME": "/home/user"}, ""),
-        ({"HOME": "/home/file"}, "/home/file: no folder"),
+        ({"HOME": "/home/file"}, "/home/file: not a folder"),
         ({"HOME": "/home/file", "CUDA_CACHE_PATH": "/home/user/cache"}, ""),
-        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "/home/file/cache"}, "/home/file: no folder"),
-        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "file"}, "/home/file: no folder"),
+        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "/home/file/cache"}, "/home/file: not a folder"),
+        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "file"}, "/home/file: not a folder"),
         ({"HOME": "/home/file", "CUDA_CACHE_DISABLE": "1"}, ""),
         ({"HOME": "/nowhere"}, ""),
-        ({}, "HOME is not set, and CUDA_CACHE_PATH neither"),
+        ({}, "neither HOME nor CUDA_CACHE_PATH is set"),
     ],
 )
 def test_a_cache_that_cannot_be_written(tmp_path: Path, environ: dict[str, str], problem: str) -> None:

@@ -262,7 +262,7 @@ def mig(driver: Driver, card: ctypes.c_void_p) -> dict[str, object]:
 
 
 def licence(driver: Driver, card: ctypes.c_void_p) -> str:
-    """``licensed`` where any feature is; empty where none needs to be, or it is not told."""
+    """``licensed`` where any feature is; empty where none needs to be, or NVML does not say."""
     raw = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size)
     if driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw):
         return ""

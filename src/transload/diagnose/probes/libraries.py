@@ -201,7 +201,7 @@ class Preloads:
     marker: str = ""
     """``always`` counts only where a file with this in its path is mapped."""
     rescue: tuple[Preload, ...] = ()
-    """Where it could not be loaded for want of one of these. The first that cannot be ends the import."""
+    """Where it could not be loaded because one of these was missing. The first that fails ends the import."""
 
 
 def preloads(source: str) -> Preloads:

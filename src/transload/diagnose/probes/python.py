@@ -230,7 +230,7 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
             ("path", list),
         ]
         whole = all(type(told.get(name)) is kind for name, kind in kinds) and all(type(e) is str for e in told["path"])
-        return told if whole else f"{executable} is no Python: its answer makes no sense"
+        return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
     if outcome.state == "unasked":
         return f"{executable} {outcome.end}"
     if outcome.state == "hung":

@@ -119,7 +119,7 @@ def _signs_of_containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tupl
     told = (
         (host.environ.get("container", ""), "the variable container is {}"),
         (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
-        (first[1] if first else "", "process 1 was told that its container is {}"),
+        (first[1] if first else "", "the variable container of process 1 is {}"),
     )
     for name, why in told:
         if name not in _NO_CONTAINERS:
@@ -257,19 +257,19 @@ def _cache_problem(host: Host) -> str:
     home = host.environ.get("HOME")
     cache = host.environ.get("CUDA_CACHE_PATH") or (f"{home}/.nv/ComputeCache" if home else "")
     if not cache:
-        return "HOME is not set, and CUDA_CACHE_PATH neither"
+        return "neither HOME nor CUDA_CACHE_PATH is set"
     folder = cache if cache.startswith("/") else f"{host.cwd}/{cache}"
     while len(folder) > 1 and not host.exists(folder):
         folder = folder.rpartition("/")[0] or "/"
     real = host.real(folder)
     try:
         if not os.path.isdir(real):
-            return f"{folder}: no folder"
+            return f"{folder}: not a folder"
         if os.access(real, os.W_OK | os.X_OK):
             return ""
         return f"{folder}: {'read-only file system' if os.statvfs(real).f_flag & os.ST_RDONLY else 'EACCES'}"
     except (OSError, ValueError) as error:
-        return f"{folder}: {reason(folder, error).partition(': ')[2] or 'not to be read'}"
+        return f"{folder}: {reason(folder, error).partition(': ')[2] or 'cannot be read'}"
 
 
 def _origins(host: Host, names: frozenset[str]) -> dict[str, tuple[str, ...]]:

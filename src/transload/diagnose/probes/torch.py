@@ -1,4 +1,4 @@
-"""Every torch on the import path, in the order of an import, what stands in its way, and what happens when it is run.
+"""Every torch on the import path, in the order of an import, what shadows it, and what happens when it is run.
 
 Here nothing is imported: files are read, and torch runs in a child process of the examined interpreter.
 """
