@@ -14,6 +14,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.elf_forge import CUBIN, HEADER, LOADABLE, LTO, NATIVE, PTX, SECTION, Function, fatbin, library, loaded
 from tests.fake_driver import (
     crashes,
@@ -48,15 +49,15 @@ def child(path: Path, call: str = "") -> subprocess.Popen[bytes]:
 
 
 @runs
-@pytest.mark.parametrize("code", [0, 1, 999, -1, 2**31 - 1, -(2**31)])
+@cases("code", [0, 1, 999, -1, 2**31 - 1, -(2**31)])
 def test_a_function_returns_its_code(tmp_path: Path, code: int) -> None:
     with called(tmp_path, returns(code)) as f:
         assert f() == code
 
 
 @runs
-@pytest.mark.parametrize("argument", range(6))
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 17, 96, 2049])
+@cases("argument", range(6))
+@cases("size", [0, 1, 7, 8, 9, 17, 96, 2049])
 def test_a_blob_is_copied_whole_and_nothing_beside_it(tmp_path: Path, argument: int, size: int) -> None:
     blob = bytes(1 + at % 255 for at in range(size))
     buffer = ctypes.create_string_buffer(b"\xff" * (size + 16), size + 16)
@@ -76,7 +77,7 @@ def test_several_blobs_go_to_several_arguments(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.parametrize(("source", "argument"), list(permutations(range(6), 2)))
+@cases(("source", "argument"), list(permutations(range(6), 2)))
 def test_an_argument_is_passed_on(tmp_path: Path, source: int, argument: int) -> None:
     number = ctypes.c_uint64(0)
     arguments: list[object] = [None] * 6
@@ -87,7 +88,7 @@ def test_an_argument_is_passed_on(tmp_path: Path, source: int, argument: int) ->
 
 
 @runs
-@pytest.mark.parametrize("argument", range(6))
+@cases("argument", range(6))
 def test_a_switch_takes_the_case_of_an_argument(tmp_path: Path, argument: int) -> None:
     inner = switch((argument + 1) % 6, {2: returns(22)}, returns(20))
     with called(tmp_path, switch(argument, {75: returns(1), -2: inner, 0x7001: returns(3)}, returns(4))) as f:
@@ -105,9 +106,7 @@ def test_the_selector_picks_blob_and_code_and_beyond_the_last_the_last(tmp_path:
 
 
 @runs
-@pytest.mark.parametrize(
-    ("body", "status"), [(crashes(), -signal.SIGILL), (segfaults(), -signal.SIGSEGV), (exits(7), 7), (exits(0), 0)]
-)
+@cases(("body", "status"), [(crashes(), -signal.SIGILL), (segfaults(), -signal.SIGSEGV), (exits(7), 7), (exits(0), 0)])
 def test_a_process_ends_in_the_function(tmp_path: Path, body: Function, status: int) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": body}))
@@ -142,7 +141,7 @@ def test_the_other_machine_gets_its_own_instructions() -> None:
 
 
 @runs
-@pytest.mark.parametrize("tag", ["runpath", "rpath"])
+@cases("tag", ["runpath", "rpath"])
 def test_a_needed_library_is_found_along_the_path(tmp_path: Path, tag: str) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / f"libforged-{tag}.so.1").write_bytes(library(functions={"answer": returns(42)}))
@@ -203,7 +202,7 @@ def test_a_symbol_of_the_wanted_version_is_missing(tmp_path: Path) -> None:
 
 
 @runs
-@pytest.mark.parametrize("symbol", ["add@ABSENT@libforgedLink.so.12", "puts@ABSENT@libc.so.6"])
+@cases("symbol", ["add@ABSENT@libforgedLink.so.12", "puts@ABSENT@libc.so.6"])
 def test_the_version_itself_is_missing(tmp_path: Path, symbol: str) -> None:
     jit_link(tmp_path, "add")
     path = user_of(tmp_path, "add@libforgedLink.so.12", symbol)
@@ -266,7 +265,7 @@ def sections_of(image: bytes) -> dict[str, bytes]:
     return {name: image[header[4] : header[4] + header[5]] for name, header in zip(names, headers, strict=True)}
 
 
-@pytest.mark.parametrize(("machine", "number"), [("x86_64", 62), ("aarch64", 183)])
+@cases(("machine", "number"), [("x86_64", 62), ("aarch64", 183)])
 def test_sections_are_found_by_name(machine: str, number: int) -> None:
     image = library(soname="libx.so", sections={".nv_fatbin": b"abc", "__nv_relfatbin": b""}, machine=machine)
     sections = sections_of(image)

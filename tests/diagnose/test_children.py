@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.diagnose.cases import cases
 
 from transload.diagnose import children
 from transload.diagnose.children import Child, Outcome, Question, source
@@ -115,7 +116,7 @@ def test_no_core_is_dumped() -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "end"),
     [
         ("os.kill(os.getpid(), 11)", "SIGSEGV in work"),
@@ -247,7 +248,7 @@ def test_an_empty_environment() -> None:
         assert child.outcome().facts["n"] <= 1  # LC_CTYPE, which Python sets
 
 
-@pytest.mark.parametrize(
+@cases(
     ("python", "environ", "words"),
     [
         ("/nowhere/python", {}, "could not be started: /nowhere/python is not there"),
@@ -288,7 +289,7 @@ open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}
 # -- the scripts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@cases("script", SCRIPTS)
 def test_a_script_is_one_text_for_any_python(script: str) -> None:
     text = source(script)
     tree = ast.parse(text, feature_version=(3, 7))

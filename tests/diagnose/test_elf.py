@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
@@ -96,7 +97,7 @@ def test_32_bits_and_big_endian_are_named_and_left_alone(tmp_path: Path) -> None
     assert (read.machine, read.little, read.needed) == ("s390x", False, ())
 
 
-@pytest.mark.parametrize(
+@cases(
     ("data", "reason"),
     [
         (b"", "empty"),

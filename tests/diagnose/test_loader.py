@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import Content, Forged, Link, tree_host, write
 from tests.elf_forge import LOADABLE, NATIVE, library
 
@@ -178,7 +179,7 @@ def simulated(root: Path, variables: Mapping[str, str], cwd: Path) -> list[str] 
 
 
 @pytest.mark.skipif(not (GLIBC and LOADABLE), reason="the loader is not glibc's, or of a machine we cannot build for")
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS)
 def test_as_the_real_loader(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
     root = Path(os.path.realpath(tmp_path))
@@ -250,7 +251,7 @@ def test_a_machine_of_another_kind_has_folders_of_its_own(tmp_path: Path) -> Non
         ]
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@cases("machine", ["x86_64", "aarch64"])
 def test_a_tree_that_does_not_state_its_machine_has_a_loader_that_tells(tmp_path: Path, machine: str) -> None:
     loaders = {"x86_64": LD_SO, "aarch64": "/lib/ld-linux-aarch64.so.1"}
     write(tmp_path, {loaders[machine]: FOLDERS})

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.diagnose.cases import cases
 from tests.diagnose.machines import bare, healthy, in_container, in_slurm, in_wsl, refused
 
 from transload.diagnose.saved import machine_from, machine_in
@@ -27,7 +28,7 @@ FULL = Machine(
 )
 
 
-@pytest.mark.parametrize(
+@cases(
     "machine",
     [
         Machine(),
@@ -62,7 +63,7 @@ def test_what_was_not_found_out_stays_so() -> None:
     assert read.kernel.loaded == Unknown("/proc is not there")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("text", "words"),
     [
         ("", "it is not JSON"),
@@ -123,7 +124,7 @@ def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...
     assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is not JSON")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "value"),
     [
         ("driver.nvml.gpus.0.memory", 10**400),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import FOLDER, Content, Device, Link, Tree, plain_host, tree_host
 
 from transload.diagnose.host import Host
@@ -62,7 +62,7 @@ def test_a_card_of_amd_without_its_driver(tmp_path: Path) -> None:
 LEVEL_ZERO = {"/usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1": b""}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("device", "driver", "library", "expected"),
     [
         (0x56A0, "xe", LEVEL_ZERO, (Accelerator("xpu", "Intel GPU", "8086:56a0", usable=True),)),
@@ -88,7 +88,7 @@ def test_apple(tmp_path: Path) -> None:
     assert found(tree_host(tmp_path, {}, uname=("Darwin", "22.6.0", "x86_64"))) == ()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "kind", "usable"),
     [
         ({"/dev/davinci0": Device(236, 0), "/dev/davinci1": Device(236, 1), "/dev/davinci_manager": ""}, "npu", True),

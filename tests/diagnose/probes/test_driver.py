@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.elf_forge import LOADABLE, library
 from tests.fake_driver import (
     Device,
@@ -94,7 +95,7 @@ def test_a_cuda_driver_at_work(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("code", CODES)
+@cases("code", CODES)
 def test_a_code_of_cuinit(world: World, code: int) -> None:
     told = world.cuda(fake_libcuda(init=code, version=13020))
     assert told.answer.state == "answered"
@@ -132,7 +133,7 @@ def test_a_name_that_is_no_text(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
+@cases(
     ("step", "end", "words"),
     [
         ("cuInit", segfaults(), "SIGSEGV in cuInit"),
@@ -167,7 +168,7 @@ def test_a_driver_that_hangs_while_it_is_loaded(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("function", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])
+@cases("function", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])
 def test_a_driver_without_what_every_driver_has(world: World, function: str) -> None:
     told = world.cuda(fake_libcuda(overrides={function: None}))
     assert (told.answer.state, told.answer.detail) == ("no-symbol", f"it has no {function}")
@@ -184,7 +185,7 @@ def unloadable(folder: Path) -> list[tuple[bytes, str]]:
 
 
 @loadable
-@pytest.mark.parametrize("case", range(4))
+@cases("case", range(4))
 def test_what_cannot_be_loaded(world: World, case: int) -> None:
     data, words = unloadable(world.folder)[case]
     told = world.cuda(data)
@@ -215,7 +216,7 @@ def test_no_driver(tmp_path: Path) -> None:
     assert driver.experiments(host, told, LONG) == ()
 
 
-@pytest.mark.parametrize(
+@cases(
     ("words", "state"),
     [
         ("libcuda.so.1: cannot open shared object file: No such file or directory", "no-library"),
@@ -304,7 +305,7 @@ def test_a_card_that_is_lost(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("code", [4, 9, 12, 17, 18, 27, 999])
+@cases("code", [4, 9, 12, 17, 18, 27, 999])
 def test_a_code_of_nvml(world: World, code: int) -> None:
     told = world.nvml(fake_nvml(init=code))
     assert told.answer.state == "answered"
@@ -325,9 +326,7 @@ def test_mig(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
-    ("features", "word"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")], ids=["no", "yes", "unneeded"]
-)
+@cases(("features", "word"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")])
 def test_the_licence_of_a_share_of_a_card(world: World, features: tuple[int, int], word: str) -> None:
     supported, licensed = features
     blob = struct.pack(
@@ -339,9 +338,7 @@ def test_the_licence_of_a_share_of_a_card(world: World, features: tuple[int, int
 
 
 @loadable
-@pytest.mark.parametrize(
-    ("state", "ready", "word"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")]
-)
+@cases(("state", "ready", "word"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")])
 def test_confidential_computing(world: World, state: tuple[int, int, int], ready: int, word: str) -> None:
     assert world.nvml(fake_nvml(confidential=state, ready=ready)).confidential == word
 
@@ -382,7 +379,7 @@ def test_an_nvml_that_has_little(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
+@cases(
     ("data", "state", "detail"),
     [
         (lambda: fake_nvml(overrides={"nvmlInit_v2": None, "nvmlInit": None}), "no-symbol", "it has no nvmlInit_v2"),

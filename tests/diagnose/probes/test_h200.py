@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
 
 from transload.diagnose.probes.hardware import hardware, nodes
@@ -105,8 +105,8 @@ def test_what_dev_showed(tmp_path: Path) -> None:
     assert found.majors["nvidia-nvswitch"] == 239
 
 
-@pytest.mark.parametrize("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
-@pytest.mark.parametrize("error", ["ENOENT", "EACCES"])
+@cases("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
+@cases("error", ["ENOENT", "EACCES"])
 def test_a_node_that_was_taken_away_or_refused(tmp_path: Path, node: str, error: str) -> None:
     path = f"/dev/{node.replace('_', '-')}"
     if error == "ENOENT":

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import FOLDER, H200, Content, Device, Link, Tree, bus, plain_host, tree_host, wsl
 
 from transload.diagnose.probes.hardware import hardware
@@ -51,7 +51,7 @@ def test_display_devices_of_all_and_everything_of_nvidia(tmp_path: Path) -> None
     assert there.gpus == ()
 
 
-@pytest.mark.parametrize("driver", ["nouveau", "vfio-pci", ""])
+@cases("driver", ["nouveau", "vfio-pci", ""])
 def test_the_driver_bound_to_it(tmp_path: Path, driver: str) -> None:
     assert only(tmp_path, bus(H200, driver)).driver == driver
 
@@ -61,9 +61,7 @@ def test_one_that_fell_off_the_bus_reads_all_ones(tmp_path: Path) -> None:
     assert only(tmp_path, tree).dead
 
 
-@pytest.mark.parametrize(
-    "asleep", [{f"{FOLDER_OF}/power_state": "D3cold"}, {f"{FOLDER_OF}/power/runtime_status": "suspended"}]
-)
+@cases("asleep", [{f"{FOLDER_OF}/power_state": "D3cold"}, {f"{FOLDER_OF}/power/runtime_status": "suspended"}])
 def test_one_that_sleeps_is_let_sleep(tmp_path: Path, asleep: dict[str, Content]) -> None:
     """Its configuration is not read, which would wake it: even one that reads all ones is not called dead."""
     tree = {**bus(H200), f"{FOLDER_OF}/config": b"\xff" * 64, **asleep}
@@ -80,7 +78,7 @@ def test_regions_that_were_not_assigned_count_nothing(tmp_path: Path) -> None:
     assert only(tmp_path, {**bus(H200), f"{FOLDER_OF}/resource": lines}).bars == (1 << 24, 0)
 
 
-@pytest.mark.parametrize(
+@cases(
     "broken",
     [
         {f"{FOLDER_OF}/resource": b"\xff\xfe\x00garbage \x00 x\n" * 10},
@@ -119,7 +117,7 @@ def test_the_road_under_wsl(tmp_path: Path) -> None:
     assert (there.dxg, there.present, there.gpus) == (True, True, ())
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "told"),
     [
         (

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import (
     FOLDER,
     H200,
@@ -22,6 +23,9 @@ from tests.diagnose.trees import (
 from transload.diagnose.probes.kernel import kernel
 from transload.machine import ProcGpu, Unknown
 
+if TYPE_CHECKING:
+    import pytest
+
 SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 
 
@@ -36,7 +40,7 @@ def test_a_driver_at_work(tmp_path: Path) -> None:
     assert (told.daemons, told.stuck, told.fabric_manager, told.mps_directory) == ((), (), "", "")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("line", "version", "flavour"),
     [
         (
@@ -80,7 +84,7 @@ def test_modules_of_concern(tmp_path: Path) -> None:
     assert told.modules == ("nouveau", "nova_core", "nvidia_modeset", "vfio_pci")
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
     [
         "updates/dkms/nvidia.ko.zst",
@@ -99,7 +103,7 @@ def test_kernels_that_have_the_driver(tmp_path: Path, name: str) -> None:
     assert kernel(host).built_for == ("6.8.0-40",)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "secure"),
     [
         ({SECURE_BOOT: b"\6\0\0\0\1"}, True),
@@ -139,7 +143,9 @@ def test_a_card_that_was_excluded_or_is_not_understood(tmp_path: Path) -> None:
     )
 
 
-def test_a_page_that_never_comes_keeps_nobody(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_page_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transload.diagnose.probes.kernel.PATIENCE", 1.0)
+
     class Hanging(TreeHost):
         def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
             if path.endswith("/information"):
@@ -169,7 +175,7 @@ Version: 1:1.3
 """
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "version"),
     [
         ({"/usr/bin/nv-fabricmanager": b"", "/var/lib/dpkg/status": DPKG}, "580.159.04"),

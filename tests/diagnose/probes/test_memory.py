@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import Tree, tree_host
 
 from transload.diagnose.host import Host
@@ -15,7 +16,7 @@ MEMINFO = (
 GROUP = "/sys/fs/cgroup/kubepods/pod1"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "expected"),
     [
         ({}, (-1, -1)),

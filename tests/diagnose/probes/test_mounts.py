@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import tree_host
 
 from transload.diagnose.probes.system import Mount, mount_of, mounts
@@ -27,7 +27,7 @@ def test_the_root_and_what_is_at_or_below_dev(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "kind", "nodev"),
     [("/dev/nvidia0", "tmpfs", True), ("/devices", "btrfs", False), ("/", "btrfs", False), ("/dev/a b", "tmpfs", True)],
 )

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import (
     DEVICES,
     MOUNTS,
@@ -21,6 +22,9 @@ from tests.diagnose.trees import (
 
 from transload.diagnose.probes.hardware import nodes
 from transload.machine import Node, Nodes
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_the_nodes_of_a_driver_at_work(tmp_path: Path) -> None:
@@ -41,7 +45,7 @@ def test_the_first_three_are_listed_when_nothing_is_there(tmp_path: Path) -> Non
     assert (found.majors, found.cgroup) == ({}, ())
 
 
-@pytest.mark.parametrize("error", ["EACCES", "EPERM", "ENXIO", "ENODEV", "EIO"])
+@cases("error", ["EACCES", "EPERM", "ENXIO", "ENODEV", "EIO"])
 def test_the_errno_of_opening_is_told(tmp_path: Path, error: str) -> None:
     found = nodes(plain_host(tmp_path, errors={"/dev/nvidiactl": error}))
     assert found.at("/dev/nvidiactl").error == error
@@ -98,7 +102,7 @@ def test_drivers_before_550_have_one_name_for_both(tmp_path: Path) -> None:
     assert (majors["nvidia"], majors["nvidiactl"]) == (195, 195)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("cgroup", "folder"),
     [("5:devices:/docker/1\n", "/docker/1"), ("5:cpu,devices:/\n", ""), ("5:devices:/elsewhere\n", "")],
 )
@@ -131,8 +135,9 @@ def test_containers_jobs_and_wsl(tmp_path: Path) -> None:
     assert nodes(wsl(tmp_path / "wsl")).at("/dev/dxg").exists
 
 
-def test_a_driver_that_does_not_answer_keeps_nobody(tmp_path: Path) -> None:
-    """Opening waits for the other end of a pipe, as it would for a driver that hangs; what comes before is told."""
+def test_nobody_waits_for_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening waits for the other end of a pipe, as it would for a driver that hangs; what comes before is known."""
+    monkeypatch.setattr("transload.diagnose.probes.hardware.PATIENCE", 1.0)
 
     class Hanging(TreeHost):
         def open_error(self, path: str) -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import Link, Tree, plain_host, tree_host
 
 from transload.diagnose.host import Host
@@ -25,7 +25,7 @@ def test_os_release_may_lie_in_usr_alone(tmp_path: Path) -> None:
     assert told.distribution == "ubuntu"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("release", "programs", "manager"),
     [
         ("ID=fedora", ("/usr/bin/apt-get", "/usr/bin/dnf5"), "dnf"),
@@ -45,7 +45,7 @@ def test_the_package_manager_is_the_distributions_own(
     assert platform(tree_host(tmp_path, tree)).package_manager == manager
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tree", "libc"),
     [
         ({"/lib/ld-musl-x86_64.so.1": "", "/lib/apk/db/installed": "P:musl\nV:1.2.5-r0\n\nP:zlib\n"}, "musl 1.2"),
@@ -59,9 +59,7 @@ def test_the_libc_of_a_tree_is_read_from_its_files(tmp_path: Path, tree: Tree, l
     assert platform(tree_host(tmp_path, tree)).libc == libc
 
 
-@pytest.mark.parametrize(
-    ("type_", "laptop"), [("10\n", True), ("31", True), ("3", False), ("23", False), ("\udcff", False)]
-)
+@cases(("type_", "laptop"), [("10\n", True), ("31", True), ("3", False), ("23", False), ("\udcff", False)])
 def test_the_chassis_tells_a_laptop(tmp_path: Path, type_: str, *, laptop: bool) -> None:
     assert platform(plain_host(tmp_path, more={"/sys/class/dmi/id/chassis_type": type_})).laptop is laptop
 
@@ -82,7 +80,7 @@ def test_limits_suspends_and_groups_without_a_name(tmp_path: Path) -> None:
     assert told.groups == ("60001", "user", "video")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "word", "prime"),
     [
         ("/etc/prime-discrete", "on\n", "nvidia"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import Content, Link, Tree, plain_host
 
 from transload.diagnose.probes.kernel import daemons_and_stuck
@@ -30,7 +30,7 @@ def test_the_daemons_that_run(tmp_path: Path) -> None:
     assert daemons_and_stuck(plain_host(tmp_path, more=tree)) == (("nv-fabricmanager", "nvidia-persistenced"), ())
 
 
-@pytest.mark.parametrize(
+@cases(
     ("command", "daemon"),
     [
         ("nvidia-cuda-mps-control", "nvidia-cuda-mps-control"),
@@ -42,7 +42,7 @@ def test_the_two_of_mps_have_the_same_short_name(tmp_path: Path, command: str, d
     assert daemons_and_stuck(plain_host(tmp_path, more=tree))[0] == (daemon,)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("files", "stuck"),
     [
         ({"stack": "[<0>] os_acquire_mutex+0x35/0x60 [nvidia]\n[<0>] nvidia_open+0x1 [nvidia]\n"}, True),
@@ -58,8 +58,6 @@ def test_who_waits_for_the_driver(tmp_path: Path, files: Tree, *, stuck: bool) -
     assert daemons_and_stuck(plain_host(tmp_path, more=tree))[1] == (("train (1) x (4242)",) if stuck else ())
 
 
-@pytest.mark.parametrize(
-    "tree", [{"/proc/5/stat": b"\xff\0"}, {"/proc/5": ""}, {"/proc/5/stat/x": ""}, {"/proc/5": Link("5")}]
-)
+@cases("tree", [{"/proc/5/stat": b"\xff\0"}, {"/proc/5": ""}, {"/proc/5/stat/x": ""}, {"/proc/5": Link("5")}])
 def test_what_cannot_be_read_is_passed_over(tmp_path: Path, tree: Tree) -> None:
     assert daemons_and_stuck(plain_host(tmp_path, more=tree)) == ((), ())

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.probes.installs import plant, script, wheel
 
 import transload
@@ -73,7 +74,7 @@ def started(how: str, folder: Path) -> list[str]:
     }[how]
 
 
-@pytest.mark.parametrize(
+@cases(
     "how",
     [
         *("script", "link", "module", "module of the path", "text", "zipapp", "safe script", "safe zipapp"),
@@ -143,7 +144,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-@pytest.mark.parametrize(
+@cases(
     ("text", "problem"),
     [
         ("exec sleep 60", "did not answer within 0.5 s"),
@@ -168,7 +169,7 @@ def test_what_is_no_interpreter_is_told_apart(tmp_path: Path, text: str, problem
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs modes")
-@pytest.mark.parametrize(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
+@cases(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
 def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
     program = tmp_path / "python"
     program.write_bytes(content)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import (
     CONTAINER_MOUNTS,
     FOLDER,
@@ -24,7 +24,7 @@ def test_nothing_is_around_a_plain_host(tmp_path: Path) -> None:
     assert surroundings(plain_host(tmp_path)) == Surroundings(container_toolkit=False)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("kind", "named"),
     [
         ("docker", "docker"),
@@ -44,7 +44,7 @@ def test_each_kind_of_container_is_known_by_its_marks(tmp_path: Path, kind: str,
     assert not around.service
 
 
-@pytest.mark.parametrize(
+@cases(
     ("cgroup", "kind"),
     [
         ("12:devices:/docker/4c01db0b339c4c01db0b339c\n", "docker"),
@@ -61,7 +61,7 @@ def test_a_cgroup_names_the_container(tmp_path: Path, cgroup: str, kind: str) ->
     assert surroundings(plain_host(tmp_path, more={"/proc/self/cgroup": cgroup})).container == kind
 
 
-@pytest.mark.parametrize(("told", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
+@cases(("told", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
 def test_what_the_manager_says_is_translated(tmp_path: Path, told: str, kind: str) -> None:
     assert surroundings(plain_host(tmp_path, environ={"container": told})).container == kind
 
@@ -106,7 +106,7 @@ def test_a_service_that_sees_the_devices(tmp_path: Path) -> None:
     assert (around.service, around.private_dev) == ("jupyter.service", False)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("cgroup", "unit"),
     [
         ("0::/system.slice/ollama.service/worker\n", "ollama.service"),
@@ -126,7 +126,7 @@ def test_a_container_without_devices_has_a_private_dev(tmp_path: Path) -> None:
     assert not surroundings(container(tmp_path / "with")).private_dev
 
 
-@pytest.mark.parametrize(
+@cases(
     ("environ", "notebook"),
     [
         ({"COLAB_GPU": "0"}, "colab"),
@@ -139,7 +139,7 @@ def test_rented_notebooks_are_known_by_their_variables(tmp_path: Path, environ: 
     assert surroundings(plain_host(tmp_path, environ=environ)).notebook == notebook
 
 
-@pytest.mark.parametrize(
+@cases(
     ("version", "line", "sandbox"),
     [
         ("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016", "", "gvisor"),
@@ -172,7 +172,7 @@ def test_a_toolkit_is_not_known_where_programs_cannot_be_listed(tmp_path: Path) 
     assert around.container_toolkit == Unknown("/usr/bin is not there")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "content", "docker"),
     [
         ("/usr/bin/docker", b"\x7fELF", "installed"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import FOLDER, Link, Tree, tree_host
 
 from transload.diagnose.probes.system import toolkit
@@ -37,7 +37,7 @@ def test_the_path_goes_before_the_home(tmp_path: Path) -> None:
     assert (told.nvcc, told.version, told.home) == ("/opt/cuda/bin/nvcc", "10.2.89", "/usr/local/cuda")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("nvcc", "tree", "version"),
     [
         ("/usr/bin/nvcc", {"/usr/bin/nvcc": b"\x7fELF", "/usr/include/cuda.h": HEADER}, "13.0"),
@@ -60,7 +60,7 @@ def test_the_version_by_the_files_around_it(tmp_path: Path, nvcc: str, tree: Tre
     assert (told.nvcc, told.version) == (nvcc, version)
 
 
-@pytest.mark.parametrize("target", ["sbsa", "aarch64"])
+@cases("target", ["sbsa", "aarch64"])
 def test_toolkits_for_arm_servers_and_for_jetson(tmp_path: Path, target: str) -> None:
     tree: Tree = {"/c/bin/nvcc": b"", f"/c/targets/{target}-linux/include/cuda.h": HEADER}
     host = tree_host(tmp_path, tree, {"PATH": "/c/bin"}, uname=("Linux", "6.8", "aarch64"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.diagnose.cases import cases
 
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
@@ -207,7 +208,7 @@ def test_a_crash_after_the_import(tmp_path: Path) -> None:
     assert told.answer.detail.startswith("SIGSEGV in available at ")
 
 
-@pytest.mark.parametrize("text", ["", "version = cuda = 7", "def __getattr__(name): raise SystemExit(name)"])
+@cases("text", ["", "version = cuda = 7", "def __getattr__(name): raise SystemExit(name)"])
 def test_a_file_of_the_users_called_torch(tmp_path: Path, text: str) -> None:
     told = run(tmp_path, text)
     assert told.answer.state == "answered"
@@ -224,7 +225,7 @@ def test_an_import_that_prints_garbage(tmp_path: Path) -> None:
     assert told.cuda_works
 
 
-@pytest.mark.parametrize("module", ["json", "warnings", "signal", "typing", "time", "enum"])
+@cases("module", ["json", "warnings", "signal", "typing", "time", "enum"])
 def test_a_shadow_of_the_standard_library_harms_only_torch(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text("raise RuntimeError('shadowed')\n")
     told = run(tmp_path, "raise ImportError('of its own')")

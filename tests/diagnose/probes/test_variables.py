@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+from tests.diagnose.cases import cases
 from tests.diagnose.trees import FOLDER, Content, Link, plain_host, service, tree_host
 
 from transload.diagnose.probes.surroundings import DECIDING, SHOWN, variables
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_values_that_decide_are_told_and_others_are_not(tmp_path: Path) -> None:
@@ -37,7 +41,7 @@ def test_a_value_without_an_end_is_cut(tmp_path: Path) -> None:
     assert len(told.values["LD_LIBRARY_PATH"]) == 1 << 14
 
 
-@pytest.mark.parametrize(
+@cases(
     ("path", "text", "line"),
     [
         ("/etc/environment", 'PATH="/usr/bin"\nCUDA_VISIBLE_DEVICES="0"\n', 2),
@@ -62,7 +66,7 @@ def test_the_file_that_sets_it(tmp_path: Path, path: str, text: str, line: int) 
     assert told.origins == {"CUDA_VISIBLE_DEVICES": (f"{path}:{line}",)}
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
     [
         "# export CUDA_VISIBLE_DEVICES=0",
@@ -108,15 +112,15 @@ def test_files_are_not_read_where_nothing_is_set(tmp_path: Path) -> None:
     assert variables(host).origins == {}
 
 
-@pytest.mark.parametrize("home", ["", "relative", "/gone", "/\0"])
-@pytest.mark.parametrize("content", [FOLDER, Link(".bashrc"), b"\xff\xfe\0CUDA_VISIBLE_DEVICES" * 9])
+@cases("home", ["", "relative", "/gone", "/\0"])
+@cases("content", [FOLDER, Link(".bashrc"), b"\xff\xfe\0CUDA_VISIBLE_DEVICES" * 9])
 def test_no_home_and_files_that_are_none(tmp_path: Path, home: str, content: Content) -> None:
     more = {"/home/user/.bashrc": content, "/etc/environment": content}
     host = plain_host(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0", "HOME": home}, more=more)
     assert variables(host).origins == {}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("environ", "problem"),
     [
         ({"HOME": "/home/user"}, ""),

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.diagnose.cases import cases
 
 from transload.diagnose.children import in_fork
 from transload.machine import Unknown
@@ -29,7 +30,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("questions", "seconds", "answers"),
     [
         ([], 5.0, ()),
