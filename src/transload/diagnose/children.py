@@ -249,12 +249,12 @@ class Child:
         """Keep a line: as a record where it is one, else as noise."""
         before, _, text = line.partition(MARK)
         try:
-            record = json.loads(text) if text else None
+            record = json.loads(text) if text else {}
         except (ValueError, RecursionError):
-            record = None
-        is_record = isinstance(record, dict) and bool(record)
-        self._noise = (self._noise + (before if is_record else line + b"\n"))[-_NOISE:]
-        if is_record and len(self.records) < _RECORDS:
+            record = {}
+        record = record if isinstance(record, dict) else {}
+        self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
+        if record and len(self.records) < _RECORDS:
             self.records.append(record)
             self._done = self._done or "done" in record
 

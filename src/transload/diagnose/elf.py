@@ -196,7 +196,7 @@ def _read(path: str, file: _File) -> Elf:
     if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
         raise _BrokenError("it has no program headers")
     kinds = [(each[0], each[2], each[3], each[5]) for each in _PROGRAM.iter_unpack(file.at(programs, size * count))]
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for kind, offset, _, length in kinds:
         if kind == _DYNAMIC_SEGMENT:
             data = file.some(offset, min(length, _MOST_DYNAMIC * _DYNAMIC.size))

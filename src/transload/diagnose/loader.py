@@ -148,7 +148,8 @@ class Loader:
             last = start + len(text) + 1
         multiarch = _MULTIARCH.get(self.machine, f"{self.machine}-linux-gnu")
         usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
-        return tuple(max(groups, key=len) or usual)
+        longest = max(groups, key=len)
+        return tuple(longest or usual)
 
     @cached_property
     def hwcaps(self) -> tuple[str, ...]:

@@ -151,8 +151,8 @@ class _Redactor:
     """Knows the names on one machine and what to say instead of each."""
 
     def __init__(self, machine: Machine, names: Names) -> None:
-        texts: list[str] = []
-        _mapped(machine, lambda text, _: texts.append(text) or text)  # type: ignore[func-returns-value]
+        texts: dict[str, str] = {}
+        _mapped(machine, lambda text, _: texts.setdefault(text, text))
         self.own, self.others = _homes(machine, texts, names)
         found = (_last(home) for home in (*self.own, *self.others))
         self.users = frozenset(name for name in (*names.users, *found) if name.lower() not in _PLAIN)
@@ -269,7 +269,7 @@ class _Fakes:
         return out
 
 
-def _homes(machine: Machine, texts: list[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
+def _homes(machine: Machine, texts: Iterable[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
     """The paths of the user's own home, and every other home with the word for it."""
     found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
     strange = [home for home in found if _last(home).lower() not in _NOBODY]

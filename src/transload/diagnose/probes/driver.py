@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from transload.diagnose.host import Host
+    from transload.machine import State
 
 __all__ = ["cuda", "experiments", "nvml", "question"]
 
@@ -129,7 +130,7 @@ def _answer(host: Host, outcome: Outcome, which: str) -> Answer:
     facts, answer = outcome.facts, outcome.answer
     if "failed" in facts:
         names = (*_NAMES[which], host.dlopen(_NAMES[which][0]))
-        state = "no-library" if _absent(facts["failed"], names) else "not-loadable"
+        state: State = "no-library" if _absent(facts["failed"], names) else "not-loadable"
         return Answer(state, facts["failed"], answer.seconds)
     if "missing" in facts:
         return replace(answer, state="no-symbol", detail=f"it has no {facts['missing']}")

@@ -544,7 +544,7 @@ def _strange_parts(loader: Loader, cudnn: Object, release: str) -> Iterator[tupl
     """The parts that ``cudnn``, of the release ``9.20.0``, would take from elsewhere and of another release."""
     number = re.match(r"[0-9]{1,4}", release)
     major = int(number[0]) if number else 0
-    askers = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
+    askers: list[tuple[Object, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
     graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
     if isinstance(elf := loader.examine(graph), Elf):
         askers.append((Object(graph, elf), _BY_GRAPH))
