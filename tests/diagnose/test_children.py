@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and ses
 def question(text: str, **environ: str) -> Question:
     """A child that runs ``text`` after what every child begins with."""
     whole = f"{source('ask')}\nimport os, sys, time\nreport = begin()\n{text}"
-    return Question("", sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"), text=whole)
+    return Question(whole, sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"))
 
 
 def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
@@ -220,7 +220,7 @@ time.sleep(600)
 import sys
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question("", sys.executable, {{}}, text={question(text).text!r}), 10) as child:
+with Child(Question({question(text).script!r}, sys.executable, {{}}), 10) as child:
     child.outcome()
 """
     with subprocess.Popen([sys.executable, "-c", script]) as parent, (tmp_path / "pipe").open("rb") as pipe:
@@ -243,7 +243,7 @@ def test_an_environment_that_is_no_text() -> None:
 
 
 def test_an_empty_environment() -> None:
-    bare = Question("", sys.executable, {}, text=question("report.say(n=len(os.environ)); report.done()").text)
+    bare = Question(question("report.say(n=len(os.environ)); report.done()").script, sys.executable, {})
     with Child(bare, LONG) as child:
         assert child.outcome().facts["n"] <= 1  # LC_CTYPE, which Python sets
 
@@ -258,27 +258,27 @@ def test_an_empty_environment() -> None:
     ],
 )
 def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], words: str) -> None:
-    with Child(Question("ask_driver", python, environ), LONG) as child:
+    with Child(Question(source("ask_driver"), python, environ), LONG) as child:
         told = child.outcome()
     assert (told.state, told.detail.lower(), child.pid) == ("unasked", words.lower(), 0)
     assert child.ended()
 
 
 def test_it_stands_where_the_user_stands(tmp_path: Path) -> None:
-    text = question("report.say(cwd=os.getcwd()); report.done()").text
+    text = question("report.say(cwd=os.getcwd()); report.done()").script
     for cwd, seen in ((str(tmp_path), tmp_path), (str(tmp_path / "gone"), Path.cwd()), ("", Path.cwd())):
-        with Child(Question("", sys.executable, os.environ, cwd, text=text), LONG) as child:
+        with Child(Question(text, sys.executable, os.environ, cwd), LONG) as child:
             assert child.outcome().facts["cwd"] == str(seen)
 
 
 def test_a_parent_with_nothing_open(tmp_path: Path) -> None:
-    text = question("report.say(a=1); report.done()").text
+    text = question("report.say(a=1); report.done()").script
     script = f"""
 import os, sys
 os.closerange(0, 3)
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question("", sys.executable, os.environ, text={text!r}), 60) as child:
+with Child(Question({text!r}, sys.executable, os.environ), 60) as child:
     told = child.outcome()
 open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}")
 """

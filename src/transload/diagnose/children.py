@@ -55,16 +55,13 @@ _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 
 @dataclass(frozen=True)
 class Question:
-    """A script of ``probes`` and the surroundings in which to run it."""
+    """A script, as ``source`` gives those of ``probes``, and the surroundings in which to run it."""
 
     script: str
-    """``ask_driver``"""
     python: str
     environ: Mapping[str, str] = field(default_factory=dict)
     cwd: str = ""
     flags: tuple[str, ...] = ()
-    text: str = ""
-    """Source code to run instead of a script of ``probes``."""
     arguments: tuple[str, ...] = ()
     refusal: str = ""
     """Why it cannot be asked; empty where it can."""
@@ -209,7 +206,7 @@ class Child:
         with suppress(OSError):  # no file is left: then it has the backstop
             theirs, self._lifeline = os.pipe()
         inherited = (theirs,) if theirs > _STANDARD and os.name == "posix" else ()
-        command = [question.python, *question.flags, "-c", question.text or source(question.script)]
+        command = [question.python, *question.flags, "-c", question.script]
         try:
             self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
                 [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],

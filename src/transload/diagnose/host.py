@@ -97,7 +97,7 @@ class Host:
         """
         return name if self.root == "/" else ""
 
-    def outside(self) -> dict[str, str]:
+    def child_environ(self) -> dict[str, str]:
         """The environment for a child process. Over a tree, paths in it may have to be put under the root."""
         return dict(self.environ)
 

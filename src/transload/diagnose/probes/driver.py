@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from transload.diagnose.children import Child, Outcome, Question
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.machine import Answer, Cuda, CudaGpu, Experiment, Nvml, NvmlGpu
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """A question to the driver in the host's environment and current directory: both decide what is loaded."""
     library = host.dlopen(_NAMES[which][host.uname[0] == "Windows"])
     return Question(
-        "ask_driver",
+        source("ask_driver"),
         sys.executable or host.python,
-        host.outside(),
+        host.child_environ(),
         host.at(host.cwd),
         _FLAGS,
         arguments=(which, library),

@@ -218,7 +218,7 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
     """
     from transload.diagnose.children import Child, Question
 
-    question = Question("", host.at(executable), host.outside(), host.at(host.cwd), ("-B",), _FACTS + _SAY)
+    question = Question(_FACTS + _SAY, host.at(executable), host.child_environ(), host.at(host.cwd), ("-B",))
     with Child(question, deadline) as child:
         outcome = child.outcome()
     told = outcome.facts

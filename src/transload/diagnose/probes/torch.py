@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from transload.diagnose.children import Question
+from transload.diagnose.children import Question, source
 from transload.diagnose.elf import Elf, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, build, distributions, fields, version
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
@@ -311,7 +311,9 @@ def question(host: Host, executable: str = "") -> Question:
 
     Nothing is added to the environment: what it does to torch is the question.
     """
-    return Question("ask_torch", host.at(executable or host.python), host.outside(), host.at(host.cwd), ("-B",))
+    return Question(
+        source("ask_torch"), host.at(executable or host.python), host.child_environ(), host.at(host.cwd), ("-B",)
+    )
 
 
 def torch_run(host: Host, outcome: Outcome) -> TorchRun:
