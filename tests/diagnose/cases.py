@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def cases(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
     listed = list(values)
 
     def decorate(test: Test) -> Test:
+        @wraps(test)
         def run(**fixtures: Any) -> None:
             failed = []
             for number, case in enumerate(listed):
@@ -39,7 +41,6 @@ def cases(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test
         signature = inspect.signature(test)
         kept = [each for each in signature.parameters.values() if each.name not in own]
         run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
         return run
 
     return decorate

@@ -116,7 +116,9 @@ def nodes(host: Host) -> Nodes:
         present += tuple(host.paths(folder, start))[:_MOST]
     found = [_node(host, path, groups) for path in dict.fromkeys((*_ALWAYS, *present))]
     # Cards are opened last: one that must be started first takes its time.
-    there = sorted((node for node in found if node.kind not in ("", "link")), key=lambda node: _is_card(node.path))
+    there = sorted(
+        (node for node in found if node.kind not in ("", "link")), key=lambda node: bool(_CARD.fullmatch(node.path))
+    )
     answers = in_fork([lambda path=node.path: host.open_error(path) for node in there], PATIENCE)  # type: ignore[misc]
     errors = {node.path: _refusal(host, node, answer) for node, answer in zip(there, answers, strict=True)}
     around = mounts(host)
@@ -130,10 +132,6 @@ def nodes(host: Host) -> Nodes:
     if "nvidia-frontend" in majors:  # as drivers before 550 called it
         majors = {"nvidia": majors["nvidia-frontend"], "nvidiactl": majors["nvidia-frontend"]} | majors
     return Nodes(tuple(opened), majors, _cgroup(host))
-
-
-def _is_card(path: str) -> bool:
-    return bool(_CARD.fullmatch(path))
 
 
 def _node(host: Host, path: str, groups: dict[int, str]) -> Node:
