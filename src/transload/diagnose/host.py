@@ -40,15 +40,15 @@ def _uname() -> tuple[str, str, str]:
     return platform.system(), platform.release(), platform.machine()
 
 
-_OWN: dict[str, Callable[[], Any]] = {
-    "environ": lambda: dict(os.environ),
-    "python": lambda: sys.executable,
-    "cwd": _cwd,
-    "uname": _uname,
-    "uid": lambda: os.geteuid() if hasattr(os, "geteuid") else -1,
-}
-"""What this process says of the machine it runs on."""
 _UNSTATED: Any = None
+_DEFAULTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "environ": (lambda: dict(os.environ), {}),
+    "python": (lambda: sys.executable, ""),
+    "cwd": (_cwd, "/"),
+    "uname": (_uname, ("Linux", "", "")),
+    "uid": (lambda: os.geteuid() if hasattr(os, "geteuid") else -1, -1),
+}
+"""What is not stated of this machine, and of a host under another root."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ class Host:
     uid: int = _UNSTATED
 
     def __post_init__(self) -> None:
-        usual: dict[str, Any] = {"environ": {}, "python": "", "cwd": "/", "uname": ("Linux", "", ""), "uid": -1}
-        for name, unknown in usual.items():
+        for name, (own, unknown) in _DEFAULTS.items():
             if getattr(self, name) is _UNSTATED:
-                object.__setattr__(self, name, _OWN[name]() if self.root == "/" else unknown)
+                object.__setattr__(self, name, own() if self.root == "/" else unknown)
 
     def at(self, path: str) -> str:
         """The real path of a path of the host."""

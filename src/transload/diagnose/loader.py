@@ -125,7 +125,7 @@ class Loader:
     @cached_property
     def _itself(self) -> bytes:
         """The file of glibc's loader, in which distributions have compiled different folders, and perhaps a cache."""
-        return (self.host.data(self.host.target(self.path), _LOADER_LIMIT) if self.path else b"") or b""
+        return (self.host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
 
     @cached_property
     def default_folders(self) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ class Loader:
         if self.musl:
             return {}
         named = (text for _, text in _texts(self._itself, b"/ld.so.cache\0") if text.startswith("/"))
-        data = self.host.data(self.host.target(next(named, _CACHE)), _CACHE_LIMIT)
+        data = self.host.data(next(named, _CACHE), _CACHE_LIMIT)
         return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
 
     # -- what the environment tells it

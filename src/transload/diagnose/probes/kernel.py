@@ -133,7 +133,7 @@ def _fabric_manager(host: Host) -> str:
             found = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)+)", stanza, re.MULTILINE)
             if found and re.search(r"^Status: .* installed$", stanza, re.MULTILINE):
                 return found[1]
-    data = host.data(host.target(program), 32 << 20) if program else b""
+    data = host.data(program, 32 << 20) if program else b""
     versions = set(re.findall(rb"\b\d{3}\.\d{2,3}\.\d{2}\b", data or b""))
     return versions.pop().decode() if len(versions) == 1 else ""
 

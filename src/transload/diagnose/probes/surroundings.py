@@ -178,7 +178,7 @@ def _cdi(host: Host) -> tuple[str, ...]:
 
 def _docker(host: Host) -> str:
     for path in ("/usr/bin/docker", "/usr/local/bin/docker"):
-        begin = host.data(host.target(path), 256)
+        begin = host.data(path, 256)
         if begin and b"podman" not in begin and not host.link(path).endswith("/snap"):  # podman-docker is a script
             return "installed"
     return "snap" if host.exists("/snap/bin/docker") else ""

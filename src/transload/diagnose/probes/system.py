@@ -91,7 +91,7 @@ def _libc(host: Host) -> str:
         version = re.search(r"^P:musl\nV:(\d+\.\d+)", host.text("/lib/apk/db/installed") or "", re.MULTILINE)
         return f"musl {version[1]}" if version else "musl"
     for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):
-        data = host.data(host.target(f"{folder}/libc.so.6"), 8 << 20)
+        data = host.data(f"{folder}/libc.so.6", 8 << 20)
         if data and (found := re.search(rb"GNU C Library[^\n]{0,80} version (\d+\.\d+)", data)):
             return f"glibc {found[1].decode()}"
     return ""
