@@ -28,7 +28,6 @@ __all__ = [
     "contents",
     "lacking",
     "read_elf",
-    "sections",
     "undefined",
     "version_definitions",
     "version_needs",
@@ -228,12 +227,8 @@ def _read(path: str, file: _File) -> Elf:
     )
 
 
-def sections(elf: Elf, *names: str) -> tuple[tuple[int, int], ...] | Unknown:
-    """(offset, size) of the sections of these names that have bytes in the file."""
-    return _asked(elf.path, lambda file: tuple(_sections(elf, file, names)))
-
-
 def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """(offset, size) of the sections of these names that have bytes in the file."""
     offset, count, index = elf.table
     if not offset or not count:
         raise _BrokenError("it has no section headers")
