@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.each import each
 from tests.elf_forge import LOADABLE, loaded
 from tests.fake_driver import NVML_GETTERS, Device, fake_libcuda, fake_nvml, returns
 
@@ -115,7 +116,7 @@ def test_libcuda_gives_the_way_to_ask_by_name_too(tmp_path: Path) -> None:
         assert ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)() == 999
 
 
-@pytest.mark.parametrize("by", ["symbol", "name"])
+@each("by", ["symbol", "name"])
 def test_libcuda_has_tables_of_functions_that_do_nothing(tmp_path: Path, by: str) -> None:
     address = ctypes.c_void_p()
     with driver(tmp_path, fake_libcuda(init=999)) as cuda:
@@ -175,7 +176,7 @@ def test_nvml_fills_its_structures(tmp_path: Path) -> None:
         assert (version, state) == (0x02000024, [15, 0, 3, 0])
 
 
-@pytest.mark.parametrize("processes", [(), ((4321, 7 << 30), (1, 2))])
+@each("processes", [(), ((4321, 7 << 30), (1, 2))])
 def test_nvml_lists_processes_where_there_is_room(tmp_path: Path, processes: tuple[tuple[int, int], ...]) -> None:
     count = ctypes.c_uint(0)
     buffer = ctypes.create_string_buffer(24 * len(processes) + 1)

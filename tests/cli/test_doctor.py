@@ -152,11 +152,11 @@ def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known(
 @each(
     ("content", "words"),
     [
-        (b"", "it is no JSON"),
-        (b"\xff\xff\x00", "it is no JSON"),
-        (b"\xff\xfe\x00", "it is no JSON"),
-        (b"<html>", "it is no JSON"),
-        (b"[]", "it is no report of transload doctor"),
+        (b"", "it is not JSON"),
+        (b"\xff\xff\x00", "it is not JSON"),
+        (b"\xff\xfe\x00", "it is not JSON"),
+        (b"<html>", "it is not JSON"),
+        (b"[]", "it is not a report of transload doctor"),
         (b'{"schema": 2, "machine": {}}', "its schema is 2"),
         (b'{"schema": 1, "machine": {"kernel": 3}}', "machine.kernel cannot be 3"),
     ],

@@ -62,7 +62,7 @@ class ScenarioHost(TreeHost):
         paths = [f"{folder}/{name}" for folder in self.folders]
         return next((path for path in paths if Path(path).exists()), f"{self.twins}/{name}")
 
-    def outside(self) -> dict[str, str]:
+    def child_environ(self) -> dict[str, str]:
         return {**self.environ, "LD_LIBRARY_PATH": ":".join(self.folders)}
 
     def named(self, real: str) -> str:

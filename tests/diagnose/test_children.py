@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.diagnose import children
-from transload.diagnose.children import Child, Outcome, Question
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.probes.ask import form
-from transload.diagnose.scripts import source
 
 LONG = 60.0  # seconds that no test waits for
-SCRIPTS = ("ask_cuda", "ask_nvml", "ask_torch")
+SCRIPTS = ("ask_driver", "ask_torch")
 SRC = Path(children.__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and sessions of POSIX")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and ses
 def question(text: str, **environ: str) -> Question:
     """A child that runs ``text`` after what every child begins with."""
     whole = f"{source('ask')}\nimport os, sys, time\nreport = begin()\n{text}"
-    return Question("", sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"), text=whole)
+    return Question(whole, sys.executable, {**os.environ, **environ}, flags=("-I", "-S", "-B"))
 
 
 def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
@@ -42,7 +42,7 @@ def outcome(text: str, seconds: float = LONG, **environ: str) -> Outcome:
 
 def hangs_in(child: Child, record: dict[str, object]) -> Outcome:
     """Its end, once it has said so much: no machine is too slow for that."""
-    while record not in child._hearing.records and not child.ended():
+    while record not in child.records and not child.ended():
         time.sleep(0.01)
     child.hurry(time.monotonic())
     return child.outcome()
@@ -116,7 +116,7 @@ def test_no_core_is_dumped() -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "end"),
     [
         ("os.kill(os.getpid(), 11)", "SIGSEGV in work"),
@@ -220,7 +220,7 @@ time.sleep(600)
 import sys
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question("", sys.executable, {{}}, text={question(text).text!r}), 10) as child:
+with Child(Question({question(text).script!r}, sys.executable, {{}}), 10) as child:
     child.outcome()
 """
     with subprocess.Popen([sys.executable, "-c", script]) as parent, (tmp_path / "pipe").open("rb") as pipe:
@@ -243,12 +243,12 @@ def test_an_environment_that_is_no_text() -> None:
 
 
 def test_an_empty_environment() -> None:
-    bare = Question("", sys.executable, {}, text=question("report.say(n=len(os.environ)); report.done()").text)
+    bare = Question(question("report.say(n=len(os.environ)); report.done()").script, sys.executable, {})
     with Child(bare, LONG) as child:
         assert child.outcome().facts["n"] <= 1  # LC_CTYPE, which Python sets
 
 
-@pytest.mark.parametrize(
+@each(
     ("python", "environ", "words"),
     [
         ("/nowhere/python", {}, "could not be started: /nowhere/python is not there"),
@@ -258,27 +258,27 @@ def test_an_empty_environment() -> None:
     ],
 )
 def test_what_cannot_be_started_is_said(python: str, environ: dict[str, str], words: str) -> None:
-    with Child(Question("ask_cuda", python, environ), LONG) as child:
+    with Child(Question(source("ask_driver"), python, environ), LONG) as child:
         told = child.outcome()
     assert (told.state, told.detail.lower(), child.pid) == ("unasked", words.lower(), 0)
     assert child.ended()
 
 
 def test_it_stands_where_the_user_stands(tmp_path: Path) -> None:
-    text = question("report.say(cwd=os.getcwd()); report.done()").text
+    text = question("report.say(cwd=os.getcwd()); report.done()").script
     for cwd, seen in ((str(tmp_path), tmp_path), (str(tmp_path / "gone"), Path.cwd()), ("", Path.cwd())):
-        with Child(Question("", sys.executable, os.environ, cwd, text=text), LONG) as child:
+        with Child(Question(text, sys.executable, os.environ, cwd), LONG) as child:
             assert child.outcome().facts["cwd"] == str(seen)
 
 
 def test_a_parent_with_nothing_open(tmp_path: Path) -> None:
-    text = question("report.say(a=1); report.done()").text
+    text = question("report.say(a=1); report.done()").script
     script = f"""
 import os, sys
 os.closerange(0, 3)
 sys.path.insert(0, {str(SRC)!r})
 from transload.diagnose.children import Child, Question
-with Child(Question("", sys.executable, os.environ, text={text!r}), 60) as child:
+with Child(Question({text!r}, sys.executable, os.environ), 60) as child:
     told = child.outcome()
 open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}")
 """
@@ -289,7 +289,7 @@ open({str(tmp_path / "told")!r}, "w").write(f"{{told.state}} {{told.facts['a']}}
 # -- the scripts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@each("script", SCRIPTS)
 def test_a_script_is_one_text_for_any_python(script: str) -> None:
     text = source(script)
     tree = ast.parse(text, feature_version=(3, 7))
@@ -304,14 +304,14 @@ def test_a_script_is_found_inside_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "app.pyz", "w") as app:
         for file in sorted((SRC / "transload").rglob("*.py")):
             app.write(file, file.relative_to(SRC))
-    script = "from transload.diagnose.scripts import source; print(source('ask_nvml'))"
+    script = "from transload.diagnose.children import source; print(source('ask_driver'))"
     run = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'app.pyz')!r}); {script}"],
         check=True,
         capture_output=True,
         text=True,
     )
-    assert run.stdout == source("ask_nvml") + "\n"
+    assert run.stdout == source("ask_driver") + "\n"
 
 
 @settings(max_examples=40)

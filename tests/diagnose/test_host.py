@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.each import each
 
 from transload.diagnose.host import Host
 from transload.machine import Unknown
@@ -107,7 +108,7 @@ def test_a_link_that_leads_nowhere_does_not_exist(host: Host, tmp_path: Path) ->
     host.target("/a")  # ends
 
 
-@pytest.mark.parametrize("path", ["/a\0b", "/\ud800"])
+@each("path", ["/a\0b", "/\ud800"])
 def test_a_name_that_no_file_can_have_is_not_there(path: str) -> None:
     assert not Host().exists(path)
     assert not Host().folder(path)

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.trees import Content, Forged, Link, tree_host, write
+from tests.each import each
 from tests.elf_forge import LOADABLE, NATIVE, library
 
-from transload.diagnose import process as process_module
+from transload.diagnose import loader as loader_module
 from transload.diagnose.elf import Elf
 from transload.diagnose.host import Host
-from transload.diagnose.ld_cache import read_cache
-from transload.diagnose.ld_so import ld_so
-from transload.diagnose.loader import Loader, Object
-from transload.diagnose.process import Process
+from transload.diagnose.loader import Loader, Object, Process, read_cache
 from transload.machine import Unknown
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
@@ -181,7 +179,7 @@ def simulated(root: Path, variables: Mapping[str, str], cwd: Path) -> list[str] 
 
 
 @pytest.mark.skipif(not (GLIBC and LOADABLE), reason="the loader is not glibc's, or of a machine we cannot build for")
-@pytest.mark.parametrize("name", LAYOUTS)
+@each("name", LAYOUTS)
 def test_as_the_real_loader(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
     root = Path(os.path.realpath(tmp_path))
@@ -224,7 +222,7 @@ def found(root: Path, tree: Mapping[str, Content], name: str = "libx.so.1", **en
 
 def test_the_folders_are_those_compiled_into_the_loader(tmp_path: Path) -> None:
     tree: dict[str, Content] = {LD_SO: FOLDERS, "/usr/lib64/libx.so.1": forged(), "/usr/lib/libx.so.1": forged()}
-    assert ld_so(tree_host(tmp_path, tree)).folders == (
+    assert Loader(tree_host(tmp_path, tree)).default_folders == (
         "/lib/x86_64-linux-gnu",
         "/usr/lib/x86_64-linux-gnu",
         "/lib",
@@ -253,13 +251,13 @@ def test_a_machine_of_another_kind_has_folders_of_its_own(tmp_path: Path) -> Non
         ]
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@each("machine", ["x86_64", "aarch64"])
 def test_a_tree_that_does_not_state_its_machine_has_a_loader_that_tells(tmp_path: Path, machine: str) -> None:
     loaders = {"x86_64": LD_SO, "aarch64": "/lib/ld-linux-aarch64.so.1"}
     write(tmp_path, {loaders[machine]: FOLDERS})
-    assert ld_so(Host(root=str(tmp_path))).machine == machine
+    assert Loader(Host(root=str(tmp_path))).machine == machine
     stated = Host(root=str(tmp_path), uname=("Linux", "6.8", "ppc64le"))
-    assert (ld_so(stated).machine, ld_so(stated).path) == ("ppc64le", "")
+    assert (Loader(stated).machine, Loader(stated).path) == ("ppc64le", "")
 
 
 def test_a_store_with_one_folder_and_a_cache_of_its_own(tmp_path: Path) -> None:
@@ -326,7 +324,7 @@ def test_levels_of_the_processor(tmp_path: Path) -> None:
 
 def test_a_loader_older_than_the_levels(tmp_path: Path) -> None:
     tree: dict[str, Content] = {"/proc/cpuinfo": CPU, LD_SO: FOLDERS}
-    assert ld_so(tree_host(tmp_path, tree)).hwcaps == ()
+    assert Loader(tree_host(tmp_path, tree)).hwcaps == ()
 
 
 def test_the_file_of_preloads(tmp_path: Path) -> None:
@@ -343,9 +341,9 @@ def test_the_file_of_preloads(tmp_path: Path) -> None:
 
 def test_garbage_for_a_loader_a_cache_and_a_processor(tmp_path: Path) -> None:
     tree: dict[str, Content] = {LD_SO: b"\xff/\0" * 5000, "/etc/ld.so.cache": b"\0" * 100, "/proc/cpuinfo": b"\xff\xfe"}
-    system = ld_so(tree_host(tmp_path, tree))
+    system = Loader(tree_host(tmp_path, tree))
     assert (system.cache, system.hwcaps) == ({}, ())
-    assert system.folders
+    assert system.default_folders
 
 
 def test_names_no_file_can_have(tmp_path: Path) -> None:
@@ -377,7 +375,7 @@ def test_musl_reads_its_folders_from_a_file(tmp_path: Path) -> None:
         "/opt/c/libx.so.1": forged(),
     }
     assert found(tmp_path, tree) == [("default folder", "/opt/c/libx.so.1")]
-    assert ld_so(tree_host(tmp_path / "bare", {"/lib/ld-musl-x86_64.so.1": b""})).folders[0] == "/lib"
+    assert Loader(tree_host(tmp_path / "bare", {"/lib/ld-musl-x86_64.so.1": b""})).default_folders[0] == "/lib"
 
 
 def test_an_empty_element_means_nothing_to_musl(tmp_path: Path) -> None:
@@ -434,7 +432,7 @@ def test_a_path_is_opened_beside_one_of_the_same_soname(tmp_path: Path) -> None:
 
 
 def test_needs_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "_MOST", 50)
+    monkeypatch.setattr(loader_module, "_MOST_NAMES", 50)
     many = [f"lib{index}.so" for index in range(40)]
     tree: dict[str, Content] = {
         f"/l/{name}": library(needed=many[::-1], rpath="/l", machine="x86_64") for name in many[:3]

@@ -174,12 +174,20 @@ def test_all_children_are_ended_when_the_user_has_enough(tmp_path: Path, monkeyp
 
 
 def test_our_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    survey = module._Survey(Host(), module._silent)
-    survey.ours = {5, 7}
-    found = Kernel(stuck=("python (5)", "python (15)", "nvidia-smi (1)"))
-    assert survey.others_stuck(found).stuck == ("python (15)", "nvidia-smi (1)")
-    monkeypatch.setattr(kernel, "kernel", lambda _: found)
-    assert probe(torch=False).kernel.stuck == found.stuck
+    started: list[Child] = []
+
+    class Recorded(Child):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.append(self)
+
+    def stuck(_: Host) -> Kernel:
+        return Kernel(stuck=("python (1)", *(f"python ({child.pid})" for child in started), "nvidia-smi (2)"))
+
+    monkeypatch.setattr(module, "Child", Recorded)
+    monkeypatch.setattr(kernel, "kernel", stuck)
+    assert probe(torch=False).kernel.stuck == ("python (1)", "nvidia-smi (2)")
+    assert len(started) == 2
 
 
 def test_the_usual_times_keep_the_promise() -> None:

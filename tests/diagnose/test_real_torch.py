@@ -31,7 +31,7 @@ from transload.diagnose import judge_machine
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
 from transload.diagnose.probe import probe
-from transload.diagnose.probes import torch_run
+from transload.diagnose.probes.torch import question, torch_run
 from transload.machine import Machine, TorchInstall
 
 if why_not():
@@ -232,8 +232,8 @@ def test_a_shim_is_not_called_an_old_driver(installed: Machine, tmp_path: Path) 
 def diagnosed_as(world: World, text: str, installed: Machine, root: Path) -> None:
     """Assert that torch says ``text`` in a world, and that the doctor names its cause."""
     host = host_of(world, "host", root, NATIVE)
-    with Child(replace(torch_run.question(host), python=sys.executable), seconds=60) as child:
-        machine = replace(probe(torch=False, host=host), torch_run=torch_run.torch_run(host, child.outcome()))
+    with Child(replace(question(host), python=sys.executable), seconds=60) as child:
+        machine = replace(probe(torch=False, host=host), torch_run=torch_run(host, child.outcome()))
     assert error_of(machine, "init") == f"RuntimeError: {text}"
     own = {each: getattr(installed, each) for each in ("python", "torch", "torch_libraries", "extensions")}
     diagnosis = judge_machine(replace(machine, **own))

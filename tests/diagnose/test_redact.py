@@ -6,10 +6,10 @@ import json
 import re
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tests.diagnose.machines import UUID, bare, changed, dead, healthy, in_container, in_slurm, in_wsl, install, refused
+from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.diagnose.redact import Names, names_here, redacted, redacted_machine
@@ -72,7 +72,7 @@ MACHINES = {
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "shown"),
     [
         ("/home/alice/venv/bin/python", "~/venv/bin/python"),
@@ -101,7 +101,7 @@ def test_names_go(text: str, shown: str) -> None:
     assert said(text) == shown
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "alice-cause malice alice_data alicex",
@@ -121,7 +121,7 @@ def test_words_stay(text: str) -> None:
     assert said(text) == text
 
 
-@pytest.mark.parametrize("name", ["root", "ubuntu", "cuda", "torch", "user", "lib", "docker"])
+@each("name", ["root", "ubuntu", "cuda", "torch", "user", "lib", "docker"])
 def test_a_name_that_is_a_word_of_machines_is_none(name: str) -> None:
     text = f"{name}-cause of {name}: /opt/{name}/lib/{name}, {name}@x, {name}.service"
     assert said(text, Names(users=(name,), hosts=(name,))) == text
@@ -147,7 +147,7 @@ def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
     assert redacted_machine(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("origin", "shown"),
     [
         ("git+ssh://git@gitlab.corp.example.com/alice/torch.git", "git+ssh://host/user/torch.git"),
@@ -180,7 +180,7 @@ def test_a_machine_from_elsewhere_is_not_taken_for_ones_own() -> None:
     assert said("/home/bob/x /home/alice/x", ALICE, machine) == "~/x ~user2/x"
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "shown"),
     [
         ("$ /home/alice/v/bin/python -m pip install x", "$ ~/v/bin/python -m pip install x"),
@@ -203,7 +203,7 @@ def test_findings_are_redacted_with_the_machine() -> None:
     assert out.cause == out.findings[0] == Finding("U04", "error", "in ~", ("see ~/x",), ("$ rm ~/x",))
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "shown"),
     [
         ("$ /scratch/alice/venv/bin/python -m pip", "$ /scratch/alice/venv/bin/python -m pip"),
@@ -222,9 +222,7 @@ def test_what_its_owner_shall_type_is_what_is_there(line: str, shown: str) -> No
     assert "/scratch/alice" not in json.dumps(redacted(diagnosis, ALICE).to_dict())
 
 
-@pytest.mark.parametrize(
-    "unit", ["A", "a.", "1", "a@", "/a", "a/", "-", "serial ", "GPU-", "'", "~", "/mnt/c/Users", ":"]
-)
+@each("unit", ["A", "a.", "1", "a@", "/a", "a/", "-", "serial ", "GPU-", "'", "~", "/mnt/c/Users", ":"])
 def test_long_texts_take_no_longer_than_they_must(unit: str) -> None:
     text = unit * (200_000 // len(unit))  # with anything quadratic this would take minutes
     said(text)
@@ -322,7 +320,7 @@ def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> N
     assert redacted_machine(out) == out
 
 
-@pytest.mark.parametrize("kind", MACHINES)
+@each("kind", MACHINES)
 def test_a_redacted_machine_is_judged_as_the_true_one(kind: str) -> None:
     machine = at_home("alice", MACHINES[kind])
     true, told = judge_machine(machine), judge_machine(redacted_machine(machine, ALICE))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.diagnose.machines import bare, healthy, in_container, in_slurm, in_wsl, refused
+from tests.each import each
 
 from transload.diagnose.saved import machine_from, machine_in
 from transload.errors import UsageError
@@ -27,7 +28,7 @@ FULL = Machine(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     "machine",
     [
         Machine(),
@@ -62,17 +63,17 @@ def test_what_was_not_found_out_stays_so() -> None:
     assert read.kernel.loaded == Unknown("/proc is not there")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
-        ("", "it is no JSON"),
-        ("{", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
+        ("", "it is not JSON"),
+        ("{", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("9" * 5000, "it is no"),
-        ("[]", "it is no report of transload doctor"),
-        ("3", "it is no report of transload doctor"),
-        ('{"schema": 1}', "it is no report of transload doctor"),
-        ('{"schema": 1, "machine": []}', "it is no report of transload doctor"),
+        ("[]", "it is not a report of transload doctor"),
+        ("3", "it is not a report of transload doctor"),
+        ('{"schema": 1}', "it is not a report of transload doctor"),
+        ('{"schema": 1, "machine": []}', "it is not a report of transload doctor"),
         ('{"schema": 2, "machine": {}}', "its schema is 2"),
         ('{"machine": {}}', "its schema is None"),
         ('{"schema": 1, "machine": {"kernel": 3}}', "machine.kernel cannot be 3"),
@@ -120,10 +121,10 @@ def test_junk_anywhere_is_refused_or_read_but_never_a_crash(path: tuple[str, ...
         machine_in(text, "x")
     except UsageError as error:
         told = error.what
-    assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is no JSON")
+    assert told == "" or f"machine.{'.'.join(path)}" in told or told.endswith("is not JSON")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value"),
     [
         ("driver.nvml.gpus.0.memory", 10**400),

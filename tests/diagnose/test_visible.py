@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.each import each
 
 from transload.diagnose.visible import visible_devices
 
@@ -39,13 +40,13 @@ NONE = (
 TWICE = ("0,0", "0,00", "0, 0", "0,0,-1", "0,4294967296", UUID + "," + UUID, UUID[:10] + "," + UUID)
 
 
-@pytest.mark.parametrize("value", WORKS)
+@each("value", WORKS)
 def test_values_that_give_the_card(value: str) -> None:
     seen = visible_devices(value, (UUID,))
     assert (seen.indices, seen.error, seen.known) == ((0,), 0, True)
 
 
-@pytest.mark.parametrize("value", NONE)
+@each("value", NONE)
 def test_values_that_give_nothing(value: str) -> None:
     seen = visible_devices(value, (UUID,))
     assert (seen.count, seen.error) == (0, 100)
@@ -53,7 +54,7 @@ def test_values_that_give_nothing(value: str) -> None:
     assert seen.dropped
 
 
-@pytest.mark.parametrize("value", TWICE)
+@each("value", TWICE)
 def test_an_id_twice_is_an_error(value: str) -> None:
     assert visible_devices(value, (UUID,)).error == 101
 
@@ -62,7 +63,7 @@ def test_unset_means_all() -> None:
     assert visible_devices(None, TWO, (MIG,)).count == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "indices", "why"),
     [
         ("1,0", (1, 0), ""),
@@ -88,7 +89,7 @@ def test_a_mig_device_is_named_by_its_own_uuid() -> None:
     assert visible_devices("MIG-ff", (UUID,), (MIG,)).why == "no-such-uuid"
 
 
-@pytest.mark.parametrize("value", ["GPU-ff", f"MIG-{UUID}/1/0"])
+@each("value", ["GPU-ff", f"MIG-{UUID}/1/0"])
 def test_what_depends_on_an_unknown_uuid_is_not_judged(value: str) -> None:
     seen = visible_devices(value, ("",))
     assert (seen.known, seen.error) == (False, 0)
@@ -126,7 +127,7 @@ def test_torch_reads_the_same_unless_an_id_comes_twice(tokens: list[str]) -> Non
     assert theirs == list(ours.indices) or (theirs == [] and comes_twice(tokens))
 
 
-@pytest.mark.parametrize(
+@each(
     "value", ["0,7,0", "0,1,1", "4294967296", UUID + "x", UUID.replace(HEX, HEX.upper()), "GPU-" + HEX.replace("-", "")]
 )
 def test_where_torch_and_the_driver_differ(value: str) -> None:
@@ -142,7 +143,7 @@ def test_no_value_is_too_odd(value: str, count: int) -> None:
     assert set(seen.indices) <= set(range(count))
 
 
-@pytest.mark.parametrize(("value", "why"), [("9" * 5000, "negative"), ("-" + "9" * 5000, ""), ("²", "not-a-number")])
+@each(("value", "why"), [("9" * 5000, "negative"), ("-" + "9" * 5000, ""), ("²", "not-a-number")])
 def test_a_number_of_any_length_is_read_as_the_driver_does(value: str, why: str) -> None:
     assert visible_devices(value, ("",)).why == why
 

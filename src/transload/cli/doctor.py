@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from transload.cli.output import complain, show, write
@@ -24,16 +25,16 @@ examples:
   transload doctor                         why there is no GPU, and the fix
   transload doctor --python .venv          for another environment
   transload doctor --json > machine.json   a report for a bug thread
-  transload doctor --from machine.json     judge a report that somebody sent
+  transload doctor --from machine.json     judge a report from another machine
   transload doctor --require cuda && python train.py
-  transload doctor --explain U04           all about one cause
+  transload doctor --explain U04           explain one cause in full
 
 exit codes:
-  0  nothing to repair; a machine without a GPU where torch works is no fault
+  0  nothing to repair; a machine without a GPU is fine where torch works
   1  something is broken, or what --require names is not usable
   2  the command could not do its job
 """
-_PATIENCE = 1.0  # seconds after which a person at a terminal is told what takes so long
+_PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
 _LONGEST_REPORT = 1 << 26
 _INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
 
@@ -46,10 +47,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--require", choices=("cuda",), help="exit with 1 unless it is usable")
     parser.add_argument("--python", metavar="PATH", help="examine the environment of another interpreter")
     parser.add_argument("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, help="the most that torch may take")
+    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
     parser.add_argument("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
     parser.add_argument("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    parser.add_argument("--explain", metavar="CODE", help="tell all about one cause, such as U04")
+    parser.add_argument("--explain", metavar="CODE", help="explain one cause in full, such as U04")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
 
 
@@ -85,52 +86,39 @@ def _seconds(text: str) -> float:
 
 
 def _refuse_nonsense(arguments: Namespace) -> None:
-    """Options that would silently do nothing beside others are refused."""
-    probing = {
-        "--python": arguments.python is not None,
-        "--no-torch": arguments.no_torch,
-        "--timeout": arguments.timeout is not None,
-    }
+    """Refuse options that would silently do nothing beside others."""
+    timeout = {"--timeout": arguments.timeout is not None}
+    verbose = {"--verbose": arguments.verbose}
+    probing = {"--python": arguments.python is not None, "--no-torch": arguments.no_torch, **timeout}
     showing = {
-        "--verbose": arguments.verbose,
+        **verbose,
         "--json": arguments.json,
         "--require": arguments.require is not None,
         "--from": arguments.saved is not None,
         "--no-redact": arguments.no_redact,
     }
-    if arguments.explain is not None:
-        _refuse("--explain", "only prints a page", {**probing, **showing})
-    if arguments.saved is not None:
-        _refuse("--from", "examines nothing on this machine", probing)
-    if arguments.no_torch:
-        _refuse("--no-torch", "runs no torch", {"--timeout": arguments.timeout is not None})
-    if arguments.json:
-        _refuse("--json", "has all facts anyway", {"--verbose": arguments.verbose})
-
-
-def _refuse(option: str, why: str, others: dict[str, bool]) -> None:
-    given = [name for name, is_given in others.items() if is_given]
-    if given:
-        raise UsageError(f"{option} {why}: {' and '.join(given)} cannot go with it", fix="See transload doctor --help.")
+    for option, is_given, why, others in (
+        ("--explain", arguments.explain is not None, "only prints a page", {**probing, **showing}),
+        ("--from", arguments.saved is not None, "examines nothing on this machine", probing),
+        ("--no-torch", arguments.no_torch, "runs no torch", timeout),
+        ("--json", arguments.json, "has all facts anyway", verbose),
+    ):
+        if beside := " and ".join(name for name, given in others.items() if is_given and given):
+            raise UsageError(f"{option} {why}: {beside} cannot go with it", fix="See transload doctor --help.")
 
 
 def _diagnosis(arguments: Namespace) -> Diagnosis:
-    from transload.diagnose import judge_machine
+    from transload.diagnose import doctor, judge_machine
     from transload.diagnose.redact import Names, names_here, redacted
 
     if arguments.saved is not None:
         diagnosis, names = judge_machine(_saved(arguments.saved)), Names()
     else:
-        diagnosis, names = _examined(arguments), names_here()
+        python = _interpreter(arguments.python) if arguments.python is not None else ""
+        with _patience("" if arguments.no_torch else "asking torch …"):
+            diagnosis = doctor(python, torch=not arguments.no_torch, timeout=arguments.timeout or 0.0)
+        names = names_here()
     return diagnosis if arguments.no_redact else redacted(diagnosis, names, runnable=not arguments.json)
-
-
-def _examined(arguments: Namespace) -> Diagnosis:
-    from transload.diagnose import doctor
-
-    python = _interpreter(arguments.python) if arguments.python is not None else ""
-    with _Patience("asking torch …" if not arguments.no_torch else ""):
-        return doctor(python, torch=not arguments.no_torch, timeout=arguments.timeout or 0.0)
 
 
 def _interpreter(given: str) -> str:
@@ -149,33 +137,25 @@ def _interpreter(given: str) -> str:
 
 
 def _saved(path: str) -> Machine:
+    """The machine in a report. The redirection of PowerShell writes UTF-16."""
+    from pathlib import Path
+
     from transload.diagnose.saved import machine_in
 
     where = "standard input" if path == "-" else path
     try:
-        data = _bytes(path)
+        if path == "-":
+            data = sys.stdin.buffer.read(_LONGEST_REPORT + 1) if sys.stdin is not None else b""
+        else:
+            with Path(path).open("rb") as stream:
+                data = stream.read(_LONGEST_REPORT + 1)
     except (OSError, ValueError) as error:
         number = error.errno if isinstance(error, OSError) else None
         raise CannotReadError(getattr(error, "strerror", None) or str(error), where=where, errno=number) from None
     if len(data) > _LONGEST_REPORT:
         raise UsageError("it is too long to be a report of transload doctor", where=where)
-    return machine_in(_decoded(data), where)
-
-
-def _bytes(path: str) -> bytes:
-    """The file, and a byte more than it may have where it is longer."""
-    if path == "-":
-        return sys.stdin.buffer.read(_LONGEST_REPORT + 1) if sys.stdin is not None else b""
-    from pathlib import Path
-
-    with Path(path).open("rb") as stream:
-        return stream.read(_LONGEST_REPORT + 1)
-
-
-def _decoded(data: bytes) -> str:
-    """The text of a file; the redirection of PowerShell writes UTF-16."""
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    return data.decode("utf-16" if wide else "utf-8-sig", "surrogateescape" if not wide else "replace")
+    return machine_in(data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape"), where)
 
 
 def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
@@ -206,31 +186,29 @@ def _near(word: str, codes: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
 
 
-class _Patience:
-    """A word on stderr while something takes long, if a person is there to read it; wiped away afterwards."""
+@contextmanager
+def _patience(words: str) -> Iterator[None]:
+    """Show words on stderr while something takes long, if a user is there to read them; wiped away afterwards."""
+    if not words or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    from threading import Timer
 
-    def __init__(self, word: str) -> None:
-        self.word = word if sys.stderr is not None and sys.stderr.isatty() else ""
+    shown = []
 
-    def __enter__(self) -> None:
-        if self.word:
-            from threading import Timer
-
-            self.timer = Timer(_PATIENCE, self._say)
-            self.timer.daemon = True
-            self.timer.start()
-
-    def _say(self) -> None:
+    def show_words() -> None:
         from transload.render.style import style_of
 
-        self.said = style_of(sys.stderr).text(self.word)
-        print(self.said, end="", file=sys.stderr, flush=True)
+        shown.append(style_of(sys.stderr).text(words))
+        print(shown[0], end="", file=sys.stderr, flush=True)
 
-    said = ""
-
-    def __exit__(self, *_: object) -> None:
-        if self.word:
-            self.timer.cancel()
-            self.timer.join()
-        if self.said:
-            print(f"\r{' ' * len(self.said)}\r", end="", file=sys.stderr, flush=True)
+    timer = Timer(_PATIENCE, show_words)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown:
+            print(f"\r{' ' * len(shown[0])}\r", end="", file=sys.stderr, flush=True)

@@ -1,49 +1,53 @@
-"""Questions asked in a child process: a driver or torch may hang, crash and print, and the doctor may not.
+"""Questions asked in a child process: a driver or torch may hang, crash or print anything, and the doctor must not.
 
-A child tells what it finds step by step, so that it is known how far it came. Every child ends: by itself, at its
-deadline, when the ``with`` block is left, or with us; nothing here waits for a process that cannot be killed.
+A child reports its findings step by step, so it is known how far it got. Every child ends: by itself, at its deadline,
+when the ``with`` block is left, or with this process. Nothing here waits for a process that cannot be killed.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transload.diagnose.host import reason
-from transload.diagnose.leash import Leash
-from transload.diagnose.scripts import source
-from transload.machine import Answer
+from transload.machine import Answer, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import IO
 
     from typing_extensions import Self
 
     from transload.machine import State
 
-__all__ = ["MARK", "Child", "Outcome", "Question"]
+__all__ = ["MARK", "Child", "Outcome", "Question", "in_fork", "source"]
 
 MARK = b"\x1e"
-"""Before each line that is said to us; everything else was printed by a library."""
+"""Marks each line that is meant for the parent; everything else was printed by a library."""
 
 _GRACE = 0.2
-"""Seconds to die in after SIGKILL, or to say where it hangs. One that waits inside a driver may never do either."""
+"""Seconds to die after SIGKILL, or to report where it hangs. A child that waits inside a driver may never do either."""
 _NOISE = 1 << 14
-"""Bytes kept of what is printed, which may be without end; enough for Python's stack."""
+"""Bytes kept of what is printed, which may be endless; enough for Python's stack."""
 _LINE = 1 << 16
 """The longest line kept, for the same reason."""
 _RECORDS = 4096
 _BACKSTOP = 5
-"""Seconds after its deadline at which a child ends itself, should its parent be gone and the leash not have held."""
+"""Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
+_STANDARD = 2
+"""Files up to this number are the child's standard ones."""
 
 _STACK = re.compile(r"Fatal Python error: |(?:Current thread|Stack).*\(most recent call first\)")
 _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
@@ -51,19 +55,16 @@ _PLACE = re.compile(r'File "([^"<][^"]*)", line (\d+)')
 
 @dataclass(frozen=True)
 class Question:
-    """A script of ``probes`` and the world it is to be run in."""
+    """A script, as ``source`` gives those of ``probes``, and the surroundings in which to run it."""
 
     script: str
-    """``ask_cuda``"""
     python: str
     environ: Mapping[str, str] = field(default_factory=dict)
     cwd: str = ""
     flags: tuple[str, ...] = ()
-    text: str = ""
-    """A source of its own, in place of a script of ``probes``."""
     arguments: tuple[str, ...] = ()
     refusal: str = ""
-    """Why it is not asked at all; empty where it is."""
+    """Why it cannot be asked; empty where it can."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class Outcome:
     """What became of a child."""
 
     state: State
-    """``answered`` only where it said that it was done."""
+    """``answered`` only where it reported that it was done."""
     records: tuple[dict[str, Any], ...] = ()
-    """What it told, in order."""
+    """Its reports, in order."""
     noise: str = ""
-    """The last of what it and its libraries printed."""
+    """The end of what it and its libraries printed."""
     end: str = ""
     """Why there is no more: ``SIGSEGV``, ``exit status 3``, ``hung``; empty where it was done."""
     seconds: float = 0.0
@@ -86,7 +87,7 @@ class Outcome:
         return {name: value for record in self.records for name, value in record.items()}
 
     def all(self, name: str) -> list[Any]:
-        """What every record with that name says."""
+        """The values of every record with that name."""
         return [record[name] for record in self.records if name in record]
 
     @property
@@ -99,11 +100,13 @@ class Outcome:
         """Where it ended and why, and its own last words."""
         if self.state in {"answered", "unasked"}:
             return self.end
+        doing = self.facts.get("doing", "")
+        step = f"in {doing}" if doing else "at its start"
         place = _PLACE.search(self.noise, len(self.printed))
         at = f" at {place[1]}:{place[2]}" if place else ""
         time = f" after {self.seconds:.1f} s" if self.state == "hung" else ""
         words = " ".join(self.printed[-500:].split())
-        return f"{self.end} {self.step}{at}{time}" + (f"; it printed: {words}" if words else "")
+        return f"{self.end} {step}{at}{time}" + (f"; it printed: {words}" if words else "")
 
     @property
     def printed(self) -> str:
@@ -111,34 +114,29 @@ class Outcome:
         stack = _STACK.search(self.noise)
         return self.noise[: stack.start()] if stack else self.noise
 
-    @property
-    def step(self) -> str:
-        """``in cuInit``, or ``at its start``."""
-        doing = self.facts.get("doing", "")
-        return f"in {doing}" if doing else "at its start"
-
 
 class Child:
     """A script at work in another process; ``outcome()`` waits for it, and leaving ``with`` ends it.
 
-    It gets a session of its own, so that Ctrl-C is ours alone and everything it starts can be ended with it; nothing to
-    read; and no room for a core dump. Where it cannot be started, that is its outcome.
+    It runs in a session of its own, so that Ctrl-C reaches only this process and everything it starts can be ended with
+    it. It has nothing to read and writes no core dump. Where it cannot be started, that is its outcome.
     """
 
     def __init__(self, question: Question, seconds: float) -> None:
         self.begun = monotonic()
         self.deadline = self.begun + seconds
+        self.records: list[dict[str, Any]] = []
         self._last = self.begun
-        self._hearing = _Hearing()
+        self._done = False
+        self._noise = self._rest = b""
         self._over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._leash = Leash()
+        self._lifeline = -1
         self._refusal = question.refusal
         if question.refusal:
             return
         try:
-            self._process = _start(question, seconds, self._leash)
-            threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True).start()
+            self._start(question, seconds)
         except (OSError, ValueError, RuntimeError) as error:  # no such file, a NUL in a variable, no more threads
             self._refusal = f"could not be started: {reason(question.python, error)}"
             self.close()
@@ -156,7 +154,7 @@ class Child:
         return self._process.pid if self._process else 0
 
     def hurry(self, deadline: float) -> None:
-        """Let it end by ``deadline``, by the monotonic clock, if that is sooner."""
+        """Let it end by ``deadline``, on the monotonic clock, if that is sooner."""
         self.deadline = min(self.deadline, deadline)
 
     def ended(self) -> bool:
@@ -165,143 +163,120 @@ class Child:
 
     def outcome(self) -> Outcome:
         """What became of it, at its deadline at the latest."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return Outcome("unasked", end=self._refusal)
         while not self.ended() and (left := self.deadline - monotonic()) > 0:
             self._over.wait(min(left, 0.05))
-        state, end = self._end(self._process)
+        if process.poll() is not None and not self._over.wait(_GRACE):  # its last words may still be in the pipe
+            self._finish()
+        state: State = "answered" if self._done else "hung"
+        end = "" if self._done else "hung"
+        if not self._done:
+            with suppress(subprocess.TimeoutExpired):  # it may have closed its output and live on
+                state, end = "crashed", _status(process.wait(max(0.0, self.deadline - monotonic())))
         seconds = (monotonic() if state == "hung" else self._last) - self.begun
-        if state == "hung":
-            self._where(self._process)
+        if state == "hung" and any("traced" in record for record in self.records):
+            with suppress(OSError):  # it prints Python's stack, which is then found in its noise
+                process.send_signal(signal.SIGUSR1)
+            self._over.wait(_GRACE)
         if not self.close():
             end += ", and could not be killed,"
-        return Outcome(state, tuple(self._hearing.records), self._hearing.noise(), end, seconds)
+        noise = (self._noise + self._rest).decode("utf-8", "replace").strip()
+        return Outcome(state, tuple(self.records), noise, end, seconds)
 
     def close(self) -> bool:
-        """End it and all it started. False where it does not die: then it is left to itself."""
-        ended = self._ended()
-        self._leash.let_go()  # not before: what it started would outlive it
+        """End it and everything it started. False where it does not die: then it is left to itself."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            _kill(process)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+        ended = process is None or process.poll() is not None
+        self._lifeline = _closed(self._lifeline)  # not before: what it started would outlive it
         return ended
 
-    def _ended(self) -> bool:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return True
-        _kill(process)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-        return process.poll() is not None
+    def _start(self, question: Question, seconds: float) -> None:
+        """Start the process.
+
+        It inherits one end of a pipe. When the other closes, which happens however this process ends, the kernel tells
+        it: SIGTERM and SIGKILL leave no time to end it from here. Windows has no such signal.
+        """
+        theirs = -1
+        with suppress(OSError):  # no file is left: then it has the backstop
+            theirs, self._lifeline = os.pipe()
+        inherited = (theirs,) if theirs > _STANDARD and os.name == "posix" else ()
+        command = [question.python, *question.flags, "-c", question.script]
+        try:
+            self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
+                [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
+                bufsize=0,
+                stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=dict(question.environ),
+                cwd=question.cwd if os.path.isdir(question.cwd) and os.access(question.cwd, os.X_OK) else None,
+                start_new_session=True,
+                pass_fds=inherited,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )
+        finally:
+            _closed(theirs)
+        with suppress(ImportError, AttributeError, OSError, ValueError):  # no core file in the user's folder
+            from resource import RLIMIT_CORE, prlimit
+
+            prlimit(process.pid, RLIMIT_CORE, (0, 0))
+        if process.stdin:
+            process.stdin.close()
+        threading.Thread(target=self._listen, args=(process.stdout,), daemon=True).start()
 
     def _listen(self, stream: IO[bytes]) -> None:
         with stream, suppress(OSError, ValueError):
             while data := stream.read(_LINE):
-                self._hearing.take(data)
-                if self._hearing.done:
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._take(line)
+                if len(self._rest) > _LINE:
+                    self._noise, self._rest = (self._noise + self._rest)[-_NOISE:], b""
+                if self._done:
                     self._finish()
         self._finish()
+
+    def _take(self, line: bytes) -> None:
+        """Keep a line: as a record where it is one, else as noise."""
+        before, _, text = line.partition(MARK)
+        try:
+            record = json.loads(text) if text else {}
+        except (ValueError, RecursionError):
+            record = {}
+        record = record if isinstance(record, dict) else {}
+        self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
+        if record and len(self.records) < _RECORDS:
+            self.records.append(record)
+            self._done = self._done or "done" in record
 
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()
         self._over.set()
 
-    def _end(self, process: subprocess.Popen[bytes]) -> tuple[State, str]:
-        if process.poll() is not None and not self._over.wait(_GRACE):  # its last words may still be in the pipe
-            self._finish()
-        if self._hearing.done:
-            return "answered", ""
-        with suppress(subprocess.TimeoutExpired):  # it may have closed its output and live on
-            return "crashed", _status(process.wait(max(0.0, self.deadline - monotonic())))
-        return "hung", "hung"
 
-    def _where(self, process: subprocess.Popen[bytes]) -> None:
-        """Have a child that can do so print Python's stack, to be found in its noise."""
-        if any("traced" in record for record in self._hearing.records):
-            with suppress(OSError):
-                process.send_signal(signal.SIGUSR1)
-            self._over.wait(_GRACE)
-
-
-class _Hearing:
-    """What a child says, told apart from what is printed around it."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.done = False
-        self._noise = b""
-        self._rest = b""
-
-    def take(self, data: bytes) -> None:
-        """The next bytes, cut anywhere."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._line(line)
-        if len(self._rest) > _LINE:
-            self._rest = self._note(self._rest)
-
-    def noise(self) -> str:
-        """The last of what is no record."""
-        return (self._noise + self._rest).decode("utf-8", "replace").strip()
-
-    def _line(self, line: bytes) -> None:
-        before, _, text = line.partition(MARK)
-        record = _record(text)
-        self._note(before if record else line + b"\n")
-        if record and len(self.records) < _RECORDS:
-            self.records.append(record)
-            self.done = self.done or "done" in record
-
-    def _note(self, noise: bytes) -> bytes:
-        self._noise = (self._noise + noise)[-_NOISE:]
-        return b""
-
-
-def _record(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text else None
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _start(question: Question, seconds: float, leash: Leash) -> subprocess.Popen[bytes]:
-    command = [question.python, *question.flags, "-c", question.text or source(question.script)]
-    process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is what is examined
-        [*command, str(round(seconds + _BACKSTOP)), *map(str, leash.handed() or (-1,)), *question.arguments],
-        bufsize=0,
-        stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=dict(question.environ),
-        cwd=question.cwd if os.path.isdir(question.cwd) and os.access(question.cwd, os.X_OK) else None,
-        start_new_session=True,
-        pass_fds=leash.handed(),
-        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-    )
-    leash.give()
-    _without_core(process.pid)
-    if process.stdin:
-        process.stdin.close()
-    return process
-
-
-def _without_core(pid: int) -> None:
-    """Nothing is written where the user stands, should it crash."""
-    with suppress(ImportError, AttributeError, OSError, ValueError):
-        from resource import RLIMIT_CORE, prlimit
-
-        prlimit(pid, RLIMIT_CORE, (0, 0))
+def _closed(number: int) -> int:
+    if number >= 0:
+        with suppress(OSError):
+            os.close(number)
+    return -1
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)  # its session is its own, and it is not yet waited for
+            os.killpg(process.pid, signal.SIGKILL)  # its session is its own, and it was not waited for yet
         else:
             process.kill()
 
 
 def _status(code: int) -> str:
-    """What an exit code says.
+    """An exit code in words.
 
     >>> _status(-11), _status(3), _status(0xC0000005)
     ('SIGSEGV', 'exit status 3', 'exit status 0xc0000005')
@@ -312,3 +287,98 @@ def _status(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+# -- the scripts -------------------------------------------------------------------------------------------------------
+
+_PACKAGE = "from transload.diagnose.probes."
+
+
+@cache
+def source(script: str) -> str:
+    """A script of ``probes`` and what it imports from there, as one text for ``python -c``.
+
+    So it needs nothing of transload on the other interpreter's path, and it is also found inside a zip.
+    """
+    from transload.diagnose import probes
+
+    loader = cast("Any", probes.__spec__).loader
+    seen: list[str] = []
+
+    def lines(name: str) -> Iterator[str]:
+        seen.append(name)
+        text: bytes = loader.get_data(f"{os.path.dirname(probes.__file__)}{os.sep}{name}.py")
+        for line in text.decode().splitlines():
+            if line.startswith(_PACKAGE):
+                other = line[len(_PACKAGE) :].partition(" ")[0]
+                yield from () if other in seen else lines(other)
+            elif not line.startswith("from __future__"):
+                yield line
+
+    return "\n".join(("from __future__ import annotations", *lines(script)))
+
+
+# -- questions to this very interpreter --------------------------------------------------------------------------------
+
+_LENGTH = struct.Struct("=I")
+_FILES = 1 << 12
+
+
+def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str | Unknown, ...]:
+    """What each question answers, asked one after the other; ``Unknown`` for those without an answer by the deadline.
+
+    For calls that a driver in trouble may never return from. A process that waits inside a kernel driver cannot be
+    killed, and a thread that does so keeps its process from ending; a forked child can be left behind.
+
+    >>> in_fork([lambda: "yes", lambda: "no"], 5.0)
+    ('yes', 'no')
+    """
+    if not questions:
+        return ()
+    if not hasattr(os, "fork"):  # Windows, where nothing is asked this way
+        return tuple(question() for question in questions)
+    try:
+        data = _forked(questions, monotonic() + seconds)
+    except OSError as error:  # no process or no pipe is left
+        return (Unknown(f"could not be asked: {error.strerror}"),) * len(questions)
+    answers, at = [], 0
+    while at + _LENGTH.size <= len(data):
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(data, at)[0]
+        if at <= len(data):
+            answers.append(data[start:at].decode("utf-8", "surrogateescape"))
+    late = Unknown(f"no answer within {seconds:g} s")
+    return (*answers, *(late for _ in questions[len(answers) :]))
+
+
+def _forked(questions: Sequence[Callable[[], str]], deadline: float) -> bytes:
+    """The answers as they come through a pipe: the length of each, then its bytes."""
+    import select
+
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():  # about forking beside threads: the child takes none of their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        try:  # the child's whole life; it must not return, since the caller's code above is not its own
+            os.closerange(0, theirs)  # or whoever reads our output would wait for a child that hangs
+            os.closerange(theirs + 1, _FILES)
+            gc.disable()  # garbage is the parent's to clear
+            for question in questions:
+                answer = question().encode("utf-8", "surrogateescape")
+                os.write(theirs, _LENGTH.pack(len(answer)) + answer)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    data, ended = b"", False
+    try:
+        while not ended and select.select([ours], [], [], max(0.0, deadline - monotonic()))[0]:
+            piece = os.read(ours, _LINE)
+            data, ended = data + piece, not piece
+    finally:
+        os.close(ours)
+    with suppress(OSError):  # somebody else has reaped it
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0 if ended else os.WNOHANG)  # without waiting for one that hangs in the kernel
+    return data

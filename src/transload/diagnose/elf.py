@@ -1,25 +1,37 @@
-"""ELF files as the loader sees them: for which processor they are, what they need, where they say to look for it.
+"""ELF files as the dynamic loader sees them, the symbols they exchange, and the GPU code inside them.
 
 Files are read by place, never as a whole and never mapped: libraries have hundreds of megabytes, and a mapped file
-that shrinks kills its reader. Every offset is compared with the file before it is used, and every loop has an end of
-its own. What cannot be read is an ``Unknown``; nothing here raises for what a file may hold.
+that shrinks kills its reader. Every offset is checked against the file before it is used, and every loop is bounded.
+What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from struct import Struct
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import takewhile
+from struct import Struct, unpack, unpack_from
+from typing import NamedTuple, TypeVar
 
 from transload.machine import Unknown
 
 from .host import reason
 
-__all__ = ["BrokenError", "Elf", "File", "asked", "contents", "read_elf", "sections"]
+__all__ = [
+    "Elf",
+    "Wanted",
+    "architectures",
+    "contents",
+    "lacking",
+    "read_elf",
+    "undefined",
+    "version_definitions",
+    "version_needs",
+]
 
 _T = TypeVar("_T")
 
@@ -59,16 +71,16 @@ def _seek_and_read(descriptor: int, size: int, offset: int) -> bytes:
 _pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # which Windows lacks
 
 
-class BrokenError(Exception):
+class _BrokenError(Exception):
     """What a file says does not fit the file. It never leaves ``asked``."""
 
 
-class File:
-    """A regular file to be read by place. What is asked for and is not there is a ``BrokenError``."""
+class _File:
+    """A regular file to be read by place. What is asked for and is not there is a ``_BrokenError``."""
 
     def __init__(self, path: str) -> None:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could wait for ever
-            raise BrokenError("not a regular file")
+            raise _BrokenError("not a regular file")
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.descriptor)
         self.size, self.identity = status.st_size, (status.st_dev, status.st_ino)
@@ -86,14 +98,14 @@ class File:
             return b""
         self.reads += 1
         if self.reads > _MOST_READS:
-            raise BrokenError("it has too many parts")
+            raise _BrokenError("it has too many parts")
         return _pread(self.descriptor, min(size, self.size - offset), offset)
 
     def at(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes."""
         data = self.some(offset, size)
         if len(data) != size:
-            raise BrokenError(f"cut off: {size} bytes should stand at {offset}, and the file has {self.size}")
+            raise _BrokenError(f"cut off: {size} bytes should stand at {offset}, and the file has {self.size}")
         return data
 
     def text(self, offset: int) -> str:
@@ -102,18 +114,18 @@ class File:
             text, end, _ = self.some(offset, size).partition(b"\0")
             if end:
                 return text.decode("utf-8", "surrogateescape")
-        raise BrokenError(f"a name at {offset} has no end")
+        raise _BrokenError(f"a name at {offset} has no end")
 
 
-def asked(path: str, question: Callable[[File], _T]) -> _T | Unknown:
+def _asked(path: str, question: Callable[[_File], _T]) -> _T | Unknown:
     """The answer of ``question`` to the opened file, or why there is none."""
     try:
-        file = File(path)
+        file = _File(path)
         try:
             return question(file)
         finally:
             file.close()
-    except BrokenError as error:
+    except _BrokenError as error:
         return Unknown(str(error))
     except (OSError, ValueError) as error:
         return Unknown(reason(path, error))
@@ -128,7 +140,7 @@ class Elf:
 
     path: str
     machine: str
-    """As ``uname -m`` names it."""
+    """As ``uname -m`` calls it."""
     bits: int = 64
     little: bool = True
     soname: str = ""
@@ -160,108 +172,309 @@ class Elf:
 
     def offset(self, tag: int) -> int:
         """The place in the file of what the tag points to; -1 where it points to nothing."""
-        return _place(self.segments, self.dynamic.get(tag, -1))
+        address = self.dynamic.get(tag, -1)
+        return next((at + address - start for start, at, size in self.segments if start <= address < start + size), -1)
 
 
 def read_elf(path: str) -> Elf | Unknown:
-    """What the ELF file at the real path ``path`` says, or why it cannot be read: ``empty``, ``not an ELF file``."""
-    return asked(path, lambda file: _read(path, file))
+    """What the ELF file at the real path ``path`` states, or why it cannot be read: ``empty``, ``not an ELF file``."""
+    return _asked(path, lambda file: _read(path, file))
 
 
-def _read(path: str, file: File) -> Elf:
+def _read(path: str, file: _File) -> Elf:
     head = file.some(0, _HEADER.size)
-    if not head:
-        raise BrokenError("empty")
-    if head[:4] != b"\x7fELF":
-        raise BrokenError("not an ELF file")
-    if len(head) < _HEADER.size:
-        raise BrokenError("cut off within the header")
+    if head[:4] != b"\x7fELF" or len(head) < _HEADER.size:
+        why = "cut off within the header" if head[:4] == b"\x7fELF" else "not an ELF file" if head else "empty"
+        raise _BrokenError(why)
     bits, little = {1: 32, 2: 64}.get(head[4], 0), head[5] == 1
     number = int.from_bytes(head[18:20], "little" if little else "big")
     machine = _MACHINES.get(number, f"ELF machine {number}")
     if bits != 64 or not little:
         return Elf(path, machine, bits, little, identity=file.identity)
     _, _, _, _, programs, table, _, _, size, count, entry, many, names = _HEADER.unpack(head)
-    kinds = tuple(_programs(file, programs, size, count))
-    pairs = [
-        pair for kind, offset, _, length in kinds if kind == _DYNAMIC_SEGMENT for pair in _dynamic(file, offset, length)
-    ]
+    if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
+        raise _BrokenError("it has no program headers")
+    kinds = [(each[0], each[2], each[3], each[5]) for each in _PROGRAM.iter_unpack(file.at(programs, size * count))]
+    pairs: list[tuple[int, int]] = []
+    for kind, offset, _, length in kinds:
+        if kind == _DYNAMIC_SEGMENT:
+            data = file.some(offset, min(length, _MOST_DYNAMIC * _DYNAMIC.size))
+            whole = _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size])
+            pairs += takewhile(lambda pair: pair[0] != 0, whole)
     segments = tuple((address, offset, length) for kind, offset, address, length in kinds if kind == _LOAD)
     end = max((offset + length for _, offset, length in segments), default=0)
     if end > file.size:  # the loader maps it all the same, and the first touch of what is not there is a SIGBUS
-        raise BrokenError(f"cut off after {file.size} of {end} bytes")
-    texts = _texts(file, pairs, _place(segments, dict(pairs).get(_STRINGS, -1)))
-    return Elf(
+        raise _BrokenError(f"cut off after {file.size} of {end} bytes")
+    elf = Elf(
         *(path, machine, bits, little),
-        soname="".join(texts[_SONAME][:1]),
-        needed=tuple(texts[_NEEDED]),
-        rpath="".join(texts[_RPATH][:1]),
-        runpath="".join(texts[_RUNPATH][:1]),
         interpreter=next((file.text(offset) for kind, offset, *_ in kinds if kind == _INTERPRETER), ""),
         identity=file.identity,
         dynamic=dict(pairs),
         segments=segments,
         table=(table, many if entry == _SECTION.size else 0, names),
     )
-
-
-def _programs(file: File, offset: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-    """(kind, offset, address, size in the file) of every segment."""
-    if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
-        raise BrokenError("it has no program headers")
-    for entry in _PROGRAM.iter_unpack(file.at(offset, size * count)):
-        yield entry[0], entry[2], entry[3], entry[5]
-
-
-def _texts(file: File, pairs: list[tuple[int, int]], strings: int) -> dict[int, list[str]]:
-    """Tag → its texts, of the tags whose value is a place among the strings."""
     texts: dict[int, list[str]] = {tag: [] for tag in (_NEEDED, _SONAME, _RPATH, _RUNPATH)}
+    strings = elf.offset(_STRINGS)
     for tag, value in pairs if strings >= 0 else ():
         if tag in texts:
             texts[tag].append(file.text(strings + value))
-    return texts
+    return replace(
+        elf,
+        soname="".join(texts[_SONAME][:1]),
+        needed=tuple(texts[_NEEDED]),
+        rpath="".join(texts[_RPATH][:1]),
+        runpath="".join(texts[_RUNPATH][:1]),
+    )
 
 
-def _place(segments: tuple[tuple[int, int, int], ...], address: int) -> int:
-    for start, offset, size in segments:
-        if start <= address < start + size:
-            return offset + address - start
-    return -1
-
-
-def _dynamic(file: File, offset: int, size: int) -> Iterator[tuple[int, int]]:
-    data = file.some(offset, min(size, _MOST_DYNAMIC * _DYNAMIC.size))
-    for tag, value in _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size]):
-        if tag == 0:
-            return
-        yield tag, value
-
-
-def sections(elf: Elf, *names: str) -> tuple[tuple[int, int], ...] | Unknown:
+def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
     """(offset, size) of the sections of these names that have bytes in the file."""
-    return asked(elf.path, lambda file: tuple(_sections(elf, file, [name.encode() + b"\0" for name in names])))
-
-
-def _sections(elf: Elf, file: File, wanted: list[bytes]) -> Iterator[tuple[int, int]]:
     offset, count, index = elf.table
     if not offset or not count:
-        raise BrokenError("it has no section headers")
+        raise _BrokenError("it has no section headers")
     if index >= count:
-        raise BrokenError("its sections have no names")
+        raise _BrokenError("its sections have no names")
     headers = list(_SECTION.iter_unpack(file.at(offset, count * _SECTION.size)))
     strings, size = headers[index][4:6]
-    names = file.at(strings, min(size, count * 256))
+    table = file.at(strings, min(size, count * 256))
+    wanted = [each.encode() + b"\0" for each in names]
     for name, kind, _, _, start, length, *_ in headers:
-        if kind != _NOBITS and any(names.startswith(each, name) for each in wanted):
+        if kind != _NOBITS and any(table.startswith(each, name) for each in wanted):
             yield start, min(length, max(file.size - start, 0))
 
 
 def contents(elf: Elf, name: str, limit: int) -> bytes | Unknown:
     """The bytes of a section, at most ``limit`` of them."""
 
-    def read(file: File) -> bytes:
-        for start, size in _sections(elf, file, [name.encode() + b"\0"]):
+    def read(file: _File) -> bytes:
+        for start, size in _sections(elf, file, [name]):
             return file.some(start, min(size, limit))
-        raise BrokenError(f"it has no section {name}")
+        raise _BrokenError(f"it has no section {name}")
 
-    return asked(elf.path, read)
+    return _asked(elf.path, read)
+
+
+# -- symbols -----------------------------------------------------------------------------------------------------------
+# A name is looked up in the hash table that the loader itself uses: libtorch_cpu defines more than a hundred thousand.
+
+_SYMBOL = Struct("<IBBHQQ")
+_NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
+_DEFINITION = Struct("<HHHHIII")
+_HASH, _SYMBOLS, _GNU_HASH = 4, 6, 0x6FFFFEF5
+_VERSIONS, _DEFINITIONS, _NEEDS = 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_WEAK = 2
+_ANY = 1
+"""The version of a symbol that has none."""
+
+_MOST_SYMBOLS = 1 << 17
+_MOST_VERSIONS = 4096
+_LONGEST_CHAIN = 4096
+
+
+class Wanted(NamedTuple):
+    """A symbol that must be found elsewhere; ``file`` is the library whose version is meant, where one is."""
+
+    name: str
+    version: str = ""
+    file: str = ""
+
+
+def undefined(elf: Elf, of: Iterable[str] = ()) -> tuple[Wanted, ...] | Unknown:
+    """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
+    return _asked(elf.path, lambda file: tuple(_undefined(elf, file, frozenset(of))))
+
+
+def _undefined(elf: Elf, file: _File, of: frozenset[str]) -> Iterator[Wanted]:
+    needs = {index: (name, version) for name, index, version in _needs(elf, file) if not of or name in of}
+    if of and not needs:
+        return
+    hashes = elf.offset(_GNU_HASH)  # that table has the symbols that are defined, and they come last
+    count = min(unpack("<4xI", file.at(hashes, 8))[0], _MOST_SYMBOLS) if hashes >= 0 else _count(elf, file)
+    table = file.at(elf.offset(_SYMBOLS), count * _SYMBOL.size)
+    at, strings = elf.offset(_VERSIONS), elf.offset(_STRINGS)
+    versions = [each & 0x7FFF for each in unpack(f"<{count}H", file.at(at, 2 * count))] if at >= 0 else []
+    for index in [at for at in range(1, len(versions)) if versions[at] in needs] if of else range(1, count):
+        name, info, _, section = unpack_from("<IBBH", table, index * _SYMBOL.size)
+        if section == 0 and info >> 4 != _WEAK:
+            source, version = needs.get(versions[index] if versions else 0, ("", ""))
+            yield Wanted(file.text(strings + name), version, source)
+
+
+def _count(elf: Elf, file: _File) -> int:
+    """How many symbols there are, by the older hash table."""
+    at = elf.offset(_HASH)
+    if at < 0 or elf.offset(_SYMBOLS) < 0:
+        raise _BrokenError("it has no table of symbols")
+    return min(int(unpack("<4xI", file.at(at, 8))[0]), _MOST_SYMBOLS)
+
+
+def version_needs(elf: Elf) -> tuple[tuple[str, str], ...] | Unknown:
+    """(file, version) that it asks for: ``("libc.so.6", "GLIBC_2.28")``; weak ones left out."""
+    return _asked(elf.path, lambda file: tuple((name, version) for name, _, version in _needs(elf, file, weak=False)))
+
+
+def _needs(elf: Elf, file: _File, *, weak: bool = True) -> Iterator[tuple[str, int, str]]:
+    """File, index and name of every version it asks for."""
+    strings, at = elf.offset(_STRINGS), elf.offset(_NEEDS)
+    left = _MOST_VERSIONS
+    while at >= 0 and left:
+        _, count, name, aux, following = _NEED.unpack(file.at(at, _NEED.size))
+        source, entry = file.text(strings + name), at + aux
+        for _ in range(min(count, left)):
+            _, flags, index, version, step = _NEED_VERSION.unpack(file.at(entry, _NEED_VERSION.size))
+            if weak or not flags & 2:
+                yield source, index & 0x7FFF, file.text(strings + version)
+            entry, left = entry + step, left - 1
+            if not step:
+                break
+        at, left = (at + following, max(left - 1, 0)) if following else (-1, left)
+
+
+def version_definitions(elf: Elf) -> frozenset[str] | Unknown:
+    """The versions it defines; none where it has no versions at all, which satisfies every need."""
+    return _asked(elf.path, lambda file: frozenset(_definitions(elf, file).values()))
+
+
+def _definitions(elf: Elf, file: _File) -> dict[int, str]:
+    strings, at = elf.offset(_STRINGS), elf.offset(_DEFINITIONS)
+    found: dict[int, str] = {}
+    for _ in range(_MOST_VERSIONS if at >= 0 else 0):
+        _, _, index, _, _, aux, following = _DEFINITION.unpack(file.at(at, _DEFINITION.size))
+        found[index & 0x7FFF] = file.text(strings + unpack("<I", file.at(at + aux, 4))[0])
+        if not following:
+            break
+        at += following
+    return found
+
+
+def lacking(elf: Elf, wanted: Iterable[Wanted]) -> tuple[Wanted, ...] | Unknown:
+    """Those of ``wanted`` that it does not define in the version they ask for."""
+
+    def fits(index: int, version: str, definitions: dict[int, str]) -> bool:
+        return not version or index & 0x7FFF <= _ANY or definitions.get(index & 0x7FFF) == version
+
+    def absent(file: _File) -> tuple[Wanted, ...]:
+        table, definitions = _Symbols(elf, file), _definitions(elf, file)
+        return tuple(
+            each
+            for each in wanted
+            if not any(fits(version, each.version, definitions) for version in table.versions_of(each.name))
+        )
+
+    return _asked(elf.path, absent)
+
+
+class _Symbols:
+    """The defined symbols of an open library, by the GNU hash table; by a list of all where it has only the older."""
+
+    def __init__(self, elf: Elf, file: _File) -> None:
+        self.file = file
+        self.symbols, self.strings = elf.offset(_SYMBOLS), elf.offset(_STRINGS)
+        self.versions = elf.offset(_VERSIONS)
+        self.names: dict[str, list[int]] = {}
+        at = elf.offset(_GNU_HASH)
+        self.hashed = at >= 0
+        if self.hashed:
+            self.buckets, self.first, self.words, self.shift = unpack("<4I", file.at(at, 16))
+            if not self.buckets or not self.words:
+                raise _BrokenError("its table of symbols is empty")
+            self.bloom = at + 16
+            self.starts = self.bloom + 8 * self.words
+            self.chains = self.starts + 4 * self.buckets
+            return
+        for index in range(1, _count(elf, file)):
+            place, section = self._entry(index)
+            if section:
+                self.names.setdefault(file.text(place), []).append(index)
+
+    def versions_of(self, name: str) -> Iterator[int]:
+        """The number of the version of every symbol of that name; any version will do where the library has none."""
+        for index in self._hashed(name) if self.hashed else self.names.get(name, ()):
+            yield _ANY if self.versions < 0 else unpack("<H", self.file.at(self.versions + 2 * index, 2))[0]
+
+    def _entry(self, index: int) -> tuple[int, int]:
+        """Where its name is, and the section it is defined in; 0 for none."""
+        name, _, _, section = unpack("<IBBH", self.file.at(self.symbols + index * _SYMBOL.size, 8))
+        return self.strings + name, section
+
+    def _hashed(self, name: str) -> Iterator[int]:
+        value = _gnu_hash(name)
+        bits = 1 << value % 64 | 1 << (value >> self.shift) % 64
+        (word,) = unpack("<Q", self.file.at(self.bloom + 8 * (value // 64 % self.words), 8))
+        if word & bits != bits:
+            return
+        (index,) = unpack("<I", self.file.at(self.starts + 4 * (value % self.buckets), 4))
+        raw = name.encode("utf-8", "surrogateescape") + b"\0"
+        for at in range(index, index + _LONGEST_CHAIN if index >= self.first else index):
+            (link,) = unpack("<I", self.file.at(self.chains + 4 * (at - self.first), 4))
+            if link | 1 == value | 1:
+                place, section = self._entry(at)
+                if section != 0 and self.file.some(place, len(raw)) == raw:
+                    yield at
+            if link & 1:
+                return
+
+
+@lru_cache(maxsize=1 << 14)
+def _gnu_hash(name: str) -> int:
+    value = 5381
+    for byte in name.encode("utf-8", "surrogateescape"):
+        value = value * 33 + byte & 0xFFFFFFFF
+    return value
+
+
+# -- code for GPUs -----------------------------------------------------------------------------------------------------
+# A fatbin is a container with one entry for each architecture. Only the payload of an entry is compressed, so its
+# headers, some dozens of bytes each among megabytes, tell everything.
+
+_CONTAINER = Struct("<I2HQ")  # magic, version, size of this header, size of what follows
+_ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
+_FATBIN = 0xBA55ED50
+_PREFIX = {1: "compute_", 2: "sm_"}
+"""PTX and cubins. Other kinds, such as code for the linker (8), are passed over."""
+_ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
+_GAP = 4096
+
+
+def architectures(elf: Elf) -> dict[str, int] | Unknown:
+    """Architecture (``sm_90``, ``sm_90a``, ``compute_90``) → how many pieces of code are for it; none is empty.
+
+    The letter ``a`` marks code for that chip alone, ``f`` code for a family (``sm_103f``).
+    """
+
+    def walk(file: _File) -> dict[str, int]:
+        found: dict[tuple[str, int, str], int] = {}
+        for start, size in _sections(elf, file, (".nv_fatbin", "__nv_relfatbin")):
+            for key in _fatbins(file, start, start + size):
+                found[key] = found.get(key, 0) + 1
+        order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
+        return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
+
+    return _asked(elf.path, walk)
+
+
+def _fatbins(file: _File, at: int, end: int) -> Iterator[tuple[str, int, str]]:
+    """Kind, number and letter of every entry of every container between two places."""
+    while at + _CONTAINER.size <= end:
+        magic, _, header, size = _CONTAINER.unpack(file.at(at, _CONTAINER.size))
+        if magic != _FATBIN or header < _CONTAINER.size:
+            at = _next_fatbin(file, at + 1, end)
+            continue
+        entry, at = at + header, at + header + size
+        while entry + _ENTRY.size <= min(at, end):
+            kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.at(entry, _ENTRY.size))
+            if skipped < _ENTRY.size or not kind:
+                break
+            if kind in _PREFIX:
+                yield _PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else ""
+            entry += skipped + payload
+
+
+def _next_fatbin(file: _File, at: int, end: int) -> int:
+    """Where the next container begins: between two there may be padding."""
+    while at < end:
+        found = file.some(at, min(_GAP, end - at)).find(_FATBIN.to_bytes(4, "little"))
+        if found >= 0:
+            return at + found
+        at += _GAP - 4
+    return end

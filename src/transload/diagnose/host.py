@@ -1,6 +1,6 @@
-"""The host as probes see it: files under a root, variables of an environment. A fixture tree can stand in for it.
+"""The host as probes see it: files under a root, variables of an environment. A tree of files can take its place.
 
-Nothing here raises for what a host may be: what cannot be read is an ``Unknown`` with the reason.
+Nothing here raises for the state of a host: what cannot be read is an ``Unknown`` with the reason.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def _cwd() -> str:
 
 def _uname() -> tuple[str, str, str]:
     if hasattr(os, "uname"):
-        told = os.uname()
-        return told.sysname, told.release, told.machine
+        uname = os.uname()
+        return uname.sysname, uname.release, uname.machine
     import platform
 
     return platform.system(), platform.release(), platform.machine()
 
 
-_OWN: dict[str, Callable[[], Any]] = {
-    "environ": lambda: dict(os.environ),
-    "python": lambda: sys.executable,
-    "cwd": _cwd,
-    "uname": _uname,
-    "uid": lambda: os.geteuid() if hasattr(os, "geteuid") else -1,
-}
-"""What this process says of the machine it runs on."""
 _UNSTATED: Any = None
+_DEFAULTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "environ": (lambda: dict(os.environ), {}),
+    "python": (lambda: sys.executable, ""),
+    "cwd": (_cwd, "/"),
+    "uname": (_uname, ("Linux", "", "")),
+    "uid": (lambda: os.geteuid() if hasattr(os, "geteuid") else -1, -1),
+}
+"""What is not stated of this machine, and of a host under another root."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ class Host:
     uid: int = _UNSTATED
 
     def __post_init__(self) -> None:
-        usual: dict[str, Any] = {"environ": {}, "python": "", "cwd": "/", "uname": ("Linux", "", ""), "uid": -1}
-        for name, unknown in usual.items():
+        for name, (own, unknown) in _DEFAULTS.items():
             if getattr(self, name) is _UNSTATED:
-                object.__setattr__(self, name, _OWN[name]() if self.root == "/" else unknown)
+                object.__setattr__(self, name, own() if self.root == "/" else unknown)
 
     def at(self, path: str) -> str:
         """The real path of a path of the host."""
@@ -97,12 +96,12 @@ class Host:
         """
         return name if self.root == "/" else ""
 
-    def outside(self) -> dict[str, str]:
+    def child_environ(self) -> dict[str, str]:
         """The environment for a child process. Over a tree, paths in it may have to be put under the root."""
         return dict(self.environ)
 
     def text(self, path: str, limit: int = _LIMIT) -> str | Unknown:
-        """The beginning of a file as text. Bytes that are no UTF-8 are kept as surrogates."""
+        """The beginning of a file as text. Bytes that are not UTF-8 are kept as surrogates."""
         data = self.data(path, limit)
         return data if isinstance(data, Unknown) else data.decode("utf-8", "surrogateescape")
 
@@ -111,7 +110,7 @@ class Host:
         real = self.real(path)
         try:
             if not stat.S_ISREG(os.stat(real).st_mode):
-                return Unknown(f"{path} is no file")
+                return Unknown(f"{path} is not a file")
             with open(real, "rb") as stream:  # buffered: one read(2) of a file in /proc gives a page at most
                 return stream.read(limit)
         except (OSError, ValueError) as error:
@@ -156,7 +155,7 @@ class Host:
         return self._link(path if self.root == "/" else f"{self.target(folder)}/{name}")
 
     def _link(self, path: str) -> str:
-        """The same of a path whose folders are no links."""
+        """The same for a path without links among its folders."""
         try:
             return os.readlink(self.at(path))
         except (OSError, ValueError):

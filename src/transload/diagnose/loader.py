@@ -1,10 +1,10 @@
-"""Where the dynamic loader would find a library: the search of glibc's ld.so, and musl's simpler one, without them.
+"""The dynamic loader without loading anything: where it would find a library, and what it would bring into a process.
 
-The order is glibc's (``elf/dl-load.c``): DT_RPATH of who asks, of who brought that in, and so on, and of the program,
-but only where who asks has no DT_RUNPATH; LD_LIBRARY_PATH; DT_RUNPATH of who asks; the cache; the system's own folders.
-A file for another machine is passed over. One that is broken is not: the loader stops there.
-
-The folders ``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out.
+The order of its search is that of glibc's ``elf/dl-load.c``: DT_RPATH of the library that asks, of the one that brought
+it in, and so on, and of the program, but only where the one that asks has no DT_RUNPATH; LD_LIBRARY_PATH; DT_RUNPATH of
+the one that asks; the cache; the system's own folders. A file for another machine is passed over. A broken one is not:
+the loader stops there. The folders ``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out.
+musl's search is simpler.
 """
 
 from __future__ import annotations
@@ -14,16 +14,46 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from struct import Struct, unpack_from
 
 from transload.machine import Unknown
 
 from .elf import Elf, read_elf
 from .host import Host
-from .ld_so import LdSo, ld_so
 
-__all__ = ["Found", "Loader", "Object", "elements"]
+__all__ = ["Found", "Loader", "Missing", "Object", "Opened", "Process", "elements", "read_cache"]
 
+_CACHE = "/etc/ld.so.cache"
+_CACHE_LIMIT = 1 << 24
+_LOADER_LIMIT = 1 << 22
+_LOADERS = {
+    "x86_64": "/lib64/ld-linux-x86-64.so.2",
+    "aarch64": "/lib/ld-linux-aarch64.so.1",
+    "ppc64le": "/lib64/ld64.so.2",
+    "riscv64": "/lib/ld-linux-riscv64-lp64d.so.1",
+}
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+_MULTIARCH = {"ppc64le": "powerpc64le-linux-gnu"}
+_LEVELS: dict[str, frozenset[str]] = {
+    "x86-64-v2": frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}),
+    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+}
+"""Subfolders of ``glibc-hwcaps``, with what each requires of the processor beyond the one before."""
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
+_LONGEST_TEXT = 256
+_MOST_TEXTS = 1000
+_MOST_NAMES = 10_000
+"""Names looked up for one library: torch needs a hundred, and a file can be made to need others without end."""
+
+
+def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
+    """The folders of a search path as they are written; an empty one is the current directory.
+
+    >>> elements("/opt/lib::/usr/lib;")
+    ('/opt/lib', '', '/usr/lib', '')
+    """
+    return tuple(re.split(f"[{separators}]", value)) if value else ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +65,11 @@ class Object:
     elf: Elf
     via: str = ""
     parent: Object | None = None
-    """Who brought it in: nobody for the program, and for what is opened while it runs."""
+    """What brought it in: nothing for the program, and for libraries opened while it runs."""
 
     @property
     def chain(self) -> Iterator[Object]:
-        """Itself, who brought it in, and so on."""
+        """Itself, what brought it in, and so on."""
         each: Object | None = self
         while each is not None:
             yield each
@@ -55,47 +85,102 @@ class Found:
     elf: Elf | Unknown
 
 
-def elements(value: str, separators: str = ":;") -> tuple[str, ...]:
-    """The folders of a search path as they are written; an empty one is the current directory.
-
-    >>> elements("/opt/lib::/usr/lib;")
-    ('/opt/lib', '', '/usr/lib', '')
-    """
-    return tuple(re.split(f"[{separators}]", value)) if value else ()
-
-
-def _possible(path: str) -> bool:
-    """Whether a file can have that name."""
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-
-
 @dataclass(frozen=True)
 class Loader:
-    """The search of a host's loader. What it read is kept, so one serves for all questions of a run."""
+    """The loader of a host. What it read is kept, so one serves for all questions of a run."""
 
     host: Host
     _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
     _divided: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def system(self) -> LdSo:
-        """What is built into it."""
-        return ld_so(self.host)
+    # -- what is built into it
 
     @cached_property
     def program(self) -> Object | None:
         """The interpreter that is examined, where it is an ELF file."""
-        elf = self.system.program
-        return Object(self.host.target(self.host.python), elf, "program") if isinstance(elf, Elf) else None
+        path = self.host.target(self.host.python) if self.host.python else ""
+        elf = read_elf(self.host.at(path)) if path else None
+        return Object(path, elf, "program") if isinstance(elf, Elf) else None
+
+    @cached_property
+    def machine(self) -> str:
+        """Whose libraries it takes, as ``uname -m`` calls it; empty where that is not known."""
+        stated = self.program.elf.machine if self.program else self.host.uname[2]
+        by_loader = (machine for machine, path in _LOADERS.items() if self.host.exists(path))
+        return _MACHINES.get(stated.lower(), stated) or next(by_loader, "")
+
+    @cached_property
+    def path(self) -> str:
+        """Its own path; empty where it was not found."""
+        if self.program and self.program.elf.interpreter:
+            return self.program.elf.interpreter
+        usual = (*self.host.paths("/lib", "ld-musl-"), _LOADERS.get(self.machine, ""))
+        return next((path for path in usual if path and self.host.exists(path)), "")
+
+    @cached_property
+    def musl(self) -> bool:
+        """Whether it is musl's."""
+        return "ld-musl" in os.path.basename(self.path)
+
+    @cached_property
+    def _itself(self) -> bytes:
+        """The file of glibc's loader, in which distributions have compiled different folders, and perhaps a cache."""
+        return (self.host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
+
+    @cached_property
+    def default_folders(self) -> tuple[str, ...]:
+        """The system's own, without a slash at the end: those compiled into it, else all that are usual.
+
+        In glibc's they are texts that end in a slash, one after the other. musl reads them from a file that is called
+        after the loader: ``/etc/ld-musl-x86_64.path``.
+        """
+        if self.musl:
+            text = self.host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
+            return tuple(filter(None, re.split(r"[:\n]", text))) or ("/lib", "/usr/local/lib", "/usr/lib")
+        groups: list[list[str]] = [[]]
+        last = -1
+        for start, text in _texts(self._itself, b"/\0"):
+            if not text.startswith("/") or "lib" not in text or not text.isprintable():
+                continue
+            if start != last:
+                groups.append([])
+            groups[-1].append(text.rstrip("/"))
+            last = start + len(text) + 1
+        multiarch = _MULTIARCH.get(self.machine, f"{self.machine}-linux-gnu")
+        usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
+        longest = max(groups, key=len)
+        return tuple(longest or usual)
+
+    @cached_property
+    def hwcaps(self) -> tuple[str, ...]:
+        """Subfolders of ``glibc-hwcaps`` for this processor, best first."""
+        if self.musl or self.machine != "x86_64" or (self._itself and b"glibc-hwcaps" not in self._itself):
+            return ()
+        flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
+        has = set(flags[1].split()) if flags else set()
+        reached: list[str] = []
+        for level, required in _LEVELS.items():
+            if not required <= has:
+                break
+            reached.insert(0, level)
+        return tuple(reached)
+
+    @cached_property
+    def cache(self) -> dict[str, tuple[str, ...]]:
+        """Name → paths, as ldconfig has written them down."""
+        if self.musl:
+            return {}
+        named = (text for _, text in _texts(self._itself, b"/ld.so.cache\0") if text.startswith("/"))
+        data = self.host.data(next(named, _CACHE), _CACHE_LIMIT)
+        return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
+
+    # -- what the environment tells it
 
     @cached_property
     def library_path(self) -> tuple[str, ...]:
         """LD_LIBRARY_PATH, folder by folder, made absolute."""
-        separators = ":\n" if self.system.musl else ":;"
-        return self._expanded(elements(self.host.environ.get("LD_LIBRARY_PATH", ""), separators), self.program)
+        folders = elements(self.host.environ.get("LD_LIBRARY_PATH", ""), ":\n" if self.musl else ":;")
+        return self._expanded(folders, self.program)
 
     @cached_property
     def preload(self) -> tuple[str, ...]:
@@ -105,9 +190,18 @@ class Loader:
     @cached_property
     def preload_file(self) -> tuple[str, ...]:
         """What /etc/ld.so.preload lists; musl has none."""
-        text = "" if self.system.musl else self.host.text("/etc/ld.so.preload")
-        lines = text.splitlines() if isinstance(text, str) else ()
+        lines = ("" if self.musl else self.host.text("/etc/ld.so.preload") or "").splitlines()
         return tuple(name for line in lines for name in re.split(r"[:\s]", line.partition("#")[0]) if name)
+
+    def preloaded(self) -> Iterator[tuple[str, Found]]:
+        """Every preloaded library, with the name it is listed under. The loader leaves out what it cannot load."""
+        for via, names in (("LD_PRELOAD", self.preload), ("ld.so.preload", self.preload_file)):
+            for name in names:
+                found = next(self.search(name), None)
+                if found and isinstance(found.elf, Elf):
+                    yield name, Found(found.path, via, found.elf)
+
+    # -- the search
 
     def search(self, name: str, asker: Object | None = None) -> Iterator[Found]:
         """Every file that could be taken for ``name``, in order: the first is the one that is."""
@@ -120,7 +214,11 @@ class Loader:
         """How, and under which path, the loader would look for ``name``, each path once."""
         met: set[str] = set()
         for via, path in self._places(name, asker or self.program):
-            for each in (*self._better(path), path):
+            folder, _, file = path.rpartition("/")
+            if folder not in self._divided:
+                self._divided[folder] = bool(self.hwcaps) and self.host.folder(f"{folder}/glibc-hwcaps")
+            better = self.hwcaps if self._divided[folder] else ()  # subfolders for this processor
+            for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in better), path):
                 if each not in met:
                     met.add(each)
                     yield via, each
@@ -129,11 +227,11 @@ class Loader:
         if "/" in name:
             yield "path", self._absolute(self._filled(name, asker))
             return
-        for via, folders in self._musl(asker) if self.system.musl else self._glibc(asker):
+        for via, folders in self._musl(asker) if self.musl else self._glibc(asker):
             yield from ((via, f"{folder.rstrip('/')}/{name}") for folder in folders)
-        yield from (("ld.so.cache", path) for path in self.system.cache.get(name, ()))
+        yield from (("ld.so.cache", path) for path in self.cache.get(name, ()))
         if asker is None or not asker.elf.no_default:
-            yield from (("default folder", f"{folder}/{name}") for folder in self.system.folders)
+            yield from (("default folder", f"{folder}/{name}") for folder in self.default_folders)
 
     def _glibc(self, asker: Object | None) -> Iterator[tuple[str, tuple[str, ...]]]:
         if asker is None or not asker.elf.has_runpath:
@@ -141,57 +239,202 @@ class Loader:
             program = (self.program,) if self.program and self.program not in chain else ()
             for each in (*chain, *program):
                 if not each.elf.has_runpath:
-                    yield "RPATH", self.folders(each)
+                    yield "RPATH", self.run_path(each)
         yield "LD_LIBRARY_PATH", self.library_path
         if asker and asker.elf.has_runpath:
-            yield "RUNPATH", self.folders(asker)
+            yield "RUNPATH", self.run_path(asker)
 
     def _musl(self, asker: Object | None) -> Iterator[tuple[str, tuple[str, ...]]]:
         """LD_LIBRARY_PATH comes first; there is one kind of run path, and it is inherited."""
         yield "LD_LIBRARY_PATH", self.library_path
         for each in asker.chain if asker else ():
-            yield "RUNPATH", self.folders(each)
+            yield "RUNPATH", self.run_path(each)
 
-    def folders(self, each: Object) -> tuple[str, ...]:
+    def run_path(self, each: Object) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, made absolute."""
         return self._expanded(elements(each.elf.runpath if each.elf.has_runpath else each.elf.rpath, ":"), each)
 
     def _expanded(self, folders: Sequence[str], asker: Object | None) -> tuple[str, ...]:
-        kept = [folder for folder in folders if folder or not self.system.musl]
+        kept = [folder for folder in folders if folder or not self.musl]
         return tuple(dict.fromkeys(self._absolute(self._filled(folder, asker)) for folder in kept))
 
     def _filled(self, text: str, asker: Object | None) -> str:
         """The text with its ``$ORIGIN``, ``$LIB`` and ``$PLATFORM`` filled in."""
         if "$" not in text or asker is None:
             return text
-        lib = self.system.folders[0].strip("/").removeprefix("usr/")
-        values = {"ORIGIN": os.path.dirname(asker.path), "LIB": lib, "PLATFORM": self.system.machine}
+        lib = self.default_folders[0].strip("/").removeprefix("usr/")
+        values = {"ORIGIN": os.path.dirname(asker.path), "LIB": lib, "PLATFORM": self.machine}
         return _TOKEN.sub(lambda token: values[token[1] or token[2]], text)
 
     def _absolute(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.host.cwd.rstrip('/')}/{path}".rstrip("/")
 
-    def _better(self, path: str) -> Iterator[str]:
-        """The same library in the subfolders for this processor, where the folder has any."""
-        folder, _, name = path.rpartition("/")
-        if folder not in self._divided:
-            self._divided[folder] = bool(self.system.hwcaps) and self.host.folder(f"{folder}/glibc-hwcaps")
-        if self._divided[folder]:
-            yield from (f"{folder}/glibc-hwcaps/{level}/{name}" for level in self.system.hwcaps)
-
     def examine(self, path: str) -> Elf | Unknown | None:
-        """The file at a path of the host; ``None`` for one that is passed over: absent, shut, or foreign."""
+        """The file at a path of the host; ``None`` for one that is passed over: absent, not readable, or foreign."""
         if path not in self._seen:
-            self._seen[path] = self._examined(path)
+            real = self.host.real(path)
+            try:
+                readable = b"\0" not in os.fsencode(real) and os.access(real, os.R_OK)
+            except UnicodeEncodeError:  # no file can have such a name
+                readable = False
+            elf = read_elf(real) if readable else None
+            self._seen[path] = None if isinstance(elf, Elf) and self.foreign(elf) else elf
         return self._seen[path]
-
-    def _examined(self, path: str) -> Elf | Unknown | None:
-        real = self.host.real(path)
-        if not _possible(real) or not os.access(real, os.R_OK):
-            return None
-        elf = read_elf(real)
-        return None if isinstance(elf, Elf) and self.foreign(elf) else elf
 
     def foreign(self, elf: Elf) -> bool:
         """Whether it is for another machine than the program; never where that is not known."""
-        return elf.bits != 64 or self.system.machine not in ("", elf.machine)
+        return elf.bits != 64 or self.machine not in ("", elf.machine)
+
+
+def _texts(data: bytes, end: bytes) -> Iterator[tuple[int, str]]:
+    """The place and the words of every text in ``data`` that has this end."""
+    at = -1
+    for _ in range(_MOST_TEXTS):
+        at = data.find(end, at + 1)
+        if at < 0:
+            return
+        earliest = max(at - _LONGEST_TEXT, 0)
+        start = data.rfind(b"\0", earliest, at) + 1 or earliest
+        yield start, data[start : at + len(end) - 1].decode("utf-8", "replace")
+
+
+# -- /etc/ld.so.cache --------------------------------------------------------------------------------------------------
+
+_MAGIC = b"glibc-ld.so.cache1.1"
+"""Caches from before glibc 2.32 begin with an older format, and have this one after it."""
+_HEADER = Struct("<20sII4xI12x")
+_ENTRY = Struct("<iIIIQ")
+_EXTENSIONS = Struct("<II")
+_EXTENSION = Struct("<4I")
+_EXTENSION_MAGIC, _HWCAPS = 0xEAA42174, 1
+_BY_HWCAPS = 1 << 62
+_LONGEST_NAME = 4096
+_FLAGS = {
+    "x86_64": 0x0303,
+    "aarch64": 0x0A03,
+    "ppc64le": 0x0503,
+    "s390x": 0x0403,
+    "riscv64": 0x1003,
+    "loongarch64": 0x1103,
+}
+"""How an entry of a library for that machine is marked."""
+
+
+def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Name → paths, in the order the loader prefers them; empty where the bytes are not a cache.
+
+    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor may use, best first.
+    """
+    start = cache.find(_MAGIC)
+    if start < 0 or len(cache) < start + _HEADER.size:
+        return {}
+    cache = cache[start:]
+
+    def text(at: int) -> str:
+        end = cache.find(b"\0", at, at + _LONGEST_NAME)
+        return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
+
+    _, count, _, extensions = _HEADER.unpack_from(cache)
+    levels = {0: "", **{number: text(key) for number, key in _hwcaps(cache, extensions)}}
+    rank = {each: place for place, each in enumerate((*hwcaps, ""))}
+    flags = _FLAGS.get(machine)
+    size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
+    found: dict[str, list[tuple[int, str]]] = {}
+    for kind, key, value, _, hwcap in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):
+        if flags in (kind, None) and levels.get(hwcap) in rank:
+            found.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
+    return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}
+
+
+def _hwcaps(cache: bytes, at: int) -> Iterator[tuple[int, int]]:
+    """The ``hwcap`` of entries, as used since glibc 2.33, and where its name is; 0 is any processor."""
+    if not 0 < at <= len(cache) - _EXTENSIONS.size:
+        return
+    magic, count = _EXTENSIONS.unpack_from(cache, at)
+    for index in range(min(count, 16) if magic == _EXTENSION_MAGIC else 0):
+        place = at + _EXTENSIONS.size + index * _EXTENSION.size
+        tag, _, offset, size = _EXTENSION.unpack_from(cache, place) if place + 16 <= len(cache) else (0, 0, 0, 0)
+        if tag == _HWCAPS and offset + size <= len(cache):
+            for number, key in enumerate(unpack_from(f"<{size // 4}I", cache, offset)):
+                yield _BY_HWCAPS | number, key
+
+
+# -- a process ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A library that is needed and cannot be loaded."""
+
+    name: str
+    needed_by: Object | None = None
+    path: str = ""
+    """The file at which the loader gives up; empty where it finds none."""
+    via: str = ""
+    problem: str = ""
+    """Why that file cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What ``dlopen`` would do: bring in ``objects``; with anything missing, nothing at all."""
+
+    objects: tuple[Object, ...]
+    missing: tuple[Missing, ...] = ()
+
+
+@dataclass
+class Process:
+    """A process of the examined interpreter: which file would be mapped for which name."""
+
+    loader: Loader
+    names: dict[str, Object] = field(default_factory=dict)
+    """Name → the library it means: a library goes by its soname, and by every name it was asked for."""
+    files: dict[tuple[int, int], Object] = field(default_factory=dict, repr=False)
+    """(device, inode) → the library: no file is mapped twice, whatever its names."""
+
+    def start(self) -> None:
+        """Bring in what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter itself needs."""
+        program = self.loader.program
+        first = [program] if program else []
+        for name, found in self.loader.preloaded():
+            if isinstance(found.elf, Elf):
+                first += self._admit(name, Object(found.path, found.elf, found.via, program))
+        self._fill(first)
+
+    def open(self, path: str, *, anyway: bool = False) -> Opened:
+        """What ``dlopen`` of a path does; ``anyway`` keeps what came in although something is missing."""
+        elf = self.loader.examine(path)
+        if not isinstance(elf, Elf):
+            why = (path, "path", elf.reason) if elf is not None else ("", "", "")
+            return Opened((), (Missing(os.path.basename(path), None, *why),))
+        names, files = dict(self.names), dict(self.files)
+        opened = self._fill(self._admit("", Object(path, elf, "path")))
+        if opened.missing and not anyway:
+            self.names, self.files = names, files
+        return opened
+
+    def _fill(self, objects: list[Object]) -> Opened:
+        """Bring in what the objects need, what that needs, and so on: breadth first, as the loader does."""
+        missing: list[Missing] = []
+        left = _MOST_NAMES
+        for each in objects:
+            for name in each.elf.needed:
+                left -= 1
+                if name in self.names or left <= 0:
+                    continue
+                found = next(self.loader.search(name, each), None)
+                if found is None:
+                    missing.append(Missing(name, each))
+                elif isinstance(found.elf, Elf):
+                    objects += self._admit(name, Object(found.path, found.elf, found.via, each))
+                else:
+                    missing.append(Missing(name, each, found.path, found.via, found.elf.reason))
+        return Opened(tuple(objects), tuple(missing))
+
+    def _admit(self, name: str, new: Object) -> list[Object]:
+        """The object in a list, unless its file is there already: then that one gets the name too."""
+        known = self.files.setdefault(new.elf.identity, new)
+        for each in filter(None, (name, known.elf.soname)):
+            self.names.setdefault(each, known)
+        return [new] if known is new else []

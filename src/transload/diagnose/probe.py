@@ -12,7 +12,7 @@ from typing import TypeVar
 from transload._version import __version__
 from transload.diagnose.children import Child, Question
 from transload.diagnose.host import Host
-from transload.diagnose.probes import driver, torch_run
+from transload.diagnose.probes import driver
 from transload.machine import (
     Answer,
     Cuda,
@@ -38,7 +38,7 @@ __all__ = ["probe"]
 _DRIVER = 8.0
 """Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
 _EXPERIMENTS = 9.0
-"""Seconds from the start of all to the end of the last experiment."""
+"""Seconds from the start of everything to the end of the last experiment."""
 _TORCH = 60.0
 """Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
 
@@ -51,26 +51,15 @@ def probe(
     torch: bool = True,
     timeout: float = 0.0,
     host: Host | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Machine:
     """What this host is, with the environment of ``python``; without one, of an interpreter that has a torch.
 
     With ``torch=False`` torch is not run; ``timeout`` is the most seconds it may take, 0 for the usual. ``progress`` is
-    told in a few words what is being done. There is always an answer: a probe that fails is named in
+    called with a few words on what is being done. There is always an answer: a probe that fails is named in
     ``Machine.problems``, and a driver that hangs is given up within ten seconds, and torch with it.
     """
-    return _Survey(host or Host(), progress or _silent).machine(python, timeout or _TORCH, torch=torch)
-
-
-def _silent(_: str) -> None:
-    """For nobody who listens."""
-
-
-def _prepare() -> None:
-    """Import what comes next while the children are at work: the rules are a third of the time of a run."""
-    import transload.diagnose.redact
-    import transload.diagnose.rules.catalogue
-    import transload.diagnose.verdict  # noqa: F401
+    return _Survey(host or Host(), progress).machine(python, timeout or _TORCH, torch=torch)
 
 
 class _Survey:
@@ -85,16 +74,25 @@ class _Survey:
     def machine(self, python: str, timeout: float, *, torch: bool) -> Machine:
         with self.children:
             self.say("asking the driver")
-            cuda = self.child(driver.question(self.host, "ask_cuda"), _DRIVER)
-            nvml = self.child(driver.question(self.host, "ask_nvml"), _DRIVER)
+            cuda = self.child(driver.question(self.host, "cuda"), _DRIVER)
+            nvml = self.child(driver.question(self.host, "nvml"), _DRIVER)
             examined = self.python(python)
+            from transload.diagnose.probes.torch import question, torch_run
+
             runs = torch and not examined.problem
-            run = self.child(torch_run.question(self.host, examined.executable), timeout) if runs else None
+            run = self.child(question(self.host, examined.executable), timeout) if runs else None
             machine = self.files(examined)
-            _prepare()
+            # Imported while the children are at work: the rules are a third of the time of a run.
+            import transload.diagnose.redact
+            import transload.diagnose.rules.catalogue
+            import transload.diagnose.verdict  # noqa: F401
+
             self.say("waiting for the driver")
             answers = self.driver(cuda, nvml, run, machine.driver.libraries)
-            ran = self.torch(run, examined.problem)
+            ran = TorchRun(Answer(detail=examined.problem))
+            if run:
+                self.say("running torch")
+                ran = self.attempt("torch run", TorchRun(), lambda: torch_run(self.host, run.outcome()))
         return replace(machine, driver=answers, torch_run=ran, problems=self.problems)
 
     def child(self, question: Question, seconds: float) -> Child:
@@ -103,10 +101,10 @@ class _Survey:
         return child
 
     def attempt(self, name: str, default: Fact, probe: Callable[..., Fact], *arguments: object) -> Fact:
-        """What a probe finds. One that raises has met a host we did not think of: the others shall still be heard."""
+        """What a probe finds. One that raises has met a host we did not think of: the others still count."""
         try:
             return probe(*arguments)
-        except Exception as error:  # noqa: BLE001  said in the report, as a bug of ours
+        except Exception as error:  # noqa: BLE001  named in the report, as a bug of ours
             self.problems[name] = f"{type(error).__name__}: {error}"
             return default
 
@@ -124,65 +122,43 @@ class _Survey:
     def files(self, examined: Python) -> Machine:
         """All that is read and not asked. The modules are imported here, while the children start."""
         from transload.diagnose.loader import Loader
-        from transload.diagnose.probes import (
-            accelerators,
-            driver_libraries,
-            extensions,
-            hardware,
-            kernel,
-            nodes,
-            platform,
-            surroundings,
-            toolkit,
-            torch,
-            torch_libraries,
-            variables,
-        )
+        from transload.diagnose.probes import hardware, kernel, libraries, surroundings, system, torch
 
         self.say("reading files")
-        host, attempt = self.host, self.attempt
+        host, attempt, loader = self.host, self.attempt, Loader(self.host)
         cards = attempt("hardware", Hardware(), hardware.hardware, host)
-        loader = Loader(host)
         found = attempt("torch", Torch(), torch.torch, host, examined)
-        libraries = attempt("driver libraries", DriverLibraries(), driver_libraries.driver_libraries, host, loader)
+        drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, host, loader)
+        kernel_facts = attempt("kernel", Kernel(), kernel.kernel, host)
+        own = tuple(f"({pid})" for pid in self.ours)  # our children may hang in the driver by now
+        others = tuple(each for each in kernel_facts.stuck if not each.endswith(own))
         parts = (host, examined, found.first, loader)
+        linked = TorchLibraries()
+        if found.first:
+            linked = attempt("torch libraries", linked, libraries.torch_libraries, *parts)
         return Machine(
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            platform=attempt("platform", Platform(), platform.platform, host),
+            platform=attempt("platform", Platform(), system.platform, host),
             surroundings=attempt("surroundings", Surroundings(), surroundings.surroundings, host),
             hardware=cards,
-            kernel=self.others_stuck(attempt("kernel", Kernel(), kernel.kernel, host)),
-            nodes=attempt("nodes", Nodes(), nodes.nodes, host),
-            driver=Driver(libraries),
-            toolkit=attempt("toolkit", Toolkit(), toolkit.toolkit, host),
-            variables=attempt("variables", Variables(), variables.variables, host),
+            kernel=replace(kernel_facts, stuck=others),
+            nodes=attempt("nodes", Nodes(), hardware.nodes, host),
+            driver=Driver(drivers),
+            toolkit=attempt("toolkit", Toolkit(), system.toolkit, host),
+            variables=attempt("variables", Variables(), surroundings.variables, host),
             python=examined,
             torch=found,
-            torch_libraries=attempt("torch libraries", TorchLibraries(), torch_libraries.torch_libraries, *parts)
-            if found.first
-            else TorchLibraries(),
-            extensions=attempt("extensions", (), extensions.extensions, *parts),
-            accelerators=attempt("accelerators", (), accelerators.accelerators, host, cards),
+            torch_libraries=linked,
+            extensions=attempt("extensions", (), libraries.extensions, *parts),
+            accelerators=attempt("accelerators", (), hardware.accelerators, host, cards),
         )
-
-    def others_stuck(self, kernel: Kernel) -> Kernel:
-        """The kernel's facts without our own children, which may hang in the driver by now."""
-        ends = tuple(f"({pid})" for pid in self.ours)
-        return replace(kernel, stuck=tuple(each for each in kernel.stuck if not each.endswith(ends)))
 
     def driver(self, cuda: Child, nvml: Child, run: Child | None, libraries: DriverLibraries) -> Driver:
         host = self.host
         one = self.attempt("cuda", Cuda(), lambda: driver.cuda(host, cuda.outcome()))
         other = self.attempt("nvml", Nvml(), lambda: driver.nvml(host, nvml.outcome(), self.ours))
-        states = {one.answer.state, other.answer.state}
-        if run and "hung" in states and not one.works:
+        if run and "hung" in (one.answer.state, other.answer.state) and not one.works:
             run.hurry(self.begun + _DRIVER)
         left = max(1.0, self.begun + _EXPERIMENTS - time.monotonic())
         return Driver(libraries, other, one, self.attempt("experiments", (), driver.experiments, host, one, left))
-
-    def torch(self, run: Child | None, problem: str) -> TorchRun:
-        if run is None:
-            return TorchRun(Answer(detail=problem))
-        self.say("running torch")
-        return self.attempt("torch run", TorchRun(), lambda: torch_run.torch_run(self.host, run.outcome()))

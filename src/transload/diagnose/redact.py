@@ -1,16 +1,16 @@
 """A diagnosis without what names a person or a place: users and their homes, hosts, GPUs, serial numbers, addresses.
 
-Everything here is pure but ``names_here``. The same thing is replaced by the same word wherever it stands, and
-different things by different words, so that a redacted machine is judged as the true one is. Words are left alone: a
+Everything here is pure except ``names_here``. The same thing is replaced by the same word wherever it occurs, and
+different things by different words, so that a redacted machine is judged like the true one. Words are left alone: a
 user name counts as a step of a path or before an ``@``, a host name as a whole word or, where it might be a word of
-any language, where only a host can stand; and neither where it is a word that machines use anyway.
+any language, where only a host can be; and neither where it is a word that machines use anyway.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What is known of who asks and where, beyond what the facts show. ``homes`` are all roads to one home."""
+    """What is known of the user and the host, beyond what the facts show. ``homes`` are all paths to one home."""
 
     homes: tuple[str, ...] = ()
     users: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ def redacted_machine(machine: Machine, names: Names = _NONE) -> Machine:
 
 
 def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
-    """The value with every text in it changed; ``change`` is also told the name of the innermost field or key."""
+    """The value with every text in it changed; ``change`` also gets the name of the innermost field or key."""
     made: Any = value
     if isinstance(value, str):
         made = change(value, field)
@@ -89,19 +89,6 @@ def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
             value, **{each.name: _mapped(getattr(value, each.name), change, each.name) for each in fields(value)}
         )
     return made  # type: ignore[no-any-return]
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text in a value, in order."""
-    found: list[str] = []
-
-    def note(text: str, field: str) -> str:
-        del field
-        found.append(text)
-        return text
-
-    _mapped(value, note)
-    yield from found
 
 
 # -- what is looked for ------------------------------------------------------------------------------------------------
@@ -137,9 +124,9 @@ _TILDE = re.compile(r"(?<![\w.~/-])~(?=[/:]|$)")
 _SAFE = re.compile(r"[\w@%+=:,./~-]*")
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-_LONG_ID = 8  # shorter ones are only believed where they stand in a variable: 'GPU-add' is no id
+_LONG_ID = 8  # shorter ones count only in a variable: 'GPU-add' is not an id
 
-# Homes of nobody, and names that are no secret or mean something else on a machine.
+# Homes that belong to no user, and names that are not secret or mean something else on a machine.
 _NOBODY = frozenset({"shared", "public", "default", "all users", "linuxbrew"})
 _NO_HOME = re.compile(r"/(?:root|nonexistent|opt|tmp|var/empty|(?:usr|lib|etc|proc|sys|dev|bin|sbin)(?:/.*)?)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z]:")
@@ -164,7 +151,8 @@ class _Redactor:
     """Knows the names on one machine and what to say instead of each."""
 
     def __init__(self, machine: Machine, names: Names) -> None:
-        texts = list(_texts(machine))
+        texts: dict[str, str] = {}
+        _mapped(machine, lambda text, _: texts.setdefault(text, text))
         self.own, self.others = _homes(machine, texts, names)
         found = (_last(home) for home in (*self.own, *self.others))
         self.users = frozenset(name for name in (*names.users, *found) if name.lower() not in _PLAIN)
@@ -184,16 +172,15 @@ class _Redactor:
         _mapped(machine, self._ids)  # in the order of the facts, so that what is redacted already stays as it is
 
     def to_do(self, text: str, field: str) -> str:
-        """A text without names, unless somebody shall do what it says."""
-        return self._at_home(text) if field == "fix" else self.text(text, field)
-
-    def _at_home(self, text: str) -> str:
+        """A text without names, unless it is an instruction, which must still work."""
+        if field != "fix":
+            return self.text(text, field)
         if text.startswith("| "):  # belongs into a file, where no shell reads it
             return text
         return self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
 
     def text(self, text: str, field: str) -> str:
-        """A text without names. In a command the own home becomes what a shell knows it by, ``~`` or ``$HOME``."""
+        """A text without names. In a command the user's home becomes what a shell calls it, ``~`` or ``$HOME``."""
         if field in ("groups", "group"):
             return "user" if text in self.users else text
         text = self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
@@ -255,7 +242,7 @@ def _unquoted(match: re.Match[str]) -> str:
 
 
 class _Fakes:
-    """Ids that are alike exactly as far as the true ones are: CUDA_VISIBLE_DEVICES may name a card by a prefix.
+    """Ids that share exactly the prefixes of the true ones: CUDA_VISIBLE_DEVICES may name a card by a prefix.
 
     >>> fakes = _Fakes()
     >>> [fakes.of(text) for text in ("6e1b-70", "6e1b-7f", "6e1", "6E1", "f00", "6e1b7")]
@@ -282,13 +269,13 @@ class _Fakes:
         return out
 
 
-def _homes(machine: Machine, texts: list[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The roads to the own home, and every other home with the word for it."""
+def _homes(machine: Machine, texts: Iterable[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The paths of the user's own home, and every other home with the word for it."""
     found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
     strange = [home for home in found if _last(home).lower() not in _NOBODY]
-    told = machine.variables.get("HOME") or ""
-    foreign = _ABSOLUTE.match(told) and told not in names.homes  # facts from elsewhere
-    own = [told] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
+    home = machine.variables.get("HOME") or ""
+    foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
+    own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
     if not own:  # the packages of its user tell whose it is
         likely = _HOME.match(machine.python.user_site)
         own = [likely[0]] if likely else strange[:1]
@@ -302,7 +289,7 @@ def _last(path: str) -> str:
 
 
 def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Hosts by name. One that may be a word, such as ``desktop``, counts only where nothing but a host can stand."""
+    """Hosts by name. One that may be a word, such as ``desktop``, counts only where nothing but a host can be."""
     forms = {form for name in names for form in (name, name.partition(".")[0]) if _is_host(form)}
     words = {form for form in forms if form.isalpha()}
     domains = {domain for name in names if "." in (domain := name.partition(".")[2])}

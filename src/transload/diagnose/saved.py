@@ -1,4 +1,4 @@
-"""A machine read back from the JSON of another run, so that anyone can judge a report from a bug thread."""
+"""Reads a machine back from the JSON of another run, so that anyone can judge a report from a bug thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def machine_in(text: str, where: str) -> Machine:
     try:
         document = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"it is no JSON: {error}", where=where, fix=_FIX) from None
+        raise UsageError(f"it is not JSON: {error}", where=where, fix=_FIX) from None
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
-        raise UsageError("it is no report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
+        raise UsageError("it is not a report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
     if document.get("schema") != 1:
         raise UsageError(f"its schema is {document.get('schema')!r}, and this transload knows 1", where=where)
     try:
@@ -30,7 +30,7 @@ def machine_in(text: str, where: str) -> Machine:
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 _FAR, _MANY = 1 << 63, 1 << 16
@@ -58,6 +58,8 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     origin = get_origin(kind) or kind
     if origin in _MAKERS:
         return _MAKERS[origin](get_args(kind), data, where)
+    if origin is Literal:
+        return data if data in get_args(kind) else _wrong(data, where)
     if is_dataclass(kind):
         return _object(kind, data, where)
     if kind in (int, float) and type(data) in (int, kind):
@@ -75,10 +77,6 @@ def _one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
     if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
         return Unknown(str(data["unknown"])[:_TEXT])
     return _value(next(kind for kind in kinds if kind not in (Unknown, type(None))), data, where)
-
-
-def _literal(words: tuple[Any, ...], data: Any, where: str) -> Any:
-    return data if data in words else _wrong(data, where)
 
 
 def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
@@ -107,14 +105,11 @@ def _object(kind: Any, data: Any, where: str) -> Any:
 
 
 def _wrong(data: Any, where: str) -> Any:
-    raise ValueError(f"{where} cannot be {_shown(data)}")
-
-
-def _shown(data: Any) -> str:
     try:
-        return json.dumps(data)[:60]
+        shown = json.dumps(data)[:60]
     except ValueError:  # Python writes no integer of more than 4300 digits
-        return "so large a number"
+        shown = "so large a number"
+    raise ValueError(f"{where} cannot be {shown}")
 
 
-_MAKERS = {tuple: _tuple, dict: _dict, Union: _one_of, UnionType: _one_of, Literal: _literal}
+_MAKERS = {tuple: _tuple, dict: _dict, Union: _one_of, UnionType: _one_of}

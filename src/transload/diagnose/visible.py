@@ -29,7 +29,7 @@ class Visible:
 
     ``indices`` are positions among the GPUs, ``mig`` among the MIG devices. ``why`` is what ended the reading at
     ``token`` (empty where all was read), ``dropped`` the rest from there on. ``error`` is what ``cuInit`` answers: 0,
-    100 (no device) or 101 (an id comes twice). ``known`` is false where it depends on a UUID that nobody told us.
+    100 (no device) or 101 (an id comes twice). ``known`` is false where it depends on a UUID that is not known.
     """
 
     indices: tuple[int, ...] = ()
@@ -63,19 +63,24 @@ def visible_devices(value: str | None, gpus: Sequence[str], mig: Sequence[str] =
     if value is None:
         return Visible(indices=tuple(range(len(gpus))), mig=tuple(range(len(mig))))
     tokens = value.split(",")
-    read = _Uuids(gpus, mig) if value.startswith(("GPU-", "MIG-")) else _Numbers(len(gpus))
-    taken: list[tuple[bool, int]] = []
+    uuids = [((False, index), _hex(uuid[4:])) for index, uuid in enumerate(gpus)]
+    uuids += [((True, index), _hex(uuid[4:])) for index, uuid in enumerate(mig)]
+    by_uuid = value.startswith(("GPU-", "MIG-"))
+    taken: list[tuple[bool, int]] = []  # whether it is a MIG device, and its index
+    why: Why = ""
+    rest: list[str] = []
+    known = True
     for place, token in enumerate(tokens):
-        found = read.device(token)
+        found = _with_uuid(token, uuids) if by_uuid else _with_number(token, len(gpus))
         if isinstance(found, str):
-            return _cut(taken, found, tokens[place:], known=read.known)
+            why, rest = found, tokens[place:]
+            # ``MIG-GPU-…/1/0`` is how drivers before 470 named a MIG device: by parts that NVML does not list.
+            unknown = _hex(token[4:]) and not all(uuid for _, uuid in uuids)
+            known = why != "no-such-uuid" or not (token.startswith("MIG-GPU-") or unknown)
+            break
         if found in taken:
             return Visible(why="twice", token=token, dropped=tuple(tokens), error=INVALID_DEVICE)
         taken.append(found)
-    return _cut(taken, "", [], known=read.known)
-
-
-def _cut(taken: list[tuple[bool, int]], why: Why, rest: list[str], *, known: bool) -> Visible:
     return Visible(
         indices=tuple(index for is_mig, index in taken if not is_mig),
         mig=tuple(index for is_mig, index in taken if is_mig),
@@ -87,51 +92,25 @@ def _cut(taken: list[tuple[bool, int]], why: Why, rest: list[str], *, known: boo
     )
 
 
-class _Numbers:
-    """Reads a list of numbers."""
-
-    known = True
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def device(self, token: str) -> tuple[bool, int] | Why:
-        """Whether it is a MIG device, and its index; or what is wrong with the token."""
-        digits = _NUMBER.match(token)
-        if digits is None:
-            return "mixed" if token.startswith(("GPU-", "MIG-")) else "not-a-number" if token.strip() else "empty"
-        number = _as_int32(int(f"{digits[1]}{digits[2][:_DIGITS] or 0}"))
-        if number < 0:
-            return "negative"
-        return (False, number) if number < self.count else "no-such-index"
+def _with_number(token: str, count: int) -> tuple[bool, int] | Why:
+    """The device, or what is wrong with the token."""
+    digits = _NUMBER.match(token)
+    if digits is None:
+        return "mixed" if token.startswith(("GPU-", "MIG-")) else "not-a-number" if token.strip() else "empty"
+    number = int(f"{digits[1]}{digits[2][:_DIGITS] or 0}")
+    low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF  # strtol stops at the ends of 64 bits; a cast to int
+    if low >= 2**31:
+        return "negative"
+    return (False, low) if low < count else "no-such-index"
 
 
-def _as_int32(number: int) -> int:
-    """What is left of a number after ``strtol``, which stops at the ends of 64 bits, and a cast to ``int``."""
-    low = max(min(number, 2**63 - 1), -(2**63)) & 0xFFFFFFFF
-    return low - 2**32 if low >= 2**31 else low
-
-
-class _Uuids:
-    """Reads a list of UUIDs."""
-
-    def __init__(self, gpus: Sequence[str], mig: Sequence[str]) -> None:
-        self.known = True
-        self.ids = [((False, index), _hex(uuid[4:])) for index, uuid in enumerate(gpus)]
-        self.ids += [((True, index), _hex(uuid[4:])) for index, uuid in enumerate(mig)]
-
-    def device(self, token: str) -> tuple[bool, int] | Why:
-        """Whether it is a MIG device, and its index; or what is wrong with the token."""
-        if not token.startswith(("GPU-", "MIG-")):
-            return "mixed"
-        wanted = _hex(token[4:])
-        found = [device for device, uuid in self.ids if wanted and uuid.startswith(wanted)]
-        if len(found) == 1:
-            return found[0]
-        # ``MIG-GPU-…/1/0`` is how drivers before 470 named a MIG device: by parts that NVML does not list.
-        if not found and (token.startswith("MIG-GPU-") or (wanted and any(not uuid for _, uuid in self.ids))):
-            self.known = False
-        return "ambiguous" if found else "no-such-uuid"
+def _with_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tuple[bool, int] | Why:
+    """The device, or what is wrong with the token."""
+    if not token.startswith(("GPU-", "MIG-")):
+        return "mixed"
+    wanted = _hex(token[4:])
+    found = [device for device, uuid in uuids if wanted and uuid.startswith(wanted)]
+    return found[0] if len(found) == 1 else "ambiguous" if found else "no-such-uuid"
 
 
 def _hex(text: str) -> str:

@@ -52,7 +52,7 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
 
 def _host() -> Device:
     from transload.diagnose.host import Host
-    from transload.diagnose.probes.memory import memory
+    from transload.diagnose.probes.system import memory
 
     total, free = memory(Host())
     return Device("cpu", free, total)

@@ -213,7 +213,7 @@ def _answer(state: str, detail: str) -> str:
 
 
 def _variables(machine: Machine) -> Seen:
-    from transload.diagnose.probes.variables import DECIDING
+    from transload.diagnose.probes.surroundings import DECIDING
 
     values = {name: value for name, value in machine.variables.values.items() if name in DECIDING - _SELDOM}
     shown = [printable(f"{name}={value}", _VALUE) for name, value in values.items()]

@@ -10,14 +10,10 @@ import pytest
 from tests.diagnose.trees import FOLDER, Content, Folder, Link, Tree, TreeHost, container, plain_host, tree_host
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.accelerators import accelerators
-from transload.diagnose.probes.hardware import hardware
+from transload.diagnose.probes.hardware import accelerators, hardware, nodes
 from transload.diagnose.probes.kernel import kernel
-from transload.diagnose.probes.nodes import nodes
-from transload.diagnose.probes.platform import platform
-from transload.diagnose.probes.surroundings import surroundings
-from transload.diagnose.probes.toolkit import toolkit
-from transload.diagnose.probes.variables import variables
+from transload.diagnose.probes.surroundings import surroundings, variables
+from transload.diagnose.probes.system import platform, toolkit
 from transload.diagnose.saved import machine_from
 from transload.machine import Machine, Unknown, to_dict
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.each import each
 from tests.elf_forge import LOADABLE, library
 from tests.fake_driver import (
     Device,
@@ -52,18 +53,18 @@ class World:
 
     def cuda(self, data: bytes, hangs_in: str = "") -> Cuda:
         (self.folder / "libcuda.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "ask_cuda"), LONG) as child:
+        with Child(driver.question(self.host, "cuda"), LONG) as child:
             return driver.cuda(self.host, ended(child, hangs_in))
 
     def nvml(self, data: bytes, hangs_in: str = "") -> Nvml:
         (self.folder / "libnvidia-ml.so.1").write_bytes(data)
-        with Child(driver.question(self.host, "ask_nvml"), LONG) as child:
+        with Child(driver.question(self.host, "nvml"), LONG) as child:
             return driver.nvml(self.host, ended(child, hangs_in))
 
 
 def ended(child: Child, step: str) -> Outcome:
     """The outcome; where there is a step that hangs, once the child is there."""
-    while step and not child.ended() and {"doing": step} not in child._hearing.records:
+    while step and not child.ended() and {"doing": step} not in child.records:
         time.sleep(0.01)
     child.hurry(time.monotonic() if step else child.deadline)
     return child.outcome()
@@ -94,7 +95,7 @@ def test_a_cuda_driver_at_work(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("code", CODES)
+@each("code", CODES)
 def test_a_code_of_cuinit(world: World, code: int) -> None:
     told = world.cuda(fake_libcuda(init=code, version=13020))
     assert told.answer.state == "answered"
@@ -132,7 +133,7 @@ def test_a_name_that_is_no_text(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
+@each(
     ("step", "end", "words"),
     [
         ("cuInit", segfaults(), "SIGSEGV in cuInit"),
@@ -167,7 +168,7 @@ def test_a_driver_that_hangs_while_it_is_loaded(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("function", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])
+@each("function", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount"])
 def test_a_driver_without_what_every_driver_has(world: World, function: str) -> None:
     told = world.cuda(fake_libcuda(overrides={function: None}))
     assert (told.answer.state, told.answer.detail) == ("no-symbol", f"it has no {function}")
@@ -184,7 +185,7 @@ def unloadable(folder: Path) -> list[tuple[bytes, str]]:
 
 
 @loadable
-@pytest.mark.parametrize("case", range(4))
+@each("case", range(4))
 def test_what_cannot_be_loaded(world: World, case: int) -> None:
     data, words = unloadable(world.folder)[case]
     told = world.cuda(data)
@@ -208,14 +209,14 @@ class WithoutDriver(Host):
 @pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux")
 def test_no_driver(tmp_path: Path) -> None:
     host = WithoutDriver(environ={}, cwd=str(tmp_path))
-    with Child(driver.question(host, "ask_cuda"), LONG) as child:
+    with Child(driver.question(host, "cuda"), LONG) as child:
         told = driver.cuda(host, child.outcome())
     assert told.answer.state == "no-library"
     assert "libcuda.so.1" in told.answer.detail
     assert driver.experiments(host, told, LONG) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "state"),
     [
         ("libcuda.so.1: cannot open shared object file: No such file or directory", "no-library"),
@@ -304,7 +305,7 @@ def test_a_card_that_is_lost(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize("code", [4, 9, 12, 17, 18, 27, 999])
+@each("code", [4, 9, 12, 17, 18, 27, 999])
 def test_a_code_of_nvml(world: World, code: int) -> None:
     told = world.nvml(fake_nvml(init=code))
     assert told.answer.state == "answered"
@@ -325,9 +326,7 @@ def test_mig(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
-    ("features", "word"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")], ids=["no", "yes", "unneeded"]
-)
+@each(("features", "word"), [((1, 0), "unlicensed"), ((1, 1), "licensed"), ((0, 0), "")])
 def test_the_licence_of_a_share_of_a_card(world: World, features: tuple[int, int], word: str) -> None:
     supported, licensed = features
     blob = struct.pack(
@@ -339,9 +338,7 @@ def test_the_licence_of_a_share_of_a_card(world: World, features: tuple[int, int
 
 
 @loadable
-@pytest.mark.parametrize(
-    ("state", "ready", "word"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")]
-)
+@each(("state", "ready", "word"), [((2, 1, 0), 1, "ready"), ((2, 1, 0), 0, "not-ready"), ((2, 0, 0), 0, "")])
 def test_confidential_computing(world: World, state: tuple[int, int, int], ready: int, word: str) -> None:
     assert world.nvml(fake_nvml(confidential=state, ready=ready)).confidential == word
 
@@ -361,7 +358,7 @@ def test_processes_on_a_card(world: World, tmp_path: Path) -> None:
     name = (Path("/proc") / str(os.getpid()) / "comm").read_text().strip()
     assert card.processes == (f"{name} ({os.getpid()}), 3.2 GB", "process (4190000)")
     (tmp_path / "libnvidia-ml.so.1").write_bytes(fake_nvml(devices=(Device(processes=running),)))
-    with Child(driver.question(world.host, "ask_nvml"), LONG) as child:
+    with Child(driver.question(world.host, "nvml"), LONG) as child:
         ours = driver.nvml(world.host, child.outcome(), {os.getpid()})
     assert ours.gpus[0].processes == ("process (4190000)",)
 
@@ -382,7 +379,7 @@ def test_an_nvml_that_has_little(world: World) -> None:
 
 
 @loadable
-@pytest.mark.parametrize(
+@each(
     ("data", "state", "detail"),
     [
         (lambda: fake_nvml(overrides={"nvmlInit_v2": None, "nvmlInit": None}), "no-symbol", "it has no nvmlInit_v2"),
@@ -462,7 +459,7 @@ def test_an_experiment_finds_the_fix(two_drivers: World) -> None:
     (two_drivers.folder / "stub.so").write_bytes(fake_libcuda(init=34))
     two_drivers.environ["LD_LIBRARY_PATH"] = str(two_drivers.folder / "good")
     two_drivers.environ["LD_PRELOAD"] = str(two_drivers.folder / "stub.so")
-    with Child(driver.question(two_drivers.host, "ask_cuda"), LONG) as child:
+    with Child(driver.question(two_drivers.host, "cuda"), LONG) as child:
         refused = driver.cuda(two_drivers.host, child.outcome())
     assert refused.init == 34
     tried = {each.change: each.cuda for each in driver.experiments(two_drivers.host, refused, LONG)}

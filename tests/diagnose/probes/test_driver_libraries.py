@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 from tests.diagnose.trees import FOLDER, Content, Link, tree_host
+from tests.each import each
 from tests.elf_forge import library
 
-from transload.diagnose.probes.driver_libraries import driver_libraries
+from transload.diagnose.probes.libraries import driver_libraries
 from transload.machine import DriverLibraries, Library, Unknown
 
 DEBIAN = "/usr/lib/x86_64-linux-gnu"
@@ -97,7 +97,7 @@ def test_compat_that_wins(tmp_path: Path) -> None:
     assert (found.libcuda.kind, found.libcuda.version) == ("compat", "570.124.06")
 
 
-@pytest.mark.parametrize(
+@each(
     "folder",
     ["/usr/lib64", "/opt/nvidia/lib64", "/run/opengl-driver/lib", "/usr/lib/nvidia-470", "/usr/local/nvidia/lib64"],
 )
@@ -133,9 +133,7 @@ def test_a_jetson(tmp_path: Path) -> None:
     assert (found.kind, found.version, found.problem) == ("driver", "", "")
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"), [(b"", "empty"), (b"ELF? No.\n", "not an ELF file"), (FOLDER, "not a regular file")]
-)
+@each(("content", "problem"), [(b"", "empty"), (b"ELF? No.\n", "not an ELF file"), (FOLDER, "not a regular file")])
 def test_the_loader_stops_at_what_is_broken(tmp_path: Path, content: Content, problem: str) -> None:
     found = cuda(tmp_path, {**installed(), "/opt/libcuda.so.1": content}, LD_LIBRARY_PATH="/opt")
     assert [(each.via, each.problem) for each in found] == [("LD_LIBRARY_PATH", problem), ("default folder", "")]
@@ -168,7 +166,7 @@ def test_what_the_preload_file_lists(tmp_path: Path) -> None:
     assert found.preload == ("/opt/vgpu.so",)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "constants"),
     [
         ("libcuda.so.1", b"x\0Version 580.159.04. Copyright (C) 2026 NVIDIA Corporation. All rights reserved.\0"),
@@ -182,7 +180,7 @@ def test_the_release_of_a_file_bound_under_its_bare_name(tmp_path: Path, name: s
     assert [(each.version, each.kind) for each in listed or ()] == [("580.159.04", "driver")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "why"),
     [
         ("/opt:", ("LD_LIBRARY_PATH has an empty element",)),

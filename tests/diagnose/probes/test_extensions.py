@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.diagnose.trees import Content, tree_host
+from tests.each import each
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose.probes.extensions import extensions
+from transload.diagnose.probes.libraries import extensions
 from transload.machine import Extension, Python, TorchInstall
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -79,16 +79,12 @@ def test_symbols_that_this_torch_does_not_have(tmp_path: Path) -> None:
     assert found.undefined == (SET_DEVICE_OLD,)
 
 
-@pytest.mark.parametrize(
-    "name", ["_ZNK2at6Tensor3fooEv", "_ZTIN5torch3BarE", "_Z16THPVariable_Wrapv", "aoti_torch_new"]
-)
+@each("name", ["_ZNK2at6Tensor3fooEv", "_ZTIN5torch3BarE", "_Z16THPVariable_Wrapv", "aoti_torch_new"])
 def test_which_symbols_are_torchs(tmp_path: Path, name: str) -> None:
     assert one(tmp_path, flash(undefined=[name])).undefined == (name,)
 
 
-@pytest.mark.parametrize(
-    "name", ["_ZN10torchaudio3fooEv", "_ZNSt6vectorIN3c106DeviceEE3fooEv", "cudaMalloc", "_ZN4at_xE"]
-)
+@each("name", ["_ZN10torchaudio3fooEv", "_ZNSt6vectorIN3c106DeviceEE3fooEv", "cudaMalloc", "_ZN4at_xE"])
 def test_which_symbols_are_not(tmp_path: Path, name: str) -> None:
     assert one(tmp_path, flash(undefined=[name])).undefined == ()
 
@@ -156,9 +152,7 @@ def bitsandbytes(*numbers: int) -> dict[str, Content]:
     return {**tree, f"{SITE}/{others[0]}": lib(""), f"{SITE}/{others[1]}": lib("", "libhipblas.so.2")}
 
 
-@pytest.mark.parametrize(
-    ("cuda", "number"), [("12.8", 128), ("12.6", 124), ("12.0", 121), ("13.2", 130), ("11.8", 118)]
-)
+@each(("cuda", "number"), [("12.8", 128), ("12.6", 124), ("12.0", 121), ("13.2", 130), ("11.8", 118)])
 def test_bitsandbytes_takes_the_library_of_torchs_cuda(tmp_path: Path, cuda: str, number: int) -> None:
     found = one(tmp_path, bitsandbytes(118, 121, 124, 128, 130), TorchInstall(TORCH, "2.8.0", cuda))
     assert found.library == f"{SITE}/bitsandbytes/libbitsandbytes_cuda{number}.so"
@@ -178,7 +172,7 @@ def test_bitsandbytes_beside_a_torch_without_cuda(tmp_path: Path) -> None:
 # -- what the metadata says
 
 
-@pytest.mark.parametrize(
+@each(
     ("needs", "wants"),
     [
         ("torch==2.8.0", "==2.8.0"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
+from tests.each import each
 
-from transload.diagnose.probes.hardware import hardware
+from transload.diagnose.probes.hardware import hardware, nodes
 from transload.diagnose.probes.kernel import kernel
-from transload.diagnose.probes.nodes import nodes
-from transload.diagnose.probes.variables import variables
+from transload.diagnose.probes.surroundings import variables
 from transload.machine import ProcGpu
 
 VERSION = (
@@ -106,8 +105,8 @@ def test_what_dev_showed(tmp_path: Path) -> None:
     assert found.majors["nvidia-nvswitch"] == 239
 
 
-@pytest.mark.parametrize("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
-@pytest.mark.parametrize("error", ["ENOENT", "EACCES"])
+@each("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
+@each("error", ["ENOENT", "EACCES"])
 def test_a_node_that_was_taken_away_or_refused(tmp_path: Path, node: str, error: str) -> None:
     path = f"/dev/{node.replace('_', '-')}"
     if error == "ENOENT":

@@ -1,13 +1,36 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
-from tests.diagnose.trees import FOLDER, H200, Content, Device, Link, Tree, bus, plain_host, tree_host, wsl
+from tests.diagnose.trees import (
+    DEVICES,
+    FOLDER,
+    H200,
+    MOUNTS,
+    NODES,
+    Content,
+    Device,
+    Link,
+    Tree,
+    TreeHost,
+    bus,
+    container,
+    plain_host,
+    slurm,
+    tree_host,
+    wsl,
+)
+from tests.each import each
 
-from transload.diagnose.probes.hardware import hardware
-from transload.machine import PciDevice, Unknown
+from transload.diagnose.host import Host
+from transload.diagnose.probes.hardware import accelerators, hardware, nodes
+from transload.machine import Accelerator, Node, Nodes, PciDevice, Unknown
+
+if TYPE_CHECKING:
+    import pytest
 
 FOLDER_OF = "/sys/bus/pci/devices/0000:17:00.0"
 
@@ -51,7 +74,7 @@ def test_display_devices_of_all_and_everything_of_nvidia(tmp_path: Path) -> None
     assert there.gpus == ()
 
 
-@pytest.mark.parametrize("driver", ["nouveau", "vfio-pci", ""])
+@each("driver", ["nouveau", "vfio-pci", ""])
 def test_the_driver_bound_to_it(tmp_path: Path, driver: str) -> None:
     assert only(tmp_path, bus(H200, driver)).driver == driver
 
@@ -61,9 +84,7 @@ def test_one_that_fell_off_the_bus_reads_all_ones(tmp_path: Path) -> None:
     assert only(tmp_path, tree).dead
 
 
-@pytest.mark.parametrize(
-    "asleep", [{f"{FOLDER_OF}/power_state": "D3cold"}, {f"{FOLDER_OF}/power/runtime_status": "suspended"}]
-)
+@each("asleep", [{f"{FOLDER_OF}/power_state": "D3cold"}, {f"{FOLDER_OF}/power/runtime_status": "suspended"}])
 def test_one_that_sleeps_is_let_sleep(tmp_path: Path, asleep: dict[str, Content]) -> None:
     """Its configuration is not read, which would wake it: even one that reads all ones is not called dead."""
     tree = {**bus(H200), f"{FOLDER_OF}/config": b"\xff" * 64, **asleep}
@@ -80,7 +101,7 @@ def test_regions_that_were_not_assigned_count_nothing(tmp_path: Path) -> None:
     assert only(tmp_path, {**bus(H200), f"{FOLDER_OF}/resource": lines}).bars == (1 << 24, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     "broken",
     [
         {f"{FOLDER_OF}/resource": b"\xff\xfe\x00garbage \x00 x\n" * 10},
@@ -119,7 +140,7 @@ def test_the_road_under_wsl(tmp_path: Path) -> None:
     assert (there.dxg, there.present, there.gpus) == (True, True, ())
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "told"),
     [
         (
@@ -147,3 +168,244 @@ def test_links_of_devices_are_followed_as_in_a_real_sysfs(tmp_path: Path) -> Non
     real = {path.replace("/sys/bus/pci/devices", "/sys/devices/pci0000:00"): what for path, what in bus(H200).items()}
     link = {"/sys/bus/pci/devices/0000:17:00.0": Link("../../../devices/pci0000:00/0000:17:00.0")}
     assert replace(only(tmp_path, {**real, **link}), bars=()).driver == "nvidia"
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_nodes_of_a_driver_at_work(tmp_path: Path) -> None:
+    found = nodes(plain_host(tmp_path))
+    assert [node.path for node in found.found][:3] == ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm"]
+    assert found.at("/dev/nvidiactl") == Node("/dev/nvidiactl", group="root", major=195, minor=255)
+    assert found.at("/dev/nvidia-uvm") == Node("/dev/nvidia-uvm", group="root", major=238, minor=0)
+    assert found.majors == {"nvidia": 195, "nvidiactl": 195, "nvidia-uvm": 238, "nvidia-caps": 241, "drm": 226}
+
+
+def test_the_first_three_are_listed_when_nothing_is_there(tmp_path: Path) -> None:
+    found = nodes(tree_host(tmp_path, {}))
+    assert [(node.path, node.exists, node.error) for node in found.found] == [
+        ("/dev/nvidiactl", False, "ENOENT"),
+        ("/dev/nvidia0", False, "ENOENT"),
+        ("/dev/nvidia-uvm", False, "ENOENT"),
+    ]
+    assert (found.majors, found.cgroup) == ({}, ())
+
+
+@each("error", ["EACCES", "EPERM", "ENXIO", "ENODEV", "EIO"])
+def test_the_errno_of_opening_is_told(tmp_path: Path, error: str) -> None:
+    found = nodes(plain_host(tmp_path, errors={"/dev/nvidiactl": error}))
+    assert found.at("/dev/nvidiactl").error == error
+    assert found.at("/dev/nvidia0").error == ""
+
+
+def test_mode_and_group_are_told(tmp_path: Path) -> None:
+    restricted = {"/dev/nvidia0": Device(195, 0, 0o660, gid=44, error="EACCES")}
+    node = nodes(plain_host(tmp_path, nodes={**NODES, **restricted})).at("/dev/nvidia0")
+    assert (node.mode, node.gid, node.group, node.error) == (0o660, 44, "video", "EACCES")
+
+
+def test_a_capability_that_may_be_read_is_not_refused(tmp_path: Path) -> None:
+    """The driver opens them for reading only, and makes them so; the probe opens everything for writing too."""
+    found = nodes(plain_host(tmp_path))
+    assert found.at("/dev/nvidia-caps/nvidia-cap1").error == "EACCES"
+    assert found.at("/dev/nvidia-caps/nvidia-cap2").error == ""
+
+
+def test_files_folders_and_links_in_place_of_nodes(tmp_path: Path) -> None:
+    more: Tree = {
+        "/dev/nvidiactl": "a file",
+        "/dev/nvidia0/x": "in a folder",
+        "/dev/nvidia-uvm": Link("/dev/gone"),
+        "/dev/nvidia1": Link("../dev/nvidia1"),
+    }
+    found = nodes(plain_host(tmp_path, nodes={}, more=more))
+    assert (found.at("/dev/nvidiactl").kind, found.at("/dev/nvidiactl").major) == ("file", 0)
+    assert (found.at("/dev/nvidia0").kind, found.at("/dev/nvidia0").error) == ("directory", "EISDIR")
+    assert (found.at("/dev/nvidia-uvm").kind, found.at("/dev/nvidia-uvm").error) == ("link", "ENOENT")
+    assert found.at("/dev/nvidia1").kind == "link"
+
+
+def test_a_link_to_a_node_is_that_node(tmp_path: Path) -> None:
+    found = nodes(plain_host(tmp_path, nodes={}, more={"/dev/nvidia0": Link("char/a"), "/dev/char/a": Device(195, 0)}))
+    assert (found.at("/dev/nvidia0").kind, found.at("/dev/nvidia0").major) == ("char", 195)
+
+
+def test_null_in_place_of_a_node_shows_in_its_number(tmp_path: Path) -> None:
+    found = nodes(plain_host(tmp_path, nodes={**NODES, "/dev/nvidia-uvm": Device(1, 3)}))
+    assert (found.at("/dev/nvidia-uvm").major, found.majors["nvidia-uvm"]) == (1, 238)
+
+
+def test_nodev_is_told_of_the_mount_a_node_lies_on(tmp_path: Path) -> None:
+    mounts = MOUNTS + "90 24 0:99 / /dev/nvidiactl rw,nosuid,nodev - tmpfs tmpfs rw\n"
+    found = nodes(plain_host(tmp_path, more={"/proc/self/mountinfo": mounts}, errors={"/dev/nvidiactl": "EACCES"}))
+    assert (found.at("/dev/nvidiactl").nodev, found.at("/dev/nvidiactl").error) == (True, "EACCES")
+    assert not found.at("/dev/nvidia0").nodev
+
+
+def test_drivers_before_550_have_one_name_for_both(tmp_path: Path) -> None:
+    old = DEVICES.replace("195 nvidia\n195 nvidiactl\n", "195 nvidia-frontend\n")
+    majors = nodes(plain_host(tmp_path, more={"/proc/devices": old})).majors
+    assert (majors["nvidia"], majors["nvidiactl"]) == (195, 195)
+
+
+@each(
+    ("cgroup", "folder"),
+    [("5:devices:/docker/1\n", "/docker/1"), ("5:cpu,devices:/\n", ""), ("5:devices:/elsewhere\n", "")],
+)
+def test_the_rules_of_a_cgroup_of_version_1(tmp_path: Path, cgroup: str, folder: str) -> None:
+    rules = {f"/sys/fs/cgroup/devices{folder}/devices.list": "c 1:3 rwm\nc 195:* rw\n", "/proc/self/cgroup": cgroup}
+    assert nodes(container(tmp_path, more=rules)).cgroup == ("c 1:3 rwm", "c 195:* rw")
+
+
+def test_nodes_of_others_are_listed(tmp_path: Path) -> None:
+    more = {
+        "/dev/kfd": Device(234, 0, 0o660, gid=992, error="EACCES"),
+        "/dev/dri/renderD128": Device(226, 128),
+        "/dev/dri/card0": Device(226, 0),
+        "/dev/nvhost-gpu": Device(506, 1),
+        "/dev/accel/accel0": Device(261, 0),
+    }
+    found = nodes(plain_host(tmp_path, card=None, more=more))
+    assert [node.path for node in found.found][3:] == [
+        "/dev/kfd",
+        "/dev/nvhost-gpu",
+        "/dev/dri/renderD128",
+        "/dev/accel/accel0",
+    ]
+    assert (found.at("/dev/kfd").error, found.at("/dev/kfd").group) == ("EACCES", "render")
+
+
+def test_containers_jobs_and_wsl(tmp_path: Path) -> None:
+    assert not nodes(container(tmp_path / "none", gpu=False)).at("/dev/nvidia0").exists
+    assert nodes(slurm(tmp_path / "job", gpus="")).at("/dev/nvidia0").error == "EPERM"
+    assert nodes(wsl(tmp_path / "wsl")).at("/dev/dxg").exists
+
+
+def test_nobody_waits_for_a_driver_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening waits for the other end of a pipe, as it would for a driver that hangs; what comes before is known."""
+    monkeypatch.setattr("transload.diagnose.probes.hardware.PATIENCE", 1.0)
+
+    class Hanging(TreeHost):
+        def open_error(self, path: str) -> str:
+            if path == "/dev/nvidia0":
+                os.close(os.open(self.at("/pipe"), os.O_RDONLY))
+            return super().open_error(path)
+
+    host = plain_host(tmp_path, errors={"/dev/nvidia-uvm": "EPERM"})
+    os.mkfifo(tmp_path / "pipe")
+    hanging = Hanging(*(getattr(host, name) for name in host.__dataclass_fields__))
+    found = nodes(hanging)
+    assert found.at("/dev/nvidia-uvm").error == "EPERM"
+    assert found.at("/dev/nvidia0").error == ""
+
+
+def test_other_systems_have_none(tmp_path: Path) -> None:
+    assert nodes(tree_host(tmp_path, {}, uname=("Windows", "10", "AMD64"))) == Nodes()
+
+
+def test_garbage_in_devices_and_groups(tmp_path: Path) -> None:
+    more = {"/proc/devices": b"\xff\n999999999999 nvidia\nx nvidia\n", "/etc/group": b"\xff:x\nroot:x:\xb2:\n" * 9}
+    found = nodes(plain_host(tmp_path, more=more))
+    assert (found.majors, found.at("/dev/nvidia0").group) == ({}, "")
+
+
+# -- accelerators ------------------------------------------------------------------------------------------------------
+
+
+def found(host: Host) -> tuple[Accelerator, ...]:
+    return accelerators(host, hardware(host))
+
+
+def pci(address: str, vendor: int, device: int, kind: int, driver: str = "") -> dict[str, Content]:
+    folder = f"/sys/bus/pci/devices/{address}"
+    made: dict[str, Content] = {
+        f"{folder}/vendor": f"{vendor:#06x}\n",
+        f"{folder}/device": f"{device:#06x}\n",
+        f"{folder}/class": f"{kind:#08x}\n",
+    }
+    return {**made, f"{folder}/driver": Link(f"../drivers/{driver}")} if driver else made
+
+
+def kfd(node: int, simd: int, version: int, place: int) -> dict[str, Content]:
+    text = f"cpu_cores_count 0\nsimd_count {simd}\ngfx_target_version {version}\nlocation_id {place}\ndomain 0\n"
+    return {f"/sys/class/kfd/kfd/topology/nodes/{node}/properties": text}
+
+
+def test_a_machine_with_nvidias_card_has_no_other(tmp_path: Path) -> None:
+    assert found(plain_host(tmp_path)) == ()
+
+
+def test_a_card_of_amd_at_work(tmp_path: Path) -> None:
+    tree = {
+        **pci("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu"),
+        "/sys/bus/pci/devices/0000:03:00.0/product_name": "Radeon RX 7900 XTX\n",
+        **kfd(0, 0, 0, 0),
+        **kfd(1, 192, 110000, 0x300),
+        "/dev/kfd": Device(234, 0),
+    }
+    assert found(tree_host(tmp_path, tree)) == (Accelerator("rocm", "Radeon RX 7900 XTX", "gfx1100", usable=True),)
+
+
+def test_a_card_of_amd_comes_before_the_processors_graphics(tmp_path: Path) -> None:
+    tree = {**kfd(1, 4, 100306, 0x7500), **kfd(2, 1216, 90402, 0x300), "/dev/kfd": Device(234, 0)}
+    assert [(each.detail, each.integrated) for each in found(tree_host(tmp_path, tree))] == [
+        ("gfx942", False),
+        ("gfx1036", True),
+    ]
+
+
+def test_a_card_of_amd_without_its_driver(tmp_path: Path) -> None:
+    tree = pci("0000:03:00.0", 0x1002, 0x744C, 0x030000)
+    assert found(tree_host(tmp_path / "1", tree)) == (Accelerator("rocm", "AMD GPU", "1002:744c"),)
+    in_a_container = {**tree, **kfd(1, 192, 110000, 0x300)}
+    assert found(tree_host(tmp_path / "2", in_a_container)) == (Accelerator("rocm", "AMD GPU", "gfx1100"),)
+
+
+LEVEL_ZERO = {"/usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1": b""}
+
+
+@each(
+    ("device", "driver", "library", "expected"),
+    [
+        (0x56A0, "xe", LEVEL_ZERO, (Accelerator("xpu", "Intel GPU", "8086:56a0", usable=True),)),
+        (0xE20B, "xe", {}, (Accelerator("xpu", "Intel GPU", "8086:e20b"),)),
+        (0x0BD5, "", LEVEL_ZERO, (Accelerator("xpu", "Intel GPU", "8086:0bd5"),)),
+        (
+            0x64A0,
+            "xe",
+            LEVEL_ZERO,
+            (Accelerator("xpu", "Intel Core Ultra graphics", "8086:64a0", usable=True, integrated=True),),
+        ),
+        (0x9A49, "i915", LEVEL_ZERO, ()),
+    ],
+)
+def test_intel(tmp_path: Path, device: int, driver: str, library: Tree, expected: tuple[Accelerator, ...]) -> None:
+    tree = {**pci("0000:00:02.0", 0x8086, device, 0x030000, driver), **library}
+    assert found(tree_host(tmp_path, tree)) == expected
+
+
+def test_apple(tmp_path: Path) -> None:
+    mac = tree_host(tmp_path, {}, uname=("Darwin", "24.1.0", "arm64"))
+    assert [(each.kind, each.usable) for each in found(mac)] == [("mps", True)]
+    assert found(tree_host(tmp_path, {}, uname=("Darwin", "22.6.0", "x86_64"))) == ()
+
+
+@each(
+    ("tree", "kind", "usable"),
+    [
+        ({"/dev/davinci0": Device(236, 0), "/dev/davinci1": Device(236, 1), "/dev/davinci_manager": ""}, "npu", True),
+        ({**pci("0000:33:00.0", 0x1DA3, 0x1020, 0x120000, "habanalabs"), "/dev/accel/accel0": ""}, "hpu", True),
+        ({**pci("0000:33:00.0", 0x1DA3, 0x1020, 0x120000), "/dev/null": ""}, "hpu", False),
+        ({**pci("0000:00:04.0", 0x1AE0, 0x005E, 0x120000), "/dev/accel0": ""}, "tpu", True),
+        ({"/dev/neuron0": Device(246, 0)}, "neuron", True),
+    ],
+)
+def test_others(tmp_path: Path, tree: Tree, kind: str, *, usable: bool) -> None:
+    (only,) = found(tree_host(tmp_path, tree))
+    assert (only.kind, only.usable) == (kind, usable)
+
+
+def test_garbage_in_the_topology_is_no_card(tmp_path: Path) -> None:
+    nodes = "/sys/class/kfd/kfd/topology/nodes"
+    tree: Tree = {f"{nodes}/0/properties": b"\xff\nsimd_count x\n", f"{nodes}/1/properties": FOLDER, f"{nodes}/2": ""}
+    assert found(tree_host(tmp_path, tree)) == ()

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from tests.diagnose.trees import (
     FOLDER,
     H200,
     KERNEL,
     VERSION,
+    Content,
+    Link,
     Tree,
     TreeHost,
     container,
@@ -18,9 +20,14 @@ from tests.diagnose.trees import (
     tree_host,
     wsl,
 )
+from tests.each import each
 
-from transload.diagnose.probes.kernel import kernel
+from transload.diagnose.host import Host
+from transload.diagnose.probes.kernel import daemons_and_stuck, kernel, kernel_log
 from transload.machine import ProcGpu, Unknown
+
+if TYPE_CHECKING:
+    import pytest
 
 SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 
@@ -36,7 +43,7 @@ def test_a_driver_at_work(tmp_path: Path) -> None:
     assert (told.daemons, told.stuck, told.fabric_manager, told.mps_directory) == ((), (), "", "")
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "version", "flavour"),
     [
         (
@@ -80,7 +87,7 @@ def test_modules_of_concern(tmp_path: Path) -> None:
     assert told.modules == ("nouveau", "nova_core", "nvidia_modeset", "vfio_pci")
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "updates/dkms/nvidia.ko.zst",
@@ -99,7 +106,7 @@ def test_kernels_that_have_the_driver(tmp_path: Path, name: str) -> None:
     assert kernel(host).built_for == ("6.8.0-40",)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "secure"),
     [
         ({SECURE_BOOT: b"\6\0\0\0\1"}, True),
@@ -139,7 +146,9 @@ def test_a_card_that_was_excluded_or_is_not_understood(tmp_path: Path) -> None:
     )
 
 
-def test_a_page_that_never_comes_keeps_nobody(tmp_path: Path) -> None:
+def test_nobody_waits_for_a_page_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transload.diagnose.probes.kernel.PATIENCE", 1.0)
+
     class Hanging(TreeHost):
         def data(self, path: str, limit: int = 1 << 20) -> bytes | Unknown:
             if path.endswith("/information"):
@@ -169,7 +178,7 @@ Version: 1:1.3
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("tree", "version"),
     [
         ({"/usr/bin/nv-fabricmanager": b"", "/var/lib/dpkg/status": DPKG}, "580.159.04"),
@@ -194,3 +203,131 @@ def test_the_directory_of_mps(tmp_path: Path) -> None:
 def test_on_other_systems_nothing_is_known(tmp_path: Path) -> None:
     told = kernel(tree_host(tmp_path, {}, uname=("Darwin", "24.1.0", "arm64")))
     assert told.loaded == Unknown("not looked at on Darwin")
+
+
+# -- kernel log --------------------------------------------------------------------------------------------------------
+
+
+FELL = "NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+WEDGED = "NVRM: GPU 0000:17:00.0: RmInitAdapter failed! (0x62:0x40:2168)"
+
+
+def line(message: str, second: int = 5) -> str:
+    return f"2026-11-15T04:57:{second:02}.123456+00:00 node17 kernel: [    {second}.140900] {message}\n"
+
+
+def test_messages_alone_are_told(tmp_path: Path) -> None:
+    log = line("usb 1-1: new high-speed USB device") + line(FELL, 7) + line(WEDGED, 8)
+    assert kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log})) == (FELL, WEDGED)
+
+
+def test_what_was_before_the_last_start_is_not_told(tmp_path: Path) -> None:
+    log = (
+        line(FELL) + line("Linux version 6.8.0-45-generic", 0) + line("nvidia: module license 'NVIDIA' taints kernel.")
+    )
+    told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log}))
+    assert told == ("nvidia: module license 'NVIDIA' taints kernel.",)
+
+
+def test_a_file_nobody_wrote_since_the_start_is_not_read(tmp_path: Path) -> None:
+    host = plain_host(tmp_path, more={"/var/log/kern.log": line(FELL), "/proc/stat": "cpu 1 2\nbtime 1763000000\n"})
+    os.utime(tmp_path / "var/log/kern.log", (1762990000, 1762990000))
+    assert isinstance(kernel_log(host), Unknown)
+    os.utime(tmp_path / "var/log/kern.log", (1763000001, 1763000001))
+    assert kernel_log(host) == (FELL,)
+
+
+def test_the_same_is_told_once_and_the_last_forty(tmp_path: Path) -> None:
+    log = "".join(line(FELL) for _ in range(500)) + "".join(line(f"NVRM: {n}") for n in range(45)) + line(FELL)
+    told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log}))
+    assert told == (*(f"NVRM: {n}" for n in range(6, 45)), FELL)
+
+
+def test_noise_is_left_out(tmp_path: Path) -> None:
+    noise = (
+        'audit: type=1400 audit(1.1:2): apparmor="STATUS" operation="profile_load" name="nvidia_modprobe"',
+        "Command line: BOOT_IMAGE=/vmlinuz nvidia-drm.modeset=1",
+        "python[29948]: segfault at 0 ip 7f sp 7f error 6 in libnvidia-ml.so.1[7bf]",
+    )
+    log = "".join(map(line, noise)) + line('audit: type=1400: apparmor="DENIED" name="/dev/nvidiactl" nvidia')
+    told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log}))
+    assert told == ('audit: type=1400: apparmor="DENIED" name="/dev/nvidiactl" nvidia',)
+
+
+def test_a_log_of_garbage_is_read_to_its_end(tmp_path: Path) -> None:
+    log = b"\xff\0\n" * 400_000 + line(FELL).encode()
+    assert kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": log})) == (FELL,)
+
+
+def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+    told = kernel_log(plain_host(tmp_path, more={"/var/log/kern.log": line(FELL + "x" * 100_000)}))
+    assert isinstance(told, tuple)
+    assert told[0].startswith(FELL)
+    assert len(told[0]) < 2100
+
+
+def test_no_log_is_said(tmp_path: Path) -> None:
+    assert isinstance(kernel_log(plain_host(tmp_path)), Unknown)
+
+
+def test_this_very_host_answers_or_says_why_not() -> None:
+    told = kernel_log(Host())
+    assert isinstance(told, tuple) or told.reason
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def process(
+    number: int, name: str, state: str = "S", *, command: str = "", files: Tree | None = None
+) -> dict[str, Content | None]:
+    folder = f"/proc/{number}"
+    return {
+        f"{folder}/stat": f"{number} ({name[:15]}) {state} 1 1 1 0 -1 4194560\n",
+        f"{folder}/cmdline": f"{command or name}\0-d\0",
+        **{f"{folder}/{path}": content for path, content in (files or {}).items()},
+    }
+
+
+def test_the_daemons_that_run(tmp_path: Path) -> None:
+    tree = {
+        **process(1, "systemd"),
+        **process(700, "nvidia-persistenced"),
+        **process(701, "nv-fabricmanager"),
+        **process(702, "nvidia-gridd", "Z"),
+        **process(703, "nvidia-persist"),
+    }
+    assert daemons_and_stuck(plain_host(tmp_path, more=tree)) == (("nv-fabricmanager", "nvidia-persistenced"), ())
+
+
+@each(
+    ("command", "daemon"),
+    [
+        ("nvidia-cuda-mps-control", "nvidia-cuda-mps-control"),
+        ("/usr/bin/nvidia-cuda-mps-server", "nvidia-cuda-mps-server"),
+    ],
+)
+def test_the_two_of_mps_have_the_same_short_name(tmp_path: Path, command: str, daemon: str) -> None:
+    tree = process(80, "nvidia-cuda-mps-x", command=command)
+    assert daemons_and_stuck(plain_host(tmp_path, more=tree))[0] == (daemon,)
+
+
+@each(
+    ("files", "stuck"),
+    [
+        ({"stack": "[<0>] os_acquire_mutex+0x35/0x60 [nvidia]\n[<0>] nvidia_open+0x1 [nvidia]\n"}, True),
+        ({"stack": "[<0>] io_schedule+0x46/0x80\n", "fd/5": Link("/dev/nvidia0")}, False),
+        ({"wchan": "os_acquire_rwlock_write"}, True),
+        ({"wchan": "0", "fd/5": Link("/dev/nvidiactl")}, True),
+        ({"wchan": "folio_wait_bit_common", "fd/5": Link("/data/set.bin")}, False),
+        ({}, False),
+    ],
+)
+def test_who_waits_for_the_driver(tmp_path: Path, files: Tree, *, stuck: bool) -> None:
+    tree = {**process(4242, "train (1) x", "D", files=files), **process(4243, "sleeps", files=files)}
+    assert daemons_and_stuck(plain_host(tmp_path, more=tree))[1] == (("train (1) x (4242)",) if stuck else ())
+
+
+@each("tree", [{"/proc/5/stat": b"\xff\0"}, {"/proc/5": ""}, {"/proc/5/stat/x": ""}, {"/proc/5": Link("5")}])
+def test_what_cannot_be_read_is_passed_over(tmp_path: Path, tree: Tree) -> None:
+    assert daemons_and_stuck(plain_host(tmp_path, more=tree)) == ((), ())

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.probes.installs import plant, script, wheel
+from tests.each import each
 
 import transload
 from transload.diagnose.host import Host
-from transload.diagnose.probes import interview
-from transload.diagnose.probes.environment import environment
-from transload.diagnose.probes.interpreters import interpreter, others, usual
-from transload.diagnose.probes.python import choose, python
+from transload.diagnose.probes import python as module
+from transload.diagnose.probes.python import choose, environment, interpreter, others, python, usual
 
 SOURCE = Path(transload.__file__).parent.parent
 LIB = "lib/python3.11/site-packages"
@@ -27,10 +26,9 @@ PROGRAM = """
 import json, sys
 sys.path.append({source!r})
 from transload.diagnose.host import Host
-from transload.diagnose.probes import interview
-from transload.diagnose.probes.python import python
+from transload.diagnose.probes.python import asked, python
 found = python(Host(), deadline=60.0)
-told = interview.asked(Host(), sys.executable, 60.0)
+told = asked(Host(), sys.executable, 60.0)
 paths = [[entry for entry in path if entry != {source!r}] for path in (found.path, told["path"])]
 print(json.dumps([*paths, found.user_site_enabled, told["user_site_enabled"], found.problem]))
 """
@@ -76,7 +74,7 @@ def started(how: str, folder: Path) -> list[str]:
     }[how]
 
 
-@pytest.mark.parametrize(
+@each(
     "how",
     [
         *("script", "link", "module", "module of the path", "text", "zipapp", "safe script", "safe zipapp"),
@@ -97,7 +95,7 @@ def test_however_we_were_started_a_users_program_is_described(how: str, tmp_path
 
 
 def test_ours_is_looked_at_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interview, "asked", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(module, "asked", lambda *_: pytest.fail("a child was started"))
     found = python(Host(), "as told")
     assert found.executable == sys.executable
     assert (found.version, found.prefix, found.why) == (sys.version.split()[0], sys.prefix, "as told")
@@ -146,7 +144,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
-@pytest.mark.parametrize(
+@each(
     ("text", "problem"),
     [
         ("exec sleep 60", "did not answer within 0.5 s"),
@@ -158,7 +156,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("kill -9 $$", "did not answer: SIGKILL"),
         ("exit 0", "did not answer: exit status 0"),
         ("echo 'Fatal Python error: no encodings'; echo more; exit 1", "it printed: Fatal Python error: no encodings"),
-        ("printf '\\036{\"done\": true}\\n'", "is no Python: its answer makes no sense"),
+        ("printf '\\036{\"done\": true}\\n'", "is not a Python interpreter: its answer makes no sense"),
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )
@@ -171,7 +169,7 @@ def test_what_is_no_interpreter_is_told_apart(tmp_path: Path, text: str, problem
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs modes")
-@pytest.mark.parametrize(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
+@each(("content", "mode"), [(b"\x00garbage", 0o755), (b"text", 0o644), (b"#!/nowhere/sh\n", 0o755)])
 def test_what_cannot_be_started(tmp_path: Path, content: bytes, mode: int) -> None:
     program = tmp_path / "python"
     program.write_bytes(content)
@@ -416,7 +414,7 @@ def test_no_home_no_path_no_current_folder() -> None:
 
 
 def own_torch(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
-    monkeypatch.setattr(interview, "own", lambda: {"path": list(path)})
+    monkeypatch.setattr(module, "own", lambda: {"path": list(path)})
 
 
 def test_ours_is_taken_where_it_has_a_torch(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

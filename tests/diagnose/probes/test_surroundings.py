@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from tests.diagnose.trees import (
     CONTAINER_MOUNTS,
     FOLDER,
+    Content,
     Device,
     Link,
     Tree,
@@ -13,18 +15,23 @@ from tests.diagnose.trees import (
     plain_host,
     service,
     slurm,
+    tree_host,
     wsl,
 )
+from tests.each import each
 
-from transload.diagnose.probes.surroundings import service_of, surroundings
+from transload.diagnose.probes.surroundings import DECIDING, SHOWN, service_of, surroundings, variables
 from transload.machine import Surroundings, Unknown
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_nothing_is_around_a_plain_host(tmp_path: Path) -> None:
     assert surroundings(plain_host(tmp_path)) == Surroundings(container_toolkit=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "named"),
     [
         ("docker", "docker"),
@@ -44,7 +51,7 @@ def test_each_kind_of_container_is_known_by_its_marks(tmp_path: Path, kind: str,
     assert not around.service
 
 
-@pytest.mark.parametrize(
+@each(
     ("cgroup", "kind"),
     [
         ("12:devices:/docker/4c01db0b339c4c01db0b339c\n", "docker"),
@@ -61,7 +68,7 @@ def test_a_cgroup_names_the_container(tmp_path: Path, cgroup: str, kind: str) ->
     assert surroundings(plain_host(tmp_path, more={"/proc/self/cgroup": cgroup})).container == kind
 
 
-@pytest.mark.parametrize(("told", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
+@each(("told", "kind"), [("oci", "container"), ("systemd-nspawn", "nspawn"), ("wsl", ""), ("", "")])
 def test_what_the_manager_says_is_translated(tmp_path: Path, told: str, kind: str) -> None:
     assert surroundings(plain_host(tmp_path, environ={"container": told})).container == kind
 
@@ -69,7 +76,7 @@ def test_what_the_manager_says_is_translated(tmp_path: Path, told: str, kind: st
 def test_the_first_process_may_know(tmp_path: Path) -> None:
     host = plain_host(tmp_path, more={"/proc/1/environ": "PATH=/bin\0container=lxc\0TERM=linux"})
     around = surroundings(host)
-    assert (around.container, around.evidence) == ("lxc", ("process 1 was told that its container is lxc",))
+    assert (around.container, around.evidence) == ("lxc", ("the variable container of process 1 is lxc",))
 
 
 def test_an_overlay_alone_is_no_container(tmp_path: Path) -> None:
@@ -106,7 +113,7 @@ def test_a_service_that_sees_the_devices(tmp_path: Path) -> None:
     assert (around.service, around.private_dev) == ("jupyter.service", False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cgroup", "unit"),
     [
         ("0::/system.slice/ollama.service/worker\n", "ollama.service"),
@@ -126,7 +133,7 @@ def test_a_container_without_devices_has_a_private_dev(tmp_path: Path) -> None:
     assert not surroundings(container(tmp_path / "with")).private_dev
 
 
-@pytest.mark.parametrize(
+@each(
     ("environ", "notebook"),
     [
         ({"COLAB_GPU": "0"}, "colab"),
@@ -139,7 +146,7 @@ def test_rented_notebooks_are_known_by_their_variables(tmp_path: Path, environ: 
     assert surroundings(plain_host(tmp_path, environ=environ)).notebook == notebook
 
 
-@pytest.mark.parametrize(
+@each(
     ("version", "line", "sandbox"),
     [
         ("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016", "", "gvisor"),
@@ -172,7 +179,7 @@ def test_a_toolkit_is_not_known_where_programs_cannot_be_listed(tmp_path: Path) 
     assert around.container_toolkit == Unknown("/usr/bin is not there")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "content", "docker"),
     [
         ("/usr/bin/docker", b"\x7fELF", "installed"),
@@ -184,3 +191,137 @@ def test_a_toolkit_is_not_known_where_programs_cannot_be_listed(tmp_path: Path) 
 )
 def test_how_docker_is_installed(tmp_path: Path, path: str, content: bytes | Link, docker: str) -> None:
     assert surroundings(plain_host(tmp_path, more={path: content})).docker == docker
+
+
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_decide_are_told_and_others_are_not(tmp_path: Path) -> None:
+    environ = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "LD_LIBRARY_PATH": ":/opt/\udcff/lib",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JWT": "secret",
+        "KAGGLE_KEY": "secret",
+        "NVIDIA_API_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "PIP_INDEX_URL": "https://user:secret@example.org/simple",
+        "PATH": "/usr/bin",
+    }
+    told = variables(tree_host(tmp_path, {}, environ))
+    assert told.values == {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "SLURM_JOB_ID")}
+    assert (told.get("CUDA_VISIBLE_DEVICES"), told.get("HOME")) == ("", None)
+
+
+def test_no_name_that_is_shown_is_one_of_a_secret() -> None:
+    words = ("KEY", "TOKEN", "SECRET", "PASS", "JWT", "CRED", "AUTH", "URL")
+    assert DECIDING < SHOWN
+    assert not [name for name in SHOWN if any(word in name for word in words)]
+
+
+def test_a_value_without_an_end_is_cut(tmp_path: Path) -> None:
+    told = variables(tree_host(tmp_path, {}, {"LD_LIBRARY_PATH": "/a:" * 100_000}))
+    assert len(told.values["LD_LIBRARY_PATH"]) == 1 << 14
+
+
+@each(
+    ("path", "text", "line"),
+    [
+        ("/etc/environment", 'PATH="/usr/bin"\nCUDA_VISIBLE_DEVICES="0"\n', 2),
+        ("/etc/profile.d/cuda.sh", "export CUDA_VISIBLE_DEVICES=0", 1),
+        ("/etc/security/pam_env.conf", "# comment\nCUDA_VISIBLE_DEVICES DEFAULT=0\n", 2),
+        ("/home/user/.bashrc", "\n\n  export A=1 CUDA_VISIBLE_DEVICES=0 # one card\n", 3),
+        ("/home/user/.zshrc", "typeset -x CUDA_VISIBLE_DEVICES=0", 1),
+        ("/home/user/.config/fish/config.fish", "if status is-login\n    set -gx CUDA_VISIBLE_DEVICES 0\nend", 2),
+        ("/home/user/.config/fish/config.fish", "set --global --export CUDA_VISIBLE_DEVICES 0", 1),
+        ("/home/user/.cshrc", "setenv CUDA_VISIBLE_DEVICES 0", 1),
+        ("/home/user/.config/environment.d/gpu.conf", "CUDA_VISIBLE_DEVICES=0", 1),
+        ("/opt/conda/etc/conda/activate.d/env.sh", "export CUDA_VISIBLE_DEVICES=0", 1),
+        ("/opt/conda/conda-meta/state", '{"version": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}', 1),
+        ("/opt/venv/bin/activate", "export CUDA_VISIBLE_DEVICES=0", 1),
+        ("/home/user/project/.env", "CUDA_VISIBLE_DEVICES=0", 1),
+        ("/home/user/project/Dockerfile", "FROM scratch\nENV CUDA_VISIBLE_DEVICES 0\n", 2),
+    ],
+)
+def test_the_file_that_sets_it(tmp_path: Path, path: str, text: str, line: int) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "0", "CONDA_PREFIX": "/opt/conda", "VIRTUAL_ENV": "/opt/venv"}
+    told = variables(plain_host(tmp_path, environ=environ, more={path: text}))
+    assert told.origins == {"CUDA_VISIBLE_DEVICES": (f"{path}:{line}",)}
+
+
+@each(
+    "text",
+    [
+        "# export CUDA_VISIBLE_DEVICES=0",
+        "alias one='CUDA_VISIBLE_DEVICES=0 python'",
+        'echo "CUDA_VISIBLE_DEVICES=0"',
+        "unset CUDA_VISIBLE_DEVICES",
+        'if [ -z "$CUDA_VISIBLE_DEVICES" ]; then true; fi',
+        "export MY_CUDA_VISIBLE_DEVICES=0",
+        "export LD_LIBRARY_PATH=/opt/lib",
+    ],
+)
+def test_a_line_that_speaks_of_it_does_not_set_it(tmp_path: Path, text: str) -> None:
+    host = plain_host(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"}, more={"/home/user/.bashrc": text})
+    assert variables(host).origins == {}
+
+
+def test_several_files_and_variables_in_their_order(tmp_path: Path) -> None:
+    more = {
+        "/etc/environment": "LD_LIBRARY_PATH=/usr/local/cuda/lib64\n",
+        "/home/user/.bashrc": "export LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH\nexport PYTHONPATH=/y",
+    }
+    told = variables(plain_host(tmp_path, environ={"LD_LIBRARY_PATH": "/x", "PYTHONPATH": "/y"}, more=more))
+    assert told.origins == {
+        "LD_LIBRARY_PATH": ("/etc/environment:1", "/home/user/.bashrc:1"),
+        "PYTHONPATH": ("/home/user/.bashrc:2",),
+    }
+
+
+def test_the_unit_of_a_service(tmp_path: Path) -> None:
+    more = {
+        "/etc/systemd/system/jupyter.service": '[Service]\nEnvironment="A=1" "CUDA_VISIBLE_DEVICES=-1"\n',
+        "/etc/systemd/system/jupyter.service.d/gpu.conf": "[Service]\nEnvironment=CUDA_VISIBLE_DEVICES=-1\n",
+    }
+    told = variables(service(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "-1"}, more=more))
+    assert told.origins["CUDA_VISIBLE_DEVICES"] == (
+        "/etc/systemd/system/jupyter.service:2",
+        "/etc/systemd/system/jupyter.service.d/gpu.conf:2",
+    )
+
+
+def test_files_are_not_read_where_nothing_is_set(tmp_path: Path) -> None:
+    host = plain_host(tmp_path, more={"/home/user/.bashrc": "export CUDA_VISIBLE_DEVICES=0"})
+    assert variables(host).origins == {}
+
+
+@each("home", ["", "relative", "/gone", "/\0"])
+@each("content", [FOLDER, Link(".bashrc"), b"\xff\xfe\0CUDA_VISIBLE_DEVICES" * 9])
+def test_no_home_and_files_that_are_none(tmp_path: Path, home: str, content: Content) -> None:
+    more = {"/home/user/.bashrc": content, "/etc/environment": content}
+    host = plain_host(tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0", "HOME": home}, more=more)
+    assert variables(host).origins == {}
+
+
+@each(
+    ("environ", "problem"),
+    [
+        ({"HOME": "/home/user"}, ""),
+        ({"HOME": "/home/file"}, "/home/file: not a folder"),
+        ({"HOME": "/home/file", "CUDA_CACHE_PATH": "/home/user/cache"}, ""),
+        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "/home/file/cache"}, "/home/file: not a folder"),
+        ({"HOME": "/home/user", "CUDA_CACHE_PATH": "file"}, "/home/file: not a folder"),
+        ({"HOME": "/home/file", "CUDA_CACHE_DISABLE": "1"}, ""),
+        ({"HOME": "/nowhere"}, ""),
+        ({}, "neither HOME nor CUDA_CACHE_PATH is set"),
+    ],
+)
+def test_a_cache_that_cannot_be_written(tmp_path: Path, environ: dict[str, str], problem: str) -> None:
+    host = tree_host(tmp_path, {"/home/user": FOLDER, "/home/file": ""}, environ, cwd="/home")
+    assert variables(host).cache_problem == problem
+
+
+def test_a_cache_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = tree_host(tmp_path, {"/home/user/.nv": FOLDER}, {"HOME": "/home/user"})
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert variables(host).cache_problem == "/home/user/.nv: EACCES"

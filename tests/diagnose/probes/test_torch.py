@@ -13,9 +13,8 @@ import pytest
 from tests.diagnose.probes.installs import VERSION, plant, wheel
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.python import python
+from transload.diagnose.probes.python import build, python
 from transload.diagnose.probes.torch import torch
-from transload.diagnose.probes.version_file import build
 from transload.machine import Python, Torch, TorchInstall, Unknown
 
 PREFIX = "/opt/venv"

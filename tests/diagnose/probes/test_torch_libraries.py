@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from tests.diagnose.trees import Content, Link, tree_host
+from tests.each import each
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
 from transload.diagnose.host import Host
-from transload.diagnose.probes.nvidia_packages import package_of
-from transload.diagnose.probes.torch_libraries import torch_libraries
-from transload.diagnose.torch_import import Preload, Preloads, preloads
+from transload.diagnose.probes.libraries import Preload, Preloads, package_of, preloads, torch_libraries
 from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -176,7 +175,7 @@ def test_a_package_that_was_never_installed(tmp_path: Path) -> None:
 CUT = lib("libcudnn.so.9", section_headers=False)[:-1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "problem"),
     [
         (b"", "empty"),
@@ -362,7 +361,7 @@ def test_a_cudnn_with_an_rpath_finds_its_own_parts(tmp_path: Path) -> None:
     assert probe(tmp_path, {**wheel(), **parts}, LD_LIBRARY_PATH="/opt/cudnn").split_cudnn == ()
 
 
-@pytest.mark.parametrize("knows", [True, False])
+@each("knows", [True, False])
 def test_a_part_that_the_wheel_lacks_and_the_system_has(tmp_path: Path, *, knows: bool) -> None:
     constants = b"libcudnn_engines_tensor_ir.so\0" if knows else b"nothing\0"
     parts: dict[str, Content] = {
@@ -431,7 +430,7 @@ def test_what_torch_says_it_preloads() -> None:
     assert [each.required for each in every.rescue] == [True, True, True, False]
 
 
-@pytest.mark.parametrize("source", ["", "import torch", "def _preload_cuda_deps(", "\0" * 100])
+@each("source", ["", "import torch", "def _preload_cuda_deps(", "\0" * 100])
 def test_a_torch_that_says_nothing(source: str) -> None:
     assert preloads(source) == Preloads()
 
@@ -452,7 +451,7 @@ def test_patterns_of_names() -> None:
     assert not Preload("cudnn", "libcudnn.so.8").matches("libcudnn.so.89")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "cuda", "package"),
     [
         ("libcudnn_ops_infer.so.8", "12.1", "nvidia-cudnn-cu12"),

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.each import each
 
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
-from transload.diagnose.probes.torch_run import question, torch_run
+from transload.diagnose.probes.torch import question, torch_run
 from transload.machine import Answer, TorchRun, Unknown
 
 LONG = 60.0
@@ -191,7 +192,7 @@ def test_an_import_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, time\nos.write(1, b'\\x1e{\"here\": 1}\\n')\ntime.sleep(600)\n")
     host = Host(cwd=str(tmp_path))
     with Child(question(host), LONG) as child:
-        while {"here": 1} not in child._hearing.records and not child.ended():
+        while {"here": 1} not in child.records and not child.ended():
             time.sleep(0.01)
         child.hurry(time.monotonic() + 0.1)
         told = torch_run(host, child.outcome())
@@ -207,7 +208,7 @@ def test_a_crash_after_the_import(tmp_path: Path) -> None:
     assert told.answer.detail.startswith("SIGSEGV in available at ")
 
 
-@pytest.mark.parametrize("text", ["", "version = cuda = 7", "def __getattr__(name): raise SystemExit(name)"])
+@each("text", ["", "version = cuda = 7", "def __getattr__(name): raise SystemExit(name)"])
 def test_a_file_of_the_users_called_torch(tmp_path: Path, text: str) -> None:
     told = run(tmp_path, text)
     assert told.answer.state == "answered"
@@ -224,7 +225,7 @@ def test_an_import_that_prints_garbage(tmp_path: Path) -> None:
     assert told.cuda_works
 
 
-@pytest.mark.parametrize("module", ["json", "warnings", "signal", "typing", "time", "enum"])
+@each("module", ["json", "warnings", "signal", "typing", "time", "enum"])
 def test_a_shadow_of_the_standard_library_harms_only_torch(tmp_path: Path, module: str) -> None:
     (tmp_path / f"{module}.py").write_text("raise RuntimeError('shadowed')\n")
     told = run(tmp_path, "raise ImportError('of its own')")

@@ -1,4 +1,4 @@
-"""How a child tells what it finds. The scripts called ``ask_...`` are run by ``children``, in any Python since 3.7.
+"""How a child reports its findings. ``children`` runs the scripts called ``ask_...``, in any Python since 3.7.
 
 They import next to nothing: start-up counts, and in the examined interpreter whatever we import might be shadowed by
 a file of the user's, or hide from torch that it is.
@@ -13,21 +13,21 @@ __all__ = ["Report", "begin", "form", "mapped"]
 
 
 class Report:
-    """Tells facts to the parent, a line each, on a copy of the standard output that nobody else closes or redirects."""
+    """Reports facts to the parent, a line each, on a copy of standard output that nothing else closes or redirects."""
 
     def __init__(self) -> None:
         self.out = os.dup(1)
 
     def doing(self, step: str) -> None:
-        """Say what comes next, which may never return."""
+        """Report what comes next, which may never return."""
         self.say(doing=step)
 
     def say(self, **facts: object) -> None:
-        """Say facts."""
+        """Report facts."""
         os.write(self.out, b"\x1e" + form(facts).encode("ascii") + b"\n")
 
     def done(self) -> None:
-        """Say that this was all, and leave without the libraries' own farewells, which may hang or crash as well."""
+        """Report that this was all, and exit without the libraries' own clean-up, which may hang or crash as well."""
         self.say(done=True)
         os._exit(0)
 
@@ -51,14 +51,14 @@ def end_with(leash: int) -> None:
 
         fcntl(leash, F_SETOWN, os.getpid())
         fcntl(leash, F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-        if not os.read(leash, 1):  # it was closed before we could be told
+        if not os.read(leash, 1):  # it was closed before we asked for the signal
             os._exit(1)
     except Exception:  # noqa: BLE001, S110  a system without it, or a file of the user's that is called fcntl.py
         pass
 
 
 def form(value: object) -> str:
-    """JSON in ASCII, of what the scripts have to say.
+    """JSON in ASCII, for what the scripts report.
 
     >>> form({"name": "H200", "capability": (9, 0), "ready": True, "driver": None})
     '{"name":"H200","capability":[9,0],"ready":true,"driver":null}'

@@ -1,6 +1,7 @@
-"""Imports torch and uses it, step by step, as a program of the user's would. Part of the children; see ``ask``.
+"""Imports torch and uses it, step by step, as a program of the user's would. Runs in a child; see ``ask``.
 
-A torch that is broken, or is none, may lack any name and raise anything; each step says what became of it.
+A torch that is broken, or something else of its name, may lack any name and raise anything; each step reports how it
+went.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DEVICES = 64
 
 
 def ask_torch() -> None:
-    """Tell it all."""
+    """Report everything."""
     report = begin()
     watch(report)
     imported = step(report, "import", load)
@@ -38,7 +39,7 @@ def ask_torch() -> None:
 
 
 def watch(report: Report) -> None:
-    """Have warnings told, and Python's stack printed at a crash, or when the parent loses patience."""
+    """Report warnings, and print Python's stack at a crash, or when the parent loses patience."""
     try:
         import warnings
 
@@ -54,31 +55,26 @@ def watch(report: Report) -> None:
         pass
 
 
-def step(report: Report, name: str, action: Any, *arguments: Any) -> list[Any]:
-    """Do it and say how it went: its result, in a list, which is empty where it failed."""
+def step(report: Report, name: str, action: Any) -> list[Any]:
+    """Do it and report how it went: its result, in a list, which is empty where it failed."""
     report.doing(name)
     start, error, result = time.perf_counter(), "", []
     try:
-        result = [action(*arguments)]
+        result = [action()]
     except BaseException as caught:  # noqa: BLE001  importing a module may raise SystemExit
-        error = told(caught)
+        words = clipped(caught).strip()
+        error = type(caught).__name__ + (": " + words if words else "")
     report.say(step=name, ok=not error, error=error, seconds=round(time.perf_counter() - start, 4))
     return result
 
 
-def quietly(report: Report, name: str, action: Any, *arguments: Any) -> Any:
-    """The result of something whose failure is no step of its own; ``None`` where it fails."""
+def quietly(report: Report, name: str, action: Any) -> Any:
+    """The result of something whose failure is not a step of its own; ``None`` where it fails."""
     report.doing(name)
     try:
-        return action(*arguments)
+        return action()
     except BaseException:  # noqa: BLE001  as above
         return None
-
-
-def told(error: BaseException) -> str:
-    """An exception in words, as Python shows it."""
-    words = clipped(error).strip()
-    return type(error).__name__ + (": " + words if words else "")
 
 
 def clipped(words: object) -> str:
@@ -97,28 +93,30 @@ def load() -> Any:
 
 
 def examine(report: Report, torch: Any) -> None:
-    """All that follows the import."""
+    """Everything that follows the import. The public list of architectures asks the driver first; this one does not."""
     cuda, hip = attribute(torch, "version", "cuda"), attribute(torch, "version", "hip")
     report.say(version=attribute(torch, "__version__"), file=attribute(torch, "__file__"), cuda=cuda, hip=hip)
-    report.say(libraries=libraries(), architectures=quietly(report, "architectures", architectures, torch) or [])
-    if step(report, "available", available, report, torch):
-        step(report, "count", count, report, torch)
+    flags = quietly(report, "architectures", lambda: torch._C._cuda_getArchFlags() or "")  # noqa: SLF001
+    report.say(libraries=libraries(), architectures=(flags or "").split())
+    if step(report, "available", lambda: report.say(available=bool(torch.cuda.is_available()))):
+        step(report, "count", lambda: report.say(count=int(torch.cuda.device_count())))
     if not ((cuda or hip) and compute(report, torch, cudnn=bool(cuda))):
-        step(report, "cpu", matmul, torch, "cpu")
-    report.say(backends=[name for name in ("mps", "xpu") if quietly(report, name, backend, torch, name)])
+        step(report, "cpu", lambda: matmul(torch, "cpu"))
+    others = {"mps": lambda: bool(torch.backends.mps.is_available()), "xpu": lambda: bool(torch.xpu.is_available())}
+    report.say(backends=[name for name, works in others.items() if quietly(report, name, works)])
     report.say(libraries=libraries())
 
 
 def compute(report: Report, torch: Any, cudnn: bool) -> bool:
     """Whether a kernel ran on the GPU. MIOpen in place of cuDNN would compile, and keep a cache in the user's home."""
-    if not step(report, "init", init, torch):
+    if not step(report, "init", lambda: torch.cuda.init()):  # noqa: PLW0108  it may lack any of these names
         return False
-    report.say(devices=quietly(report, "devices", devices, torch) or [])
-    if not step(report, "kernel", kernel, torch):
+    report.say(devices=quietly(report, "devices", lambda: devices(torch)) or [])
+    if not step(report, "kernel", lambda: expect((torch.zeros(1, device="cuda") + 1).item(), 1)):
         return False
-    step(report, "matmul", matmul, torch, "cuda")
+    step(report, "matmul", lambda: matmul(torch, "cuda"))
     if cudnn:
-        step(report, "convolution", convolution, report, torch)
+        step(report, "convolution", lambda: convolution(report, torch))
     return True
 
 
@@ -132,31 +130,10 @@ def attribute(thing: Any, *names: str) -> str:
         return ""
 
 
-def init(torch: Any) -> None:
-    torch.cuda.init()
-
-
-def available(report: Report, torch: Any) -> None:
-    report.say(available=bool(torch.cuda.is_available()))
-
-
-def count(report: Report, torch: Any) -> None:
-    report.say(count=int(torch.cuda.device_count()))
-
-
-def architectures(torch: Any) -> list[str]:
-    """What it was built for. The public function asks the driver first, and says nothing where there is no GPU."""
-    return (torch._C._cuda_getArchFlags() or "").split()  # noqa: SLF001
-
-
 def devices(torch: Any) -> list[str]:
     """Name and compute capability of each."""
     each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
     return [f"{one.name} ({one.major}, {one.minor})" for one in each]
-
-
-def kernel(torch: Any) -> None:
-    expect((torch.zeros(1, device="cuda") + 1).item(), 1)
 
 
 def matmul(torch: Any, device: str) -> None:
@@ -174,11 +151,6 @@ def expect(result: float, wanted: float) -> None:
     """A GPU that computes nonsense is no better than one that computes nothing."""
     if not abs(result - wanted) <= wanted / 1000:
         raise ArithmeticError(f"the result is {result}, not {wanted}")
-
-
-def backend(torch: Any, name: str) -> bool:
-    """Whether another backend works here."""
-    return bool(torch.backends.mps.is_available() if name == "mps" else torch.xpu.is_available())
 
 
 def libraries() -> list[str]:

@@ -5,70 +5,64 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from transload.diagnose.children import Child, Outcome, Question
+from transload.diagnose.children import Child, Outcome, Question, source
 from transload.machine import Answer, Cuda, CudaGpu, Experiment, Nvml, NvmlGpu
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from transload.diagnose.host import Host
+    from transload.machine import State
 
 __all__ = ["cuda", "experiments", "nvml", "question"]
 
 _FLAGS = ("-I", "-S", "-B")
-"""Our own interpreter, without anybody's site: half the time, and nothing of the environment's that could break it."""
-
+"""Our own interpreter without any site: half the time, and nothing from the environment that could break it."""
+_NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
+"""What is loaded on Linux and on Windows."""
 _COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
 _MIG = ("disabled", "enabled")
 _FABRIC = ("not-supported", "not-started", "in-progress", "completed")
 _VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
-_UNTOLD = (1 << 64) - 1
-"""What NVML gives for the memory of a process when the system does not tell."""
+_NOT_STATED = (1 << 64) - 1
+"""What NVML gives for the memory of a process where the system does not tell."""
 
 
-_LIBRARIES = {"ask_cuda": ("libcuda.so.1", "nvcuda.dll"), "ask_nvml": ("libnvidia-ml.so.1", "nvml.dll")}
-"""What each script loads on Linux and on Windows."""
-
-
-def question(host: Host, script: str) -> Question:
+def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """A question to the driver in the host's environment and current directory: both decide what is loaded."""
-    library = host.dlopen(_LIBRARIES[script][host.uname[0] == "Windows"])
+    library = host.dlopen(_NAMES[which][host.uname[0] == "Windows"])
     return Question(
-        script,
+        source("ask_driver"),
         sys.executable or host.python,
-        host.outside(),
+        host.child_environ(),
         host.at(host.cwd),
         _FLAGS,
-        arguments=(library,),
+        arguments=(which, library),
         refusal="" if library else f"the driver of the system under {host.root} cannot be asked from here",
     )
 
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:
-    """What ``ask_cuda`` told."""
+    """What CUDA answered."""
     facts = outcome.facts
     return Cuda(
-        answer=_answer(host, outcome, "ask_cuda"),
+        answer=_answer(host, outcome, "cuda"),
         library=host.named(facts.get("library", "")),
         init=facts.get("init", -1),
         version=facts.get("version", 0),
         count=facts.get("count", -1),
         count_code=facts.get("count_code", -1),
-        gpus=tuple(_cuda_gpu(told) for told in outcome.all("gpu")),
+        gpus=tuple(CudaGpu(**{**told, "capability": tuple(told["capability"])}) for told in outcome.all("gpu")),
     )
 
 
-def _cuda_gpu(told: dict[str, Any]) -> CudaGpu:
-    return CudaGpu(**{**told, "capability": tuple(told["capability"])})
-
-
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
-    """What ``ask_nvml`` told; ``ours`` are processes of our own, which are no news."""
+    """What NVML answered; ``ours`` are processes of our own, which are left out."""
     facts = outcome.facts
     return Nvml(
-        answer=_answer(host, outcome, "ask_nvml"),
+        answer=_answer(host, outcome, "nvml"),
         library=host.named(facts.get("library", "")),
         init=facts.get("init", -1),
         driver=facts.get("driver", ""),
@@ -109,7 +103,7 @@ def _nvml_gpu(host: Host, told: dict[str, Any], ours: Collection[int]) -> NvmlGp
 
 
 def _word(words: tuple[str, ...], numbers: list[int]) -> str:
-    """The word for a number that was told; empty for one that has none.
+    """The word for a number; empty for one that has none.
 
     >>> _word(_MIG, [1]), _word(_MIG, []), _word(_MIG, [7])
     ('enabled', '', '')
@@ -129,19 +123,15 @@ def _address(text: str) -> str:
 def _process(host: Host, pid: int, used: int) -> str:
     """``python (4711), 3.2 GB``. A process of another container has a number, but no name here."""
     name = host.line(f"/proc/{pid}/comm") or "process"
-    return f"{name} ({pid})" if used == _UNTOLD else f"{name} ({pid}), {used / 1e9:.1f} GB"
+    return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
 
 
-# -- what became of loading it -----------------------------------------------------------------------------------------
-
-
-def _answer(host: Host, outcome: Outcome, script: str) -> Answer:
+def _answer(host: Host, outcome: Outcome, which: str) -> Answer:
     facts, answer = outcome.facts, outcome.answer
-    names = (*_LIBRARIES[script], host.dlopen(_LIBRARIES[script][0]))
     if "failed" in facts:
-        return replace(
-            answer, state="no-library" if _absent(facts["failed"], names) else "not-loadable", detail=facts["failed"]
-        )
+        names = (*_NAMES[which], host.dlopen(_NAMES[which][0]))
+        state: State = "no-library" if _absent(facts["failed"], names) else "not-loadable"
+        return Answer(state, facts["failed"], answer.seconds)
     if "missing" in facts:
         return replace(answer, state="no-symbol", detail=f"it has no {facts['missing']}")
     return answer
@@ -168,35 +158,26 @@ def _absent(words: str, names: tuple[str, ...]) -> bool:
     return words.startswith(begins) and any(each in words for each in missing)
 
 
-# -- a fix tried before it is told -------------------------------------------------------------------------------------
+# -- a fix tried before it is suggested --------------------------------------------------------------------------------
 
 _SUSPECTS = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_DEVICE_ORDER")
 _SETTLED = frozenset({"no-library", "hung", "unasked"})
-"""With these nothing is tried: the loader finds no more for what is left out, and a driver that hangs will hang."""
+"""Then nothing is tried: without a variable the loader finds no more, and a driver that hangs will hang again."""
 
 
-def experiments(host: Host, cuda: Cuda, seconds: float) -> tuple[Experiment, ...]:
+def experiments(host: Host, answered: Cuda, seconds: float) -> tuple[Experiment, ...]:
     """The same question without each variable that may be to blame, and without them all; none where CUDA works."""
-    if cuda.works or cuda.answer.state in _SETTLED:
+    if answered.works or answered.answer.state in _SETTLED:
         return ()
-    changes = tuple(_changes(host))
-    with ExitStack() as children:
-        asked = [children.enter_context(Child(_without(host, change), seconds)) for change in changes]
-        return tuple(Experiment(change, _cuda(host, child)) for change, child in zip(changes, asked, strict=True))
-
-
-def _changes(host: Host) -> Iterator[tuple[str, ...]]:
     mps = tuple(sorted(name for name in host.environ if name.startswith("CUDA_MPS_")))
     changes = [*((name,) for name in _SUSPECTS if name in host.environ), *((mps,) if mps else ())]
-    yield from changes
     if len(changes) > 1:
-        yield tuple(name for change in changes for name in change)
-
-
-def _without(host: Host, names: tuple[str, ...]) -> Question:
-    rest = {name: value for name, value in host.environ.items() if name not in names}
-    return question(replace(host, environ=rest), "ask_cuda")
-
-
-def _cuda(host: Host, child: Child) -> Cuda:
-    return cuda(host, child.outcome())
+        changes.append(tuple(name for change in changes for name in change))
+    with ExitStack() as children:
+        asked = []
+        for change in changes:
+            rest = {name: value for name, value in host.environ.items() if name not in change}
+            asked.append(children.enter_context(Child(question(replace(host, environ=rest), "cuda"), seconds)))
+        return tuple(
+            Experiment(change, cuda(host, child.outcome())) for change, child in zip(changes, asked, strict=True)
+        )

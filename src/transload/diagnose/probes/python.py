@@ -1,26 +1,26 @@
-"""The interpreter to examine: what it is, where it takes packages from, and what manages it.
+"""The interpreter to examine: what it is, where it takes packages from, what manages it, and which others there are.
 
-Our own is looked at in place; another is asked in a child process.
+Our own is looked at in place; another is asked in a child process. Everything else is read from files.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from transload.diagnose.host import Host
-from transload.diagnose.probes import interview
-from transload.diagnose.probes.distributions import distributions, version
-from transload.diagnose.probes.environment import environment
-from transload.diagnose.probes.interpreters import in_folder, on_path, others, usual
-from transload.machine import Python
+from transload.machine import Python, TorchInstall, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["choose", "python"]
+    from transload.diagnose.host import Host
+
+__all__ = ["Distribution", "assigned", "build", "choose", "distributions", "fields", "python", "version"]
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 
@@ -38,14 +38,14 @@ def choose(host: Host) -> tuple[Host, str]:
     Ours where it has a torch; else the first of the usual ones that has. For transload may live in an environment of
     its own, as pipx and uvx make them; then ours is not examined even where no torch is found at all.
     """
-    path = interview.own()["path"]
+    path = own()["path"]
     if any(host.exists(f"{entry}/torch/{name}") for entry in path for name in ("__init__.py", "version.py")):
         return host, ""
     found = [each for each in usual(host) if each.prefix != sys.prefix]
     best = next((each for each in found if each.torch(host)), None)
     if best:
         return replace(host, python=best.executable), f"transload's own environment has no torch; {best.how} has one"
-    if found and environment(host, sys.prefix, sys.base_prefix).private:
+    if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
         why = f"transload has an environment of its own, and no torch was found; this is the one of {found[0].how}"
         return replace(host, python=found[0].executable), why
     return host, "no environment with a torch was found; this is transload's own"
@@ -54,11 +54,37 @@ def choose(host: Host) -> tuple[Host, str]:
 def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     """The interpreter that ``host.python`` names: by its path, that of an environment's folder, or its name on PATH."""
     executable = _executable(host)
-    ours = _is_own(host, executable)
-    told = interview.own() if ours else _absent(host, executable) or interview.asked(host, executable, deadline)
+    told = own() if _is_own(host, executable) else _absent(host, executable) or asked(host, executable, deadline)
     if isinstance(told, str):
         return Python(executable or host.python, why=why, problem=told)
-    return _described(host, _made(host, executable, told), host.named(told["stdlib"]), why)
+    prefix, base_prefix = host.named(told["prefix"]), host.named(told["base_prefix"])
+    path = tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"])
+    kind, tool = environment(host, prefix, base_prefix)
+    packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
+    for entry in path:
+        for each in distributions(entry, host.names(entry) or ()):
+            if each.name.startswith(_RELEVANT) and each.name not in packages:
+                packages[each.name] = each.version or version(host, each)
+    return Python(
+        executable=host.named(told["executable"]) or executable,
+        version=told["version"],
+        implementation=told["implementation"],
+        bits=told["bits"],
+        free_threaded=told["free_threaded"],
+        prefix=prefix,
+        base_prefix=base_prefix,
+        path=path,
+        user_site=host.named(told["user_site"]),
+        user_site_enabled=told["user_site_enabled"],
+        environment=kind,
+        tool=tool,
+        project=host.exists(f"{os.path.dirname(prefix)}/{tool}.lock"),
+        pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in path),
+        externally_managed=prefix == base_prefix and host.exists(f"{host.named(told['stdlib'])}/EXTERNALLY-MANAGED"),
+        why=why,
+        others=others(host, prefix, path),
+        packages=dict(sorted(packages.items())),
+    )
 
 
 def _executable(host: Host) -> str:
@@ -68,15 +94,15 @@ def _executable(host: Host) -> str:
         name = host.environ.get("HOME", "~") + name[1:]
     if name and not os.path.isabs(name):
         here = os.path.normpath(f"{host.cwd}/{name}")
-        name = here if os.sep in name or host.exists(here) else on_path(host, name) or name
+        name = here if os.sep in name or host.exists(here) else _first_on_path(host, name) or name
     if not os.path.isabs(name) or not host.folder(name):
         return name
     usual_place = f"{name.rstrip('/')}/bin/python"
-    return in_folder(host, name) or (usual_place if host.link(usual_place) else "")
+    return _in_folder(host, name) or (usual_place if host.link(usual_place) else "")
 
 
 def _absent(host: Host, executable: str) -> str:
-    """Why there is nothing to ask; empty where there is something."""
+    """Why there is nothing to ask; empty where there is."""
     if not executable:
         return f"{host.python} holds no Python: there is no bin/python in it" if host.python else "no Python was named"
     if not os.path.isabs(executable):
@@ -88,17 +114,17 @@ def _absent(host: Host, executable: str) -> str:
 
 
 def _is_own(host: Host, executable: str) -> bool:
-    """Whether it is the interpreter we run in, and we were started as a program of the user's would be."""
+    """Whether it is the interpreter we run in, and we were started as a program of the user's would be.
+
+    It may be our own by another name: ``bin/python3`` for ``bin/python``. A link from elsewhere is another.
+    """
     flags = sys.flags
     plain = not (flags.ignore_environment or flags.no_site) and all(
         bool(getattr(flags, flag, 0)) == bool(os.environ.get(name))
         for flag, name in (("no_user_site", "PYTHONNOUSERSITE"), ("safe_path", "PYTHONSAFEPATH"))
     )
-    return plain and host.root == "/" and _concerning(host.environ) == _concerning(os.environ) and _ours(executable)
-
-
-def _ours(executable: str) -> bool:
-    """Whether it is our own by another name: ``bin/python3`` for ``bin/python``. A link from elsewhere is another."""
+    if not plain or host.root != "/" or _concerning(host.environ) != _concerning(os.environ):
+        return False
     ours = sys.executable or ""
     pairs = ((executable, ours), (os.path.dirname(executable), os.path.dirname(ours)))
     return executable == ours or all(os.path.realpath(one) == os.path.realpath(other) for one, other in pairs)
@@ -109,43 +135,390 @@ def _concerning(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
 
 
-def _made(host: Host, executable: str, told: interview.Told) -> Python:
-    return Python(
-        executable=host.named(told["executable"]) or executable,
-        version=told["version"],
-        implementation=told["implementation"],
-        bits=told["bits"],
-        free_threaded=told["free_threaded"],
-        prefix=host.named(told["prefix"]),
-        base_prefix=host.named(told["base_prefix"]),
-        path=tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"]),
-        user_site=host.named(told["user_site"]),
-        user_site_enabled=told["user_site_enabled"],
-    )
+# -- what an interpreter says of itself --------------------------------------------------------------------------------
+
+Told = dict[str, Any]
+"""What it said: the fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its library."""
+
+_TEXTS = ("executable", "version", "implementation", "prefix", "base_prefix", "stdlib", "user_site")
+_SWITCHES = ("free_threaded", "user_site_enabled")
+
+_FACTS = """
+def facts(path):
+    import os, sys
+    try:
+        import site
+    except Exception:
+        site = None
+    def text(value):
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    pypy = "__pypy__" in sys.builtin_module_names
+    return {
+        "executable": text(sys.executable or ""),
+        "version": text(sys.version.split()[0]),
+        "implementation": text(getattr(getattr(sys, "implementation", 0), "name", "pypy" if pypy else "cpython")),
+        "bits": 64 if sys.maxsize > 2 ** 32 else 32,
+        "free_threaded": "free-threading" in sys.version or "t" in getattr(sys, "abiflags", ""),
+        "prefix": text(sys.prefix),
+        "base_prefix": text(getattr(sys, "base_prefix", 0) or getattr(sys, "real_prefix", 0) or sys.prefix),
+        "stdlib": text(os.path.dirname(getattr(os, "__file__", ""))),
+        "user_site": text(getattr(site, "USER_SITE", 0) or ""),
+        "user_site_enabled": bool(getattr(site, "ENABLE_USER_SITE", False)),
+        "path": [text(each) for each in path if isinstance(each, (bytes, type(u"")))],
+    }
+"""  # one text for us and for others, from Python 2.7 on
+
+# The empty entry belongs to -c, which looks into the current folder: it must go before anything is imported.
+_SAY = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+import json, os
+try:
+    import signal
+    signal.alarm(int(sys.argv[1]))
+except Exception:
+    pass
+told = facts(sys.path)
+told["done"] = True
+os.write(1, ("\\n\\x1e" + json.dumps(told) + "\\n").encode("ascii"))
+"""
 
 
-def _described(host: Host, bare: Python, stdlib: str, why: str) -> Python:
-    """The interpreter with what its files say."""
-    kind, tool = environment(host, bare.prefix, bare.base_prefix)
-    managed = bare.prefix == bare.base_prefix and host.exists(f"{stdlib}/EXTERNALLY-MANAGED")
-    return replace(
-        bare,
-        environment=kind,
-        tool=tool,
-        project=host.exists(f"{os.path.dirname(bare.prefix)}/{tool}.lock"),
-        pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in bare.path),
-        externally_managed=managed,
-        why=why,
-        others=others(host, bare.prefix, bare.path),
-        packages=_packages(host, bare.path),
-    )
+def own() -> Told:
+    """What the interpreter we run in says."""
+    space: dict[str, Any] = {}
+    exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
+    told: Told = space["facts"](without_script(sys.path))
+    return told
 
 
-def _packages(host: Host, path: tuple[str, ...]) -> dict[str, str]:
-    """What matters to torch and CUDA; of two the first on the path counts, as it does for an import."""
-    found: dict[str, str] = {}
-    for entry in path:
-        for each in distributions(entry, host.names(entry) or ()):
-            if each.name.startswith(_RELEVANT) and each.name not in found:
-                found[each.name] = each.version or version(host, each)
-    return dict(sorted(found.items()))
+def without_script(path: Sequence[str]) -> list[str]:
+    """``sys.path`` of this process without the entry that belongs to our script, module or zipapp.
+
+    Another program, started from elsewhere, would not have it.
+    """
+    first, rest = (path[0], list(path[1:])) if path else ("", [])
+    main = sys.modules.get("__main__")
+    file = os.path.realpath(getattr(main, "__file__", None) or os.sep)
+    real = os.path.realpath(first)
+    if first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep)):
+        return rest
+    starts = {os.path.dirname(file)}
+    if getattr(main, "__spec__", None) is not None:  # -m puts the current folder there
+        starts.add(os.path.realpath("."))
+    inserted = not getattr(sys.flags, "safe_path", False) and real in starts
+    return rest if inserted else list(path)
+
+
+def asked(host: Host, executable: str, deadline: float) -> Told | str:
+    """What another interpreter says of itself, or why it does not, in words.
+
+    It is asked in the environment and the folder that a program of the user's would have.
+    """
+    from transload.diagnose.children import Child, Question
+
+    question = Question(_FACTS + _SAY, host.at(executable), host.child_environ(), host.at(host.cwd), ("-B",))
+    with Child(question, deadline) as child:
+        outcome = child.outcome()
+    told = outcome.facts
+    if outcome.state == "answered":
+        kinds = [
+            *((name, str) for name in _TEXTS),
+            *((name, bool) for name in _SWITCHES),
+            ("bits", int),
+            ("path", list),
+        ]
+        whole = all(type(told.get(name)) is kind for name, kind in kinds) and all(type(e) is str for e in told["path"])
+        return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
+    if outcome.state == "unasked":
+        return f"{executable} {outcome.end}"
+    if outcome.state == "hung":
+        return f"{executable} did not answer within {deadline:g} s"
+    # The line that says most: where Python gave up, the end of a traceback, else how the words began.
+    lines = [line.strip() for line in outcome.noise.splitlines() if line.strip()]
+    fatal = (line for line in lines if line.startswith("Fatal Python error"))
+    line = next(fatal, lines[-1 if any(line.startswith("Traceback") for line in lines) else 0] if lines else "")
+    return f"{executable} did not answer: {outcome.end}" + (f"; it printed: {line[:200]}" if line else "")
+
+
+# -- interpreters, found by files alone: none is run, and each look is cheap and bounded -------------------------------
+
+_MANY = 40  # interpreters looked at; a cluster's module system or a collector of environments has hundreds
+_FOLDERS = 64  # of PATH
+_NAMES = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe", "bin/pypy3")
+_EXECUTABLE = re.compile(r"python(?:3(?:\.\d+t?)?)?(?:\.exe)?", re.ASCII)
+_VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """An interpreter, the folders it takes packages from, in order, and what led to it, such as ``VIRTUAL_ENV``."""
+
+    executable: str
+    prefix: str
+    folders: tuple[str, ...]
+    how: str
+
+    def torch(self, host: Host) -> str:
+        """The folder of its torch; empty where it has none."""
+        places = (f"{folder}/torch" for folder in self.folders)
+        return next((p for p in places if host.exists(f"{p}/version.py") or host.exists(f"{p}/__init__.py")), "")
+
+
+def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
+    """The interpreters that have a torch of their own, other than that of ``prefix``, whose import path is ``path``.
+
+    One for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
+    """
+    seen = {host.target(f"{entry}/torch") for entry in path}
+    found = []
+    for each in islice(all_interpreters(host, prefix), _MANY):
+        folder = each.torch(host)
+        if not folder or each.prefix == prefix or host.target(folder) in seen:
+            continue
+        seen.add(host.target(folder))
+        found.append(f"{each.executable}: torch {build(host, folder).version or 'of unknown version'}")
+    return tuple(found)
+
+
+def all_interpreters(host: Host, prefix: str = "") -> Iterator[Interpreter]:
+    """Every interpreter that can be found cheaply, the likeliest first."""
+    yield from usual(host)
+    on_path = (f"{folder}/{name}" for folder in _search(host) for name in host.names(folder) or ())
+    yield from _each(host, (path for path in on_path if _EXECUTABLE.fullmatch(path.rpartition("/")[2])), "PATH")
+    yield from _each(host, _kernels(host, prefix), "a Jupyter kernel")
+    home = host.environ.get("HOME", "")
+    remembered = islice((host.text(f"{home}/.conda/environments.txt") or "").splitlines(), _MANY)
+    yield from _each(host, (_in_folder(host, line.strip()) for line in remembered if line.startswith("/")), "conda")
+    pyenv = host.environ.get("PYENV_ROOT") or f"{home}/.pyenv"
+    yield from _each(host, (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions")), "pyenv")
+
+
+def usual(host: Host) -> Iterator[Interpreter]:
+    """Those a user most likely means: the active environment, that of the current folder, ``python3`` on PATH."""
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if folder := host.environ.get(name):
+            yield from _each(host, (_in_folder(host, folder),), name)
+    for name in (".venv", "venv") if host.cwd else ():
+        yield from _each(host, (_in_folder(host, f"{host.cwd}/{name}"),), f"./{name}")
+    for name in ("python3", "python"):
+        yield from _each(host, (_first_on_path(host, name),), f"{name} on PATH")
+
+
+def _each(host: Host, executables: Iterable[str], how: str) -> Iterator[Interpreter]:
+    for executable in executables:
+        if executable and (found := interpreter(host, executable, how)):
+            yield found
+
+
+def _in_folder(host: Host, folder: str) -> str:
+    """The interpreter of an environment's folder; empty where it holds none."""
+    places = (f"{folder.rstrip('/')}/{name}" for name in _NAMES)
+    return next((place for place in places if host.exists(place)), "")
+
+
+def _first_on_path(host: Host, name: str) -> str:
+    """The first file of that name on PATH; empty where there is none."""
+    places = (f"{folder}/{name}" for folder in _search(host))
+    return next((place for place in places if host.exists(place) and not host.folder(place)), "")
+
+
+def _search(host: Host) -> Iterator[str]:
+    folders = host.environ.get("PATH", "").split(":")[:_FOLDERS]
+    seen = set()
+    for folder in folders:
+        real = host.target(folder) if folder.startswith("/") else ""
+        if real and real not in seen:
+            seen.add(real)
+            yield folder.rstrip("/")
+
+
+def _kernels(host: Host, prefix: str) -> Iterator[str]:
+    """What the kernels that Jupyter offers are started with."""
+    home = host.environ.get("HOME", "")
+    data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
+    roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
+    for root in (*roots, "/usr/local/share/jupyter", "/usr/share/jupyter"):
+        for folder in islice(host.paths(f"{root}/kernels"), _MANY):
+            try:
+                first = json.loads(host.text(f"{folder}/kernel.json") or "{}")["argv"][0]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue
+            if isinstance(first, str) and first.startswith("/"):
+                yield first
+
+
+def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | None:
+    """The interpreter at a path, as far as its files tell; nothing where there is none."""
+    root, shims, name = executable.rpartition("/shims/")
+    if shims and host.folder(f"{root}/versions"):  # a script of pyenv, which starts another
+        chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
+        chosen = chosen or host.line(f"{host.cwd}/.python-version") or host.line(f"{root}/version")
+        executable = f"{root}/versions/{chosen}/bin/{name}"
+    if not host.exists(executable):
+        return None
+    folder = executable.rpartition("/")[0]
+    places = (folder.rpartition("/")[0], folder)
+    environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
+    prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
+    return Interpreter(executable, prefix, tuple(_folders(host, executable, prefix)), how)
+
+
+def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
+    """Where it takes packages from, each once: the user's, its own, and those of its base where it shares them."""
+    named = _VERSION.match(host.target(executable).rpartition("/")[2])
+    settings = _config(host, prefix)
+    version = named[1] if named else ""
+    shares = settings.get("include-system-site-packages", "").lower() == "true"
+    folders = list(_own_folders(host, prefix, version))
+    if not host.environ.get("PYTHONNOUSERSITE") and (shares or not settings):
+        base = host.environ.get("PYTHONUSERBASE") or f"{host.environ.get('HOME', '')}/.local"
+        folders.insert(0, f"{base}/lib/python{version}/site-packages")
+    if shares and settings.get("home", "").startswith("/"):
+        folders += _own_folders(host, settings["home"].rstrip("/").rpartition("/")[0], version)
+    seen = set()
+    for folder in folders:
+        real = host.target(folder)
+        if real not in seen and host.folder(folder):
+            seen.add(real)
+            yield folder
+
+
+def _own_folders(host: Host, prefix: str, version: str) -> Iterator[str]:
+    for lib in ("lib", "lib64"):
+        for name in host.names(f"{prefix}/{lib}") or ():
+            found = _VERSION.match(name)
+            if found and version in ("", found[1]):
+                yield f"{prefix}/{lib}/{name}/site-packages"
+    yield f"{prefix}/Lib/site-packages"
+    if prefix in ("", "/usr"):  # Debian's own places
+        yield f"/usr/local/lib/python{version}/dist-packages"
+        yield "/usr/lib/python3/dist-packages"
+
+
+def _config(host: Host, prefix: str) -> dict[str, str]:
+    """The settings in ``pyvenv.cfg``; empty where there is none."""
+    text = host.text(f"{prefix}/pyvenv.cfg", 1 << 16) or ""
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+# -- the environment it lives in, and the tool that installs packages there --------------------------------------------
+
+_LOCKS = (("uv.lock", "uv"), ("poetry.lock", "poetry"), ("pdm.lock", "pdm"))
+_TABLE = re.compile(r"(?m)^\[tool\.(poetry|pdm)\b")
+_ONE_TOOL = re.compile(r"/uv/(?:tools|archive-v\d+)/")  # of `uv tool install` and `uvx`
+
+
+def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
+    """The kind of environment of an interpreter with these prefixes, and the tool for a user in ``host.cwd``.
+
+    Kinds are ``venv``, ``conda``, ``pixi``, ``pipx``, ``uv-tool``, ``pyenv``, ``nix`` and ``system``.
+    """
+    if host.folder(f"{prefix}/conda-meta"):
+        return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")
+    settings = _config(host, prefix)
+    if settings or prefix != base_prefix:
+        one_tool = _ONE_TOOL.search(f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
+        pipx = host.exists(f"{prefix}/pipx_metadata.json")
+        return "pipx" if pipx else "uv-tool" if one_tool else "venv", next(_tools(host, prefix, settings))
+    if prefix.startswith("/nix/store/"):
+        return "nix", "pip"
+    root = host.environ.get("PYENV_ROOT") or "/.pyenv"
+    if f"{root.rstrip('/')}/versions/" in f"{prefix}/":
+        return "pyenv", "pip"
+    return "system", "uv" if "/uv/python/" in prefix else "pip"
+
+
+def _tools(host: Host, prefix: str, settings: dict[str, str]) -> Iterator[str]:
+    """What may manage a virtual environment, the surest sign first: the project around it, its maker, its place."""
+    project, _, name = prefix.rpartition("/")
+    if name in (".venv", "venv"):
+        yield from _project(host, project)
+    if "uv" in settings:
+        yield "uv"
+    if "/pypoetry/virtualenvs/" in prefix:
+        yield "poetry"
+    yield from (tool for tool in _project(host, host.cwd) if tool != "uv")  # uv keeps to the project's own .venv
+    yield "pip"
+
+
+def _project(host: Host, folder: str) -> Iterator[str]:
+    yield from (tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}"))
+    yield from _TABLE.findall(host.text(f"{folder}/pyproject.toml") or "")
+
+
+# -- installed distributions, by the names of their metadata folders: quick, and right where the metadata is broken ----
+
+_METADATA = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*?)(?:-(?P<version>\d[^-]*))?(?:-py\d[\d.]*)?\.(?:dist|egg)-info", re.ASCII
+)
+_FIELDS = 1 << 16  # the fields come first in METADATA; a description of any length follows
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One ``*.dist-info`` or ``*.egg-info``: its normalised name, the version its name says, and where it is."""
+
+    name: str
+    version: str
+    path: str
+
+
+def distributions(folder: str, names: Iterable[str]) -> Iterator[Distribution]:
+    """Those in a folder of the import path that holds ``names``, with their names in the one normal spelling.
+
+    >>> next(distributions("/site", ["NVIDIA_nccl.cu12-2.27.dist-info"]))
+    Distribution(name='nvidia-nccl-cu12', version='2.27', path='/site/NVIDIA_nccl.cu12-2.27.dist-info')
+    """
+    for name in names:
+        if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
+            normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
+            yield Distribution(normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
+
+
+def fields(host: Host, distribution: Distribution, name: str) -> tuple[str, ...]:
+    """All values of a field of its metadata; none where there is no metadata.
+
+    The metadata is METADATA, PKG-INFO, or, for an old distutils, the ``egg-info`` itself.
+    """
+    places = (f"{distribution.path}/METADATA", f"{distribution.path}/PKG-INFO", distribution.path)
+    text = next((text for text in (host.text(place, _FIELDS) for place in places) if text), "")
+    head = re.split(r"\r?\n\r?\n", text or "", maxsplit=1)[0]
+    return tuple(line.strip() for line in re.findall(rf"(?mi)^{re.escape(name)}:(.*)$", head))
+
+
+def version(host: Host, distribution: Distribution) -> str:
+    """Its version: as the metadata says, else the name of its folder."""
+    return next(iter(fields(host, distribution, "Version")), "") or distribution.version
+
+
+# -- torch/version.py, read as text and never imported: the one place that says what a torch was built for -------------
+
+_VERSION_FILE = 1 << 16  # the real file has ten lines
+_ASSIGNED = re.compile(
+    r"^(__version__|cuda|hip|rocm|xpu)[ \t]*(?::[^=\n]*)?=[ \t]*(?:None\b|[bBrRuU]{0,2}(['\"])([\w.+!-]{0,100})\2)",
+    re.ASCII | re.MULTILINE,
+)
+
+
+def assigned(text: str) -> dict[str, str]:
+    r"""The names it gives a text or ``None``, which is empty here. The last one counts, as in Python.
+
+    >>> assigned("__version__ = '2.8.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
+    {'__version__': '2.8.0+cu128', 'cuda': '12.8', 'hip': ''}
+    """
+    return {found[1]: found[3] or "" for found in _ASSIGNED.finditer(text.removeprefix("\ufeff"))}
+
+
+def build(host: Host, folder: str) -> TorchInstall:
+    """What the torch in ``folder`` was built for, and no more; with a ``problem`` where that could not be read."""
+    path = f"{folder}/version.py"
+    text = host.text(path, _VERSION_FILE)
+    told = assigned(text or "")
+    version = told.get("__version__", "")
+    if not version or "cuda" not in told:
+        why = f"{path} does not say what it was built for" if version else f"{path} names no version"
+        return TorchInstall(folder, version, known=False, problem=text.reason if isinstance(text, Unknown) else why)
+    return TorchInstall(folder, version, told["cuda"], told.get("hip") or told.get("rocm", ""), told.get("xpu", ""))

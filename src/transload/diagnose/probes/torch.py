@@ -1,23 +1,28 @@
-"""Every torch on the import path, in the order of an import, and what stands in its way; nothing is imported."""
+"""Every torch on the import path, in the order of an import, what shadows it, and what happens when it is run.
+
+Here nothing is imported: files are read, and torch runs in a child process of the examined interpreter.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from transload.diagnose.probes.distributions import Distribution, distributions
-from transload.diagnose.probes.installed import best, elsewhere, install
-from transload.diagnose.probes.version_file import assigned, build
-from transload.machine import Python, Torch, TorchInstall, Unknown
+from transload.diagnose.children import Question, source
+from transload.diagnose.elf import Elf, read_elf
+from transload.diagnose.probes.python import Distribution, assigned, build, distributions, fields, version
+from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from transload.diagnose.children import Outcome
     from transload.diagnose.host import Host
 
-__all__ = ["torch"]
+__all__ = ["question", "torch", "torch_run"]
 
 _SUFFIX = r"(?:\.[\w-]+)?\.(?:so|pyd)"
 _MODULE = re.compile(rf"torch(?:{_SUFFIX}|\.pyc?)", re.ASCII)
@@ -55,7 +60,8 @@ def torch(host: Host, python: Python) -> Torch:
     places = tuple(_places(host, python))
     hits = [hit for hit in (_hit(host, place) for place in places) if hit]
     installs = _installs(host, hits, places, python)
-    shadow = _shadow(hits)
+    first = next((hit for hit in hits if hit.kind != "remains"), None)
+    shadow = first if first and first.kind != "install" else None
     return Torch(
         installs=installs,
         shadow=shadow.path if shadow else "",
@@ -68,9 +74,12 @@ def torch(host: Host, python: Python) -> Torch:
 
 def _places(host: Host, python: Python) -> Iterator[_Place]:
     """The entries of the path, each once, after the current folder, which ``python -c`` and ``python -m`` put first."""
-    given = {os.path.normpath(f"{host.cwd}/{e}" if e[:1] != "/" else e) for e in _list(host, "PYTHONPATH")}
+    listed = host.environ.get("PYTHONPATH", "").split(":") if host.environ.get("PYTHONPATH") else []
+    given = {os.path.normpath(entry if entry[:1] == "/" else f"{host.cwd}/{entry}") for entry in listed}
     ways = [(entry, "PYTHONPATH" if os.path.normpath(entry) in given else "sys.path") for entry in python.path]
-    if host.cwd and not _safe_path(host, python):
+    digits = re.findall(r"\d+", python.version)[:2]
+    safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
+    if host.cwd and not safe:
         ways.insert(0, (host.cwd, "the current directory"))
     seen = set()
     for entry, via in ways:
@@ -79,15 +88,6 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
             seen.add(real)
             folder = entry.rstrip("/")
             yield _Place(folder, names, via, tuple(d for d in distributions(folder, names) if d.name == "torch"))
-
-
-def _list(host: Host, variable: str) -> list[str]:
-    return host.environ.get(variable, "").split(":") if host.environ.get(variable) else []
-
-
-def _safe_path(host: Host, python: Python) -> bool:
-    digits = re.findall(r"\d+", python.version)[:2]
-    return bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
 
 
 def _hit(host: Host, place: _Place) -> _Hit | None:
@@ -114,29 +114,23 @@ def _compiled(inside: Sequence[str]) -> bool:
     return any(_COMPILED.fullmatch(name) for name in inside)
 
 
-def _shadow(hits: Sequence[_Hit]) -> _Hit | None:
-    """The first thing found, where that is no install; remains are passed over."""
-    first = next((hit for hit in hits if hit.kind != "remains"), None)
-    return first if first and first.kind != "install" else None
-
-
 def _installs(host: Host, hits: Sequence[_Hit], places: Sequence[_Place], python: Python) -> tuple[TorchInstall, ...]:
     """In the order of an import: packages, then remains, then what an editable install's own finder leads to."""
     with_files = {hit.place.folder for hit in hits if hit.kind in ("install", "remains")}
     strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
-    stray = next((dist for dist in strays if elsewhere(host, dist)), None)
+    stray = next((dist for dist in strays if _elsewhere(host, dist)), None)
     made = [
         _made(host, hit, stray, python.prefix) for kind in ("install", "remains") for hit in hits if hit.kind == kind
     ]
     known = {host.target(each.location) for each in made}
     mapped = [path for path in _mapped(host, places) if host.target(path) not in known]
-    return (*made, *(install(host, path, stray, python.prefix) for path in mapped))
+    return (*made, *(_install(host, path, stray, python.prefix) for path in mapped))
 
 
 def _made(host: Host, hit: _Hit, stray: Distribution | None, prefix: str) -> TorchInstall:
     """``stray`` is an editable install's distribution, which names no files: it is that of a torch without one."""
-    dist = best(hit.place.dists, build(host, hit.path).version) or stray
-    made = install(host, hit.path, dist, prefix)
+    dist = _best(hit.place.dists, build(host, hit.path).version) or stray
+    made = _install(host, hit.path, dist, prefix)
     if hit.kind == "install" or any(each.startswith("__init__.py:") for each in made.missing):
         return made
     return replace(made, missing=("__init__.py: absent", *made.missing))
@@ -157,5 +151,204 @@ def _dangling(host: Host, places: Sequence[_Place], installs: Sequence[TorchInst
     for place in places:
         versions = {dist.version for dist in place.dists if dist.path in taken}
         for dist in place.dists:
-            if dist.path not in taken and dist.version not in versions and not elsewhere(host, dist):
+            if dist.path not in taken and dist.version not in versions and not _elsewhere(host, dist):
                 yield dist.path
+
+
+# -- one installed torch: what its version.py, its dist-info and conda's records say of it -----------------------------
+
+_BUILD = re.compile(r"pytorch-\d[^-]*-([^/]+)\.json")
+_TOGETHER = 60.0  # seconds between the first and the last that one command installs
+_NAMED = 5  # packages named as a reason; more say no more
+_NEEDS_TORCH = re.compile(r"torch\s*(?:[^\w.\s-]|$)", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=//)[^/@]*@")
+
+
+def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) -> TorchInstall:
+    """The torch in ``folder``, whose distribution is ``dist``, in the environment at ``prefix``."""
+    built = build(host, folder)
+    installer = host.line(f"{dist.path}/INSTALLER") if dist else ""
+    conda = ""
+    if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
+        records = (_BUILD.fullmatch(name) for name in host.names(f"{prefix}/conda-meta") or ())
+        conda = next((each[1] for each in records if each), "")
+    files = _listed(host, dist.path) if dist else {}
+    damaged, altered = _compared(host, folder, files)
+    made = replace(
+        built,
+        installer=installer or ("conda" if conda else ""),
+        conda_build=conda,
+        missing=damaged,
+        unlisted=() if conda else _unlisted(host, folder, files),  # conda links libraries there from its own folder
+        altered=altered,
+    )
+    if dist is None:
+        return made
+    return replace(
+        made,
+        dist_info=dist.path,
+        dist_version=version(host, dist),
+        tags=tuple(re.findall(r"(?mi)^Tag:[ \t]*(\S+)", host.text(f"{dist.path}/WHEEL", 1 << 16) or "")),
+        installed=_time(host, dist.path),
+        replaced_by=tuple(_reasons(host, dist)),
+        origin=_CREDENTIALS.sub("", str(_direct_url(host, dist.path).get("url", ""))),
+    )
+
+
+def _best(dists: Sequence[Distribution], torch_version: str) -> Distribution | None:
+    """Of several distributions of one folder that to which its files belong: the last one installed wrote version.py.
+
+    >>> _best([Distribution("torch", "2.8.0", "a"), Distribution("torch", "2.9.1", "b")], "2.9.1+cu128").path
+    'b'
+    """
+    release = torch_version.partition("+")[0]
+    fits = (dist for dist in dists if dist.version.partition("+")[0] == release)
+    return next(fits, dists[0] if dists else None)
+
+
+def _elsewhere(host: Host, dist: Distribution) -> bool:
+    """Whether a distribution says that its files are not beside it: an editable install."""
+    info = _direct_url(host, dist.path).get("dir_info")
+    return (isinstance(info, dict) and info.get("editable") is True) or (
+        host.exists(f"{dist.path}/RECORD") and "__init__.py" not in _listed(host, dist.path)
+    )
+
+
+def _direct_url(host: Host, dist_info: str) -> dict[str, Any]:
+    try:
+        data = json.loads(host.text(f"{dist_info}/direct_url.json") or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _time(host: Host, path: str) -> float:
+    status = host.status(path)
+    return status.st_mtime if status else 0.0
+
+
+def _reasons(host: Host, dist: Distribution) -> Iterator[str]:
+    """What was installed with it and needs it, where nobody asked for torch itself: pip marks what was asked for."""
+    if host.exists(f"{dist.path}/REQUESTED"):
+        return
+    site, then = dist.path.rpartition("/")[0], _time(host, dist.path)
+    found = []
+    for each in distributions(site, host.names(site) or ()):
+        if each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER:
+            needs = fields(host, each, "Requires-Dist")
+            if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
+                found.append(each)
+    found.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
+    yield from (f"{each.name} {version(host, each)}" for each in found[:_NAMED])
+
+
+# -- RECORD, the list of an installed wheel's files, compared with the disk: torch's libraries, by presence and size ---
+
+_RECORD = 1 << 26  # torch's own has two megabytes
+_LINE = re.compile(rb"^torch/(lib/[^/,\n]+|_C\.[^/,\n]+|(?:__init__|version)\.py),[^,\n]*,(\d{0,19})", re.MULTILINE)
+_MACH_O = (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+_LIBRARY = re.compile(r".+\.(?:so(?:\.[\d.]+)?|dll|pyd|dylib)")
+
+
+def _listed(host: Host, dist_info: str) -> dict[str, int]:
+    """Of the files that RECORD lists: those in ``torch/`` that an import cannot do without, with their sizes.
+
+    The size is -1 where RECORD names none. Libraries for torch's own tests are left out.
+    """
+    data = host.data(f"{dist_info}/RECORD", _RECORD) or b""
+    lines = ((line[1].decode("utf-8", "surrogateescape"), line[2]) for line in _LINE.finditer(data))
+    return {name: int(size or -1) for name, size in lines if name.endswith(".py") or _is_library(name)}
+
+
+def _is_library(name: str) -> bool:
+    return _LIBRARY.fullmatch(name) is not None and "_test" not in name
+
+
+def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of ``files`` in ``folder`` are of no use, and which libraries are whole and yet of another size.
+
+    ``lib/libc10.so: absent``, ``…: cut off after 10 of 20 bytes``; ``lib/libc10.so: 18 bytes instead of 20``
+    """
+    damaged, altered = [], []
+    for name, expected in files.items():
+        path = f"{folder}/{name}"
+        status = host.status(path)
+        if isinstance(status, Unknown):
+            damaged.append(f"{name}: {status.reason if host.exists(path) else 'absent'}")
+        elif not name.endswith(".py") and 0 <= expected != status.st_size:
+            if status.st_size > expected or _loads(host, path):
+                altered.append(f"{name}: {status.st_size} bytes instead of {expected}")
+            else:
+                damaged.append(f"{name}: cut off after {status.st_size} of {expected} bytes")
+    return tuple(damaged), tuple(altered)
+
+
+def _loads(host: Host, path: str) -> bool:
+    """Whether all that the loader maps of an ELF file lies within it. Files of other kinds are trusted."""
+    head = host.data(path, 4) or b""
+    if head[:2] == b"MZ" or head in _MACH_O:
+        return True
+    elf = read_elf(host.real(path))
+    return isinstance(elf, Elf) and elf.bits == 64 and elf.little
+
+
+def _unlisted(host: Host, folder: str, files: dict[str, int]) -> tuple[str, ...]:
+    """Libraries in ``torch/lib`` that RECORD does not list, where it lists any."""
+    if not any(name.startswith("lib/") for name in files):
+        return ()
+    there = (f"lib/{name}" for name in host.names(f"{folder}/lib") or ())
+    return tuple(name for name in there if name not in files and _is_library(name))
+
+
+# -- what happens when it is imported and used -------------------------------------------------------------------------
+
+_NOISE = 20
+"""Lines of what was printed that are kept."""
+
+
+def question(host: Host, executable: str = "") -> Question:
+    """Torch in an interpreter, by default the host's, with the user's environment and in the current directory.
+
+    Nothing is added to the environment: what it does to torch is the question.
+    """
+    return Question(
+        source("ask_torch"), host.at(executable or host.python), host.child_environ(), host.at(host.cwd), ("-B",)
+    )
+
+
+def torch_run(host: Host, outcome: Outcome) -> TorchRun:
+    """What ``ask_torch`` reported, as far as it got."""
+    facts = outcome.facts
+    failed = next((record["error"] for record in outcome.records if record.get("error")), "")
+    steps = [Step(r["step"], r["ok"], r["error"], r["seconds"]) for r in outcome.records if "step" in r]
+    doing = facts.get("doing", "import")
+    if outcome.state in {"hung", "crashed"} and doing not in {step.name for step in steps}:  # it did not return
+        seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
+        steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
+    printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
+    return TorchRun(
+        answer=outcome.answer,
+        version=facts.get("version", ""),
+        file=host.named(facts.get("file", "")),
+        cuda=facts.get("cuda", ""),
+        hip=facts.get("hip", ""),
+        available=facts.get("available", Unknown(outcome.detail or failed or "not asked")),
+        count=facts.get("count", -1),
+        architectures=tuple(facts.get("architectures", ())),
+        devices=tuple(facts.get("devices", ())),
+        cudnn=_cudnn(facts.get("cudnn", 0)),
+        warnings=(*outcome.all("warning"), *printed[-_NOISE:]),
+        steps=tuple(steps),
+        libraries=tuple(host.named(path) for path in facts.get("libraries", ())),
+        backends=tuple(facts.get("backends", ())),
+    )
+
+
+def _cudnn(number: int) -> str:
+    """The version that a number of cuDNN means, whose form changed with 9.
+
+    >>> _cudnn(91900), _cudnn(8907), _cudnn(0)
+    ('9.19.0', '8.9.7', '')
+    """
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}" if number else ""

@@ -1,0 +1,276 @@
+"""Asks the CUDA driver, or NVML, the library of nvidia-smi. Runs in a child; see ``ask``.
+
+The last two arguments are which of them, ``cuda`` or ``nvml``, and the library to load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+
+from transload.diagnose.probes.ask import Report, begin, mapped
+
+__all__ = ["Driver", "ask_cuda", "ask_nvml"]
+
+DEVICES = 256
+"""No more are asked for, whatever count a driver gives."""
+ABSENT = -1
+"""The result of a function that the library does not have."""
+
+
+class Driver:
+    """A loaded library; before each call it reports what is called."""
+
+    def __init__(self, report: Report, name: str) -> None:
+        self.report = report
+        self.name = name
+        report.doing("loading " + name)
+        try:
+            self.library = ctypes.CDLL(name)
+        except OSError as error:
+            report.say(failed=str(error))
+            report.done()
+
+    def demand(self, *alternatives: str) -> None:
+        """Give up where the library has none of these functions, which every release has in one form or another."""
+        if not any(map(self.has, alternatives)):
+            self.report.say(missing=alternatives[0])
+            self.report.done()
+
+    def has(self, function: str) -> bool:
+        """Whether the library has it."""
+        return hasattr(self.library, function)
+
+    def call(self, function: str, *arguments: object) -> int:
+        """The result of a function, 0 for success; ``ABSENT`` where the library does not have it."""
+        if not self.has(function):
+            return ABSENT
+        self.report.doing(function)
+        return int(getattr(self.library, function)(*arguments))
+
+    def either(self, newer: str, older: str, *arguments: object) -> int:
+        """The same of two functions that take the same arguments: the older where the newer is missing."""
+        return self.call(newer if self.has(newer) else older, *arguments)
+
+    def numbers(self, function: str, *arguments: object, count: int = 1) -> list[int]:
+        """What it stores through its last ``count`` arguments, pointers to ``unsigned int``; empty where it fails."""
+        values = [ctypes.c_uint() for _ in range(count)]
+        code = self.call(function, *arguments, *map(ctypes.byref, values))
+        return [] if code else [value.value for value in values]
+
+    def text(self, function: str, *arguments: object) -> str:
+        """What it writes into a buffer, which with its size are its last arguments; empty where it fails."""
+        buffer = ctypes.create_string_buffer(256)
+        return "" if self.call(function, *arguments, buffer, 256) else decoded(buffer.value)
+
+    def file(self, function: str) -> str:
+        """The file in memory that holds a function; by its name where the function is not there."""
+        found = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
+        stem = os.path.basename(self.name).split(".so")[0] + ".so"
+        for start, end, path in mapped():
+            if start <= found < end if found else os.path.basename(path).startswith(stem):
+                return path
+        return ""
+
+
+def decoded(raw: bytes) -> str:
+    """A name as the driver gives it, which should be ASCII."""
+    return raw.decode("utf-8", "replace")
+
+
+# -- CUDA: whether it starts, for which CUDA it is, and what devices it has for this process ---------------------------
+
+CAPABILITY, INTEGRATED, COMPUTE_MODE = (75, 76), 18, 20
+"""Of ``CUdevice_attribute``."""
+
+
+def ask_cuda(driver: Driver) -> None:
+    """Report everything, the version first: it is known even where ``cuInit`` fails or hangs."""
+    tell = driver.report.say
+    tell(library=driver.file("cuInit"))
+    for function in ("cuInit", "cuDriverGetVersion", "cuDeviceGetCount"):
+        driver.demand(function)
+    tell(version=sum(driver.numbers("cuDriverGetVersion")))
+    started = driver.call("cuInit", 0)
+    tell(init=started)
+    count = ctypes.c_int(-1)
+    code = driver.call("cuDeviceGetCount", ctypes.byref(count))
+    tell(count=count.value, count_code=code)
+    for ordinal in range(min(count.value, DEVICES) if started == code == 0 else 0):
+        tell(gpu=cuda_gpu(driver, ordinal))
+    driver.report.done()
+
+
+def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
+    """One device."""
+    device = ctypes.c_int(ordinal)
+    driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
+    name = ctypes.create_string_buffer(256)
+    driver.call("cuDeviceGetName", name, 256, device)
+    memory = ctypes.c_size_t()
+    code = driver.call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+    return {
+        "ordinal": ordinal,
+        "name": decoded(name.value),
+        "capability": [value for number in CAPABILITY for value in attribute(driver, number, device)],
+        "uuid": uuid(driver, device, b" MIG " in name.value),
+        "memory": -1 if code else memory.value,
+        "compute_mode": [*attribute(driver, COMPUTE_MODE, device), -1][0],
+        "integrated": attribute(driver, INTEGRATED, device) == [1],
+    }
+
+
+def attribute(driver: Driver, number: int, device: ctypes.c_int) -> list[int]:
+    """An attribute; empty where the driver does not know it."""
+    value = ctypes.c_int()
+    code = driver.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+    return [] if code else [value.value]
+
+
+def uuid(driver: Driver, device: ctypes.c_int, mig: bool) -> str:
+    """``GPU-...``, or of a MIG device ``MIG-...``, which only the newer function gives."""
+    raw = ctypes.create_string_buffer(16)
+    kind = "MIG-" if mig and driver.has("cuDeviceGetUuid_v2") else "GPU-"
+    code = driver.either("cuDeviceGetUuid_v2", "cuDeviceGetUuid", raw, device)
+    cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+    return "" if code else kind + "-".join(raw.raw.hex()[start:end] for start, end in cuts)
+
+
+# -- NVML: the driver's version, and each card with what may keep it from computing ------------------------------------
+
+PROCESSES = 256
+"""Room for so many."""
+
+# What the library fills, of nvml.h. A field of 64 bits is aligned to 8 bytes.
+PCI_INFO = struct.Struct("=16s5I32s")
+"""Legacy address, domain, bus, device, ids, ids of the subsystem, address."""
+PROCESS_INFO = struct.Struct("=I4xQII")
+"""Process, memory, and of MIG the two instances."""
+FABRIC_INFO = struct.Struct("=16sIII")
+"""Cluster, status, clique, state."""
+FABRIC_INFO_V = struct.Struct("=I16sIIII")
+"""The version and size of itself, then the same, and a mask of its health."""
+LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
+"""Whether licences are supported, how many follow; of each its code, whether it is licensed, texts, and more."""
+VGPU = 2
+
+
+def ask_nvml(driver: Driver) -> None:
+    """Report everything."""
+    tell = driver.report.say
+    tell(library=driver.file("nvmlInit_v2"))
+    driver.demand("nvmlInit_v2", "nvmlInit")
+    started = driver.either("nvmlInit_v2", "nvmlInit")
+    tell(init=started)
+    if started == 0:
+        tell(driver=driver.text("nvmlSystemGetDriverVersion"))
+        version = ctypes.c_int()
+        names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
+        code = driver.either(names[0], names[1], ctypes.byref(version))
+        tell(cuda=0 if code else version.value, confidential=confidential(driver))
+        count = ctypes.c_uint()
+        code = driver.either("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount", ctypes.byref(count))
+        tell(count=-1 if code else count.value, count_code=code)
+        for index in range(0 if code else min(count.value, DEVICES)):
+            tell(gpu=nvml_gpu(driver, index))
+    driver.report.done()
+
+
+def confidential(driver: Driver) -> str:
+    """Whether confidential computing is ready for work; empty where it is off."""
+    state = (ctypes.c_uint * 3)()  # environment, feature, tools
+    if driver.call("nvmlSystemGetConfComputeState", state) or not state[1]:
+        return ""
+    ready = driver.numbers("nvmlSystemGetConfComputeGpusReadyState")
+    return {(): "", (0,): "not-ready"}.get(tuple(ready), "ready")
+
+
+def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
+    """One card; the code says whether there is more. Lists are empty where the function fails or is missing."""
+    card = ctypes.c_void_p()
+    names = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
+    code = driver.either(names[0], names[1], index, ctypes.byref(card))
+    if code:
+        return {"index": index, "code": code}
+    amounts = (ctypes.c_ulonglong * 3)()  # all, free, used
+    mode = driver.numbers("nvmlDeviceGetVirtualizationMode", card)
+    return {
+        "index": index,
+        "code": code,
+        "name": driver.text("nvmlDeviceGetName", card),
+        "uuid": driver.text("nvmlDeviceGetUUID", card),
+        "capability": driver.numbers("nvmlDeviceGetCudaComputeCapability", card, count=2),
+        "address": address(driver, card),
+        "memory": [] if driver.call("nvmlDeviceGetMemoryInfo", card, amounts) else list(amounts),
+        "compute_mode": driver.numbers("nvmlDeviceGetComputeMode", card),
+        "fabric": fabric(driver, card),
+        "remapped": driver.numbers("nvmlDeviceGetRemappedRows", card, count=4),
+        "retired": driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card),
+        "processes": processes(driver, card),
+        **mig(driver, card),
+        "virtualization": mode,
+        "licence": licence(driver, card) if mode == [VGPU] else "",  # a share of a card needs one
+    }
+
+
+def address(driver: Driver, card: ctypes.c_void_p) -> str:
+    """Its place on the bus, as NVML writes it: ``00000000:0F:00.0``."""
+    raw = ctypes.create_string_buffer(PCI_INFO.size)
+    names = ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2")
+    if driver.either(names[0], names[1], card, raw):
+        return ""
+    legacy, *_, newer = PCI_INFO.unpack(raw.raw)
+    return decoded((newer if driver.has(names[0]) else legacy).partition(b"\0")[0])
+
+
+def fabric(driver: Driver, card: ctypes.c_void_p) -> list[int]:
+    """State and status of the card in the fabric of NVLink."""
+    raw = ctypes.create_string_buffer(FABRIC_INFO_V.size)
+    ctypes.cast(raw, ctypes.POINTER(ctypes.c_uint))[0] = FABRIC_INFO_V.size | 2 << 24
+    if driver.call("nvmlDeviceGetGpuFabricInfoV", card, raw) == 0:
+        _, _, status, _, state, _ = FABRIC_INFO_V.unpack(raw.raw)
+        return [state, status]
+    if driver.call("nvmlDeviceGetGpuFabricInfo", card, raw) == 0:
+        _, status, _, state = FABRIC_INFO.unpack_from(raw.raw)
+        return [state, status]
+    return []
+
+
+def processes(driver: Driver, card: ctypes.c_void_p) -> list[list[int]]:
+    """Those that compute on it: process and bytes."""
+    count = ctypes.c_uint(PROCESSES)
+    raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
+    names = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+    if driver.either(names[0], names[1], card, ctypes.byref(count), raw):
+        return []
+    each = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at) for at in range(min(count.value, PROCESSES))]
+    return [[process, used] for process, used, _, _ in each]
+
+
+def mig(driver: Driver, card: ctypes.c_void_p) -> dict[str, object]:
+    """Whether the card is cut into MIG devices now, and what these are called."""
+    mode = driver.numbers("nvmlDeviceGetMigMode", card, count=2)[:1]
+    room = driver.numbers("nvmlDeviceGetMaxMigDeviceCount", card) if mode == [1] else []
+    uuids = []
+    for index in range(min(sum(room), DEVICES)):
+        device = ctypes.c_void_p()
+        if driver.call("nvmlDeviceGetMigDeviceHandleByIndex", card, index, ctypes.byref(device)) == 0:
+            uuids.append(driver.text("nvmlDeviceGetUUID", device))
+    return {"mig": mode, "mig_devices": [each for each in uuids if each]}
+
+
+def licence(driver: Driver, card: ctypes.c_void_p) -> str:
+    """``licensed`` where any feature is; empty where none needs to be, or NVML does not say."""
+    raw = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size)
+    if driver.call("nvmlDeviceGetGridLicensableFeatures_v4", card, raw):
+        return ""
+    supported, count = LICENCES.unpack_from(raw.raw)
+    starts = [LICENCES.size + LICENCE.size * at for at in range(min(count, 3))]
+    states = [LICENCE.unpack_from(raw.raw, start)[1] for start in starts]
+    return ("licensed" if any(states) else "unlicensed") if supported and states else ""
+
+
+if __name__ == "__main__":
+    {"cuda": ask_cuda, "nvml": ask_nvml}[sys.argv[-2]](Driver(begin(), sys.argv[-1]))

@@ -1,0 +1,726 @@
+"""The libraries a process would get, without loading any: the driver's, torch's, and those of packages beside torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from transload.diagnose.elf import (
+    Elf,
+    Wanted,
+    architectures,
+    contents,
+    lacking,
+    read_elf,
+    undefined,
+    version_definitions,
+    version_needs,
+)
+from transload.diagnose.host import Host
+from transload.diagnose.loader import Found, Loader, Missing, Object, Process, elements
+from transload.diagnose.probes.python import Distribution, distributions, fields, version
+from transload.machine import (
+    DriverLibraries,
+    Extension,
+    Kind,
+    Library,
+    Python,
+    Resolved,
+    TorchInstall,
+    TorchLibraries,
+    Unknown,
+)
+
+__all__ = [
+    "KNOWN",
+    "Preload",
+    "Preloads",
+    "driver_libraries",
+    "extensions",
+    "package_of",
+    "preloads",
+    "torch_libraries",
+]
+
+
+# -- the driver's ------------------------------------------------------------------------------------------------------
+
+_CUDA, _NVML, _PTX = "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"
+
+_FOLDERS = (
+    *("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"),
+    *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib"),
+    *("/run/nvidia/driver/usr/lib64", "/run/nvidia/driver/usr/lib/x86_64-linux-gnu"),
+    *("/run/nvidia/driver/usr/lib/aarch64-linux-gnu", "/opt/nvidia/lib64", "/opt/nvidia/lib"),
+    *("/home/kubernetes/bin/nvidia/lib64", "/.singularity.d/libs", "/usr/lib/aarch64-linux-gnu/tegra"),
+    *("/usr/lib/aarch64-linux-gnu/nvidia", "/usr/lib", "/usr/local/lib"),
+)
+_BELOW = (
+    ("/usr/local", "cuda", "/compat"),
+    ("/usr/local", "cuda", "/lib64/stubs"),
+    ("/usr/lib", "nvidia-", ""),
+    ("/usr/lib64", "nvidia", ""),
+)
+"""(folder, how the name of a folder in it begins, where in that)."""
+
+_SUFFIX = re.compile(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$")
+_RELEASE = re.compile(rb"Version (\d{3,4}(?:\.\d+){1,2})\. Copyright \(C\)|\0\d\d\.(\d{3,4}(?:\.\d+){1,2})\0")
+"""As libcuda and NVML say it among their constants."""
+_CONSTANTS = 1 << 21
+_PROGRAMS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib", "/opt/nvidia/bin")
+
+
+def driver_libraries(host: Host, loader: Loader | None = None) -> DriverLibraries:
+    """The files of the driver's libraries: which the loader takes, which others exist, and of which release they are.
+
+    ``loader`` is one that has already looked at this host.
+    """
+    if host.uname[0] != "Linux":
+        why = Unknown(f"the loader of {host.uname[0] or 'this system'} is not known")
+        return DriverLibraries(why, why, why)
+    loader = loader or Loader(host)
+    path = "" if loader.musl else host.environ.get("LD_LIBRARY_PATH", "")
+    relative = [each for each in elements(path) if each and not each.startswith(("/", "$"))]
+    searched = ["LD_LIBRARY_PATH has an empty element"] if "" in elements(path) else []
+    searched += [f"LD_LIBRARY_PATH has a relative element: {each}" for each in relative[:1]]
+    folders = [each for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
+    folders = [each for each in folders if not each.startswith("/mnt/")]  # WSL: slow, and Windows'
+    programs = (f"{folder.rstrip('/')}/nvidia-smi" for folder in (*_PROGRAMS, *folders))
+    return DriverLibraries(
+        cuda=tuple(_libraries(loader, _CUDA)),
+        nvml=tuple(_libraries(loader, _NVML)),
+        ptx_compiler=tuple(_libraries(loader, _PTX)),
+        smi=next((each for each in programs if host.exists(each)), ""),
+        preload=loader.preload_file,
+        cwd_searched=tuple(searched),
+    )
+
+
+def _libraries(loader: Loader, name: str) -> Iterator[Library]:
+    """Every file of that name, each once: those the loader sees, in its order, then the others."""
+    host = loader.host
+    seen: dict[str, Library] = {}
+    unseen: dict[str, Library] = {}
+    preloaded = (
+        (found.via, found.path)
+        for listed, found in loader.preloaded()
+        if isinstance(found.elf, Elf) and name in (found.elf.soname, listed)
+    )
+    for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in _disk(host, name))):
+        taken = loader.examine(path) is not None
+        if not taken and not (host.link(path) or os.path.lexists(host.real(path))):
+            continue
+        target, elf = host.target(path), read_elf(host.real(path))
+        version = _release(target, elf)
+        problem = _problem(loader, path, elf)
+        found = Library(name, path, target, via if taken else "disk", version, _kind(path, target, version), problem)
+        (unseen if found.via == "disk" else seen).setdefault(target, found)
+    yield from seen.values()
+    yield from (found for target, found in unseen.items() if target not in seen)
+
+
+def _disk(host: Host, name: str) -> Iterator[str]:
+    """Paths where installers, containers and distributions put drivers, whether the loader looks there or not."""
+    yield from (f"{folder}/{name}" for folder in _FOLDERS)
+    for folder, start, rest in _BELOW:
+        yield from (f"{path}{rest}/{name}" for path in host.paths(folder, start))
+    for path in host.paths("/usr/local", "cuda"):
+        yield f"{path}/lib64/stubs/{name.removesuffix('.1')}"
+
+
+def _release(target: str, elf: Elf | Unknown) -> str:
+    """By the name of the file, else by its constants: a container may have bound it under its bare name."""
+    if suffix := _SUFFIX.search(target):
+        return suffix[1]
+    constants = contents(elf, ".rodata", _CONSTANTS) if isinstance(elf, Elf) else b""
+    found = _RELEASE.search(constants or b"")
+    return (found[1] or found[2]).decode() if found else ""
+
+
+def _kind(path: str, target: str, version: str) -> Kind:
+    folders = {*path.split("/")[:-1], *target.split("/")[:-1]}
+    if "stubs" in folders:
+        return "stub"
+    if any(folder == "compat" or folder.startswith("cuda-compat") for folder in folders):
+        return "compat"
+    if path.startswith("/usr/lib/wsl/") or target.startswith("/usr/lib/wsl/"):
+        return "wsl"
+    return "driver" if version or folders & {"tegra", "nvidia"} else "other"
+
+
+def _problem(loader: Loader, path: str, elf: Elf | Unknown) -> str:
+    if isinstance(elf, Elf):
+        named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
+        return f"for another machine ({named})" if loader.foreign(elf) else ""
+    if not loader.host.exists(path):
+        return f"a link to {loader.host.link(path)}, which is not there"
+    return elf.reason
+
+
+# -- what importing torch brings in ------------------------------------------------------------------------------------
+# Before its own libraries torch loads libtorch_global_deps.so, and with it, or when that fails, NVIDIA's libraries from
+# site-packages, by their full paths. Which of them, in which order and when has changed with nearly every release, so
+# it is read from the installed torch/__init__.py itself.
+
+_PAIR = re.compile(
+    r"""["'](?P<folder>\w+)["']\]?\s*(?:[,:=]|,\s*["']lib["']\s*,)\s*["'](?P<name>lib[\w-]+\.so\.[^"']+)["']"""
+    r"""(?P<optional>,\s*required=False)?"""
+)
+_LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
+"""Opened at first use, not by the import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """A library that torch loads by its path: a folder of NVIDIA's packages, and a pattern of a name."""
+
+    folder: str
+    name: str
+    required: bool = True
+
+    def matches(self, name: str) -> bool:
+        """Whether a file of that name is meant: ``libcudnn.so.9`` by ``libcudnn.so.*[0-9]``."""
+        start, star, _ = self.name.partition("*")
+        return name.startswith(start) and name[-1:].isdigit() if star else name == self.name
+
+    @property
+    def stem(self) -> str:
+        """Of the name: ``libcudnn``."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Preloads:
+    """What ``torch/__init__.py`` loads beside its own libraries."""
+
+    always: tuple[Preload, ...] = ()
+    """After ``libtorch_global_deps.so`` was loaded. The first that cannot be ends it, without an error."""
+    marker: str = ""
+    """``always`` counts only where a file with this in its path is mapped."""
+    rescue: tuple[Preload, ...] = ()
+    """Where it could not be loaded because one of these was missing. The first that fails ends the import."""
+
+
+def preloads(source: str) -> Preloads:
+    """What a ``torch/__init__.py`` preloads; nothing where it does so in no known way."""
+
+    def pairs(text: str) -> tuple[Preload, ...]:
+        return tuple(Preload(each["folder"], each["name"], not each["optional"]) for each in _PAIR.finditer(text))
+
+    start = source.find("def _preload_cuda")
+    text = source[start : source.find("USE_RTLD_GLOBAL_WITH_LIBTORCH or", start)] if start >= 0 else ""
+    text = re.sub(r"#.*", "", text)
+    head, _, body = text.partition("def _load_global_deps")
+    after, _, failed = body.partition("except OSError")
+    every = pairs(head) or pairs(failed)
+    marker = re.search(r"""["']([^"']+)["'] not in _maps""", after)
+    if not marker:
+        return Preloads(rescue=every)
+    optional = "_preload_cuda_deps(required=False)" in after
+    always = (replace(each, required=each.required and not optional) for each in pairs(after) or every)
+    return Preloads(tuple(always), marker[1], every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Imported:
+    """A process that has imported torch, and has opened what torch opens later: what came in, and what did not."""
+
+    process: Process
+    install: TorchInstall
+    objects: tuple[Object, ...]
+    missing: tuple[Missing, ...]
+
+
+def _import_torch(loader: Loader, path: Sequence[str], install: TorchInstall) -> _Imported:
+    """What importing ``install`` brings into a process whose ``sys.path`` is ``path``."""
+    process, host, lib = Process(loader), loader.host, f"{install.location}/lib"
+    process.start()
+    plan = preloads(host.text(f"{install.location}/__init__.py") or "")
+
+    def load(libraries: Sequence[Preload]) -> Iterator[Object]:
+        """Load one after the other, up to the first that is required and cannot be loaded."""
+        for each in libraries:
+            file = _preloaded_file(host, path, install, each)
+            opened = process.open(file) if file else None
+            yield from opened.objects if opened else ()
+            if (opened is None and each.required) or (opened and opened.missing):
+                return
+
+    first = process.open(f"{lib}/libtorch_global_deps.so")
+    objects, missing = [*first.objects], [*first.missing]
+    if missing and any(each.stem in missing[0].name for each in plan.rescue):
+        objects += load(plan.rescue)
+        first = process.open(f"{lib}/libtorch_global_deps.so")
+        objects, missing = [*objects, *first.objects], [*first.missing]
+    elif any(plan.marker in host.target(each.path) for each in process.names.values() if plan.marker):
+        objects += load(plan.always)
+    extension = host.paths(install.location, "_C.", ".so")
+    for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
+        opened = process.open(file, anyway=True)
+        objects, missing = [*objects, *opened.objects], [*missing, *opened.missing]
+    return _Imported(process, install, tuple(objects), tuple(missing))
+
+
+def _preloaded_file(host: Host, path: Sequence[str], install: TorchInstall, each: Preload) -> str:
+    """As torch searches: in every entry of ``sys.path`` the folder of the package, then that of its CUDA."""
+    major = install.cuda.partition(".")[0]
+    for entry in path:
+        for folder in (f"nvidia/{each.folder}", f"nvidia/cu{major}", each.folder):
+            for file in host.paths(f"{entry}/{folder}/lib"):
+                if each.matches(_name(file)):
+                    return file
+    return ""
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+# -- NVIDIA's libraries as pip installs them: which distribution brought which file ------------------------------------
+
+NVIDIA = re.compile(
+    r"lib(?P<stem>cudart|cublas(?:Lt)?|cudnn\w*|cufft|cufile|cupti|curand|cusolver|cusparse(?:Lt)?|cudss|cutensor|nccl|npp\w*"
+    r"|nvJitLink|nvToolsExt|nvtx3interop|nvrtc(?:-builtins)?|nvshmem_host|nvjpeg)(?:-[0-9a-f]{8})?\.so.*"
+)
+"""Names of NVIDIA's libraries for programs. Those of the driver, libcuda and libnvidia-*, are not among them."""
+
+_OWNED = re.compile(rb"^([^,\n\"]*/lib/[^/,\n]+\.so[.\d]*),", re.MULTILINE)
+_RECORD_OF_NVIDIA = 1 << 20
+_WITHOUT_LIBRARIES = frozenset({"nvidia-cuda-cccl", "nvidia-ml-py"})
+
+_PACKAGES = {
+    "cudart": "cuda-runtime",
+    "cublasLt": "cublas",
+    "cusparseLt": "cusparselt",
+    "cupti": "cuda-cupti",
+    "nvrtc": "cuda-nvrtc",
+    "nvrtc-builtins": "cuda-nvrtc",
+    "nvJitLink": "nvjitlink",
+    "nvToolsExt": "nvtx",
+    "nvtx3interop": "nvtx",
+    "nvshmem_host": "nvshmem",
+}
+"""Where the package of a library is not called as the library is."""
+_WITH_MAJOR = frozenset({"cudnn", "nccl", "nvshmem", "cusparselt"})
+"""Packages that still have the CUDA version in their names with CUDA 13."""
+
+
+class Owned(NamedTuple):
+    """A library of an installed distribution; the file itself may be gone."""
+
+    path: str
+    package: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        """Of the file: ``libcudnn.so.9``."""
+        return self.path.rpartition("/")[2]
+
+
+def _owned(host: Host, path: Sequence[str]) -> Iterator[Owned]:
+    """The libraries that NVIDIA's distributions on the import path list in their RECORDs."""
+    for folder in dict.fromkeys(path):
+        names = (name for name in host.names(folder) or () if name.lower().startswith("nvidia"))
+        for each in distributions(folder, names):
+            data = b"" if each.name in _WITHOUT_LIBRARIES else host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA)
+            for line in _OWNED.findall(data or b""):
+                place = line.decode("utf-8", "surrogateescape")
+                yield Owned(f"{folder.rstrip('/')}/{place}", each.name, each.version)
+
+
+def _overlaps(libraries: Sequence[Owned]) -> Iterator[str]:
+    """Files that more than one distribution lists: ``…/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.1, …``."""
+    owners: dict[str, dict[str, str]] = {}
+    for each in libraries:
+        owners.setdefault(each.path, {})[each.package] = each.version
+    for path, packages in owners.items():
+        if len(packages) > 1:
+            yield f"{path}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
+
+
+def package_of(name: str, cuda: str) -> str:
+    """The distribution that should bring a library for that CUDA version; empty for one of no known package.
+
+    >>> package_of("libcudart.so.12", "12.6"), package_of("libcufft.so.12", "13.0"), package_of("libcudnn.so.9", "13.0")
+    ('nvidia-cuda-runtime-cu12', 'nvidia-cufft', 'nvidia-cudnn-cu13')
+    """
+    found = NVIDIA.fullmatch(name)
+    major = cuda.partition(".")[0]
+    if not found or not major.isdecimal():
+        return ""
+    stem = "cudnn" if found["stem"].startswith("cudnn") else found["stem"]
+    package = _PACKAGES.get(stem, stem.lower())
+    return f"nvidia-{package}" if int(major) >= 13 and package not in _WITH_MAJOR else f"nvidia-{package}-cu{major}"
+
+
+# -- torch's -----------------------------------------------------------------------------------------------------------
+
+_CONSTANTS_OF_TORCH = 1 << 26  # libtorch_python has 1 MB of them
+_DLL = 1 << 27
+_LISTED = re.compile(rb"(?:sm_|compute_|gfx)\w+(?: (?:sm_|compute_|gfx)\w+)*")
+_KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
+"""The latter two until torch 1.13. Others, such as libtorch_cuda_linalg, have code that was built elsewhere."""
+_VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
+_MOST_LISTS = 1000
+_MOST_SYMBOLS = 8
+"""Symbols named of one library: a wrong one lacks hundreds."""
+
+
+def torch_libraries(host: Host, python: Python, install: TorchInstall, loader: Loader | None = None) -> TorchLibraries:
+    """For which cards torch was built, and which of NVIDIA's libraries it would get in the environment of ``python``.
+
+    ``loader`` is one that has already looked at this host, if there is one.
+    """
+    if host.uname[0] != "Linux":
+        return TorchLibraries(architectures=_listed(host, install), cubins=Unknown("read on Linux only"))
+    loader = loader or Loader(host)
+    owned = tuple(_owned(host, python.path))
+    view = _TorchView(loader, _import_torch(loader, python.path, install), owned)
+    return TorchLibraries(
+        architectures=_listed(host, install),
+        cubins=_cubins(loader, install),
+        needed=tuple(view.needed()),
+        unresolved=tuple(view.unresolved()),
+        overlaps=tuple(_overlaps(owned)),
+        split_cudnn=tuple(view.split_cudnn()),
+        cwd_searched=tuple(view.cwd_searched()),
+    )
+
+
+def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
+    """The list that ``torch.cuda.get_arch_list()`` returns: a text among the constants of libtorch_python."""
+    if install.cpu_only:
+        return ()
+    if host.uname[0] == "Windows":
+        constants = host.data(f"{install.location}/lib/torch_python.dll", _DLL)
+    else:
+        elf = read_elf(host.real(f"{install.location}/lib/libtorch_python.so"))
+        constants = contents(elf, ".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
+    if isinstance(constants, Unknown):
+        return Unknown(f"libtorch_python: {constants.reason}")
+    found: tuple[str, ...] = ()
+    for start in (b"\0sm_", b"\0compute_", b"\0gfx"):
+        at = -1
+        for _ in range(_MOST_LISTS):
+            at = constants.find(start, at + 1)
+            if at < 0:
+                break
+            text = constants[at + 1 : at + 1024].partition(b"\0")[0]
+            if _LISTED.fullmatch(text):  # it is such a list and nothing else
+                found = max(found, tuple(text.decode().split()), key=len)
+    return found or Unknown("libtorch_python has no list of architectures")
+
+
+def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
+    if install.known and not install.cuda:
+        return {}
+    total: dict[str, int] = {}
+    for name in _KERNELS:
+        elf = loader.examine(f"{install.location}/lib/{name}")
+        if elf is None and name != _KERNELS[0]:
+            continue
+        found = architectures(elf) if isinstance(elf, Elf) else elf
+        if not isinstance(found, dict):
+            return Unknown(f"{name}: {'not there, or not for this machine' if found is None else found.reason}")
+        for architecture, count in found.items():
+            total[architecture] = total.get(architecture, 0) + count
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchView:
+    """A simulated import, as the facts want it."""
+
+    loader: Loader
+    imported: _Imported
+    owned: tuple[Owned, ...]
+
+    @property
+    def location(self) -> str:
+        return self.imported.install.location
+
+    # -- which files
+
+    def needed(self) -> Iterator[Resolved]:
+        """NVIDIA's libraries, for the first that asks for each, torch's own libraries first; then what is missing."""
+        names = self.imported.process.names
+        met: set[str] = set()
+        for asker in sorted(self.imported.objects, key=lambda each: not each.path.startswith(f"{self.location}/")):
+            for name in asker.elf.needed:
+                if not NVIDIA.fullmatch(name) or name in met or name not in names:
+                    continue
+                met.add(name)
+                got, expected = names[name], self._expected(name)
+                path, via = self._clean(got.path, expected.path), "loaded" if got.via == "path" else got.via
+                yield Resolved(name, path, via, _name(asker.path), self._version(path), expected.path, expected.package)
+        for each in self.imported.missing:
+            if each.name in met or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
+                continue
+            met.add(each.name)
+            expected = self._expected(each.name)
+            by = _name(each.needed_by.path) if each.needed_by else "torch"
+            path = self._clean(each.path, expected.path)
+            yield Resolved(each.name, path, each.via, by, "", expected.path, expected.package, each.problem)
+
+    def _expected(self, name: str) -> Owned:
+        """The file in site-packages that is meant; its path is empty where none is."""
+        site = self.location.rpartition("/")[0]
+        bundled = f"{self.location}/lib/{name}"
+        if self.loader.host.exists(bundled):
+            return Owned(bundled, "torch", self.imported.install.version)
+        # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
+        own = (each for each in self.imported.objects if each.path.startswith(self.location))
+        folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
+        if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
+            return Owned("", "", "")
+        fitting = [each for each in self.owned if each.name == name]
+        fitting.sort(key=lambda each: not each.path.startswith(f"{site}/"))
+        return fitting[0] if fitting else Owned("", package_of(name, self.imported.install.cuda), "")
+
+    def _clean(self, path: str, expected: str) -> str:
+        """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
+        target = self.loader.host.target
+        spellings = (each for each in (expected, os.path.normpath(path)) if path and each)
+        return next((each for each in spellings if target(each) == target(path)), path)
+
+    def _version(self, path: str) -> str:
+        suffix = _VERSION.search(self.loader.host.target(path))
+        return next((each.version for each in self.owned if each.path == path), suffix[1] if suffix else "")
+
+    # -- whether they fit
+
+    def unresolved(self) -> Iterator[str]:
+        """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
+        names = self.imported.process.names
+        definitions: dict[str, frozenset[str]] = {}
+        for asker in dict.fromkeys(self.imported.objects):
+            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
+            wanted = undefined(asker.elf, files) if files else ()
+            for file in files:
+                absent = lacking(names[file].elf, [each for each in wanted or () if each.file == file])
+                for each in (absent or ())[:_MOST_SYMBOLS]:
+                    yield f"{each.name} of {file}, needed by {_name(asker.path)}"
+            for file, wants in (version_needs(asker.elf) or ()) if asker.path.startswith(self.location) else ():
+                if file not in names or NVIDIA.fullmatch(file):
+                    continue
+                if file not in definitions:
+                    definitions[file] = version_definitions(names[file].elf) or frozenset()
+                if definitions[file] and wants not in definitions[file]:
+                    yield f"{wants} of {file}, needed by {_name(asker.path)}"
+
+    def split_cudnn(self) -> Iterator[str]:
+        """Parts of cuDNN that would come from another release."""
+        for name, cudnn in self.imported.process.names.items():
+            if re.fullmatch(r"libcudnn\.so\.\d+", name):
+                release = ".".join(self._version(self._clean(cudnn.path, "")).split(".")[:3])
+                for part, found in _strange_parts(self.loader, cudnn, release) if release else ():
+                    yield f"{part}: {found.path}, by {found.via}"
+
+    def cwd_searched(self) -> Iterator[str]:
+        """Libraries that have the loader look into the current directory."""
+        for each in dict.fromkeys(self.imported.objects):
+            kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
+            if "" in elements(path, ":") and not self.loader.musl:
+                yield f"{_name(each.path)}: {kind} has an empty element"
+
+
+# -- the parts of cuDNN ------------------------------------------------------------------------------------------------
+# cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It asks for
+# the exact release first (libcudnn_ops.so.9.20.0), then for libcudnn_ops.so.9.20, then for libcudnn_ops.so.9, each time
+# through the whole search of the loader. NVIDIA's wheels have only the last; so whatever LD_LIBRARY_PATH holds comes
+# before it, as long as cuDNN has a DT_RUNPATH, which it had in 9.1 to 9.20.
+
+_BY_CUDNN = {8: ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")}
+_BY_CUDNN_9 = ("graph", "ops", "cnn", "adv", "ext")
+_BY_GRAPH = ("heuristic", "engines_precompiled", "engines_runtime_compiled", "engines_tensor_ir")
+_CONSTANTS_OF_CUDNN = 1 << 25
+
+
+def _strange_parts(loader: Loader, cudnn: Object, release: str) -> Iterator[tuple[str, Found]]:
+    """The parts that ``cudnn``, of the release ``9.20.0``, would take from elsewhere and of another release."""
+    number = re.match(r"[0-9]{1,4}", release)
+    major = int(number[0]) if number else 0
+    askers: list[tuple[Object, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
+    graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
+    if isinstance(elf := loader.examine(graph), Elf):
+        askers.append((Object(graph, elf), _BY_GRAPH))
+    target, numbers = loader.host.target, release.split(".")
+    own = os.path.dirname(target(cudnn.path))
+    for asker, parts in askers:
+        for part in parts:
+            names = (f"libcudnn_{part}.so.{'.'.join(numbers[:length])}" for length in range(len(numbers), 0, -1))
+            name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
+            if found is None or os.path.dirname(target(found.path)) == own:
+                continue
+            constants = contents(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
+            known = re.search(rf"cudnn_{part}\b".encode(), constants)  # a newer one on the system may have more parts
+            if known and not target(found.path).endswith(f".so.{release}"):
+                yield name, found
+
+
+# -- those of packages beside torch: for which cards they were built, and whether they fit this torch ------------------
+
+KNOWN = frozenset({
+    *("apex", "auto-gptq", "autoawq-kernels", "bitsandbytes", "causal-conv1d", "deep-ep", "deep-gemm", "deepspeed"),
+    *("detectron2", "exllamav2", "fbgemm-gpu", "flash-attn", "flash-attn-3", "flash-mla", "flashinfer-jit-cache"),
+    *("gptqmodel", "grouped-gemm", "k2", "mamba-ssm", "megablocks", "minkowskiengine", "mmcv", "natten", "nvdiffrast"),
+    *("pyg-lib", "pytorch3d", "sageattention", "sgl-kernel", "spconv", "tinycudann", "torch-cluster", "torch-scatter"),
+    *("torch-sparse", "torch-spline-conv", "torchao", "torchaudio", "torchcodec", "torchsparse", "torchvision"),
+    *("transformer-engine-torch", "vllm", "vllm-flash-attn", "xformers"),
+})  # fmt: skip
+"""Distributions whose libraries are looked at."""
+
+_RECORD = 1 << 24
+_LIBRARY = re.compile(rb"^\"?([^,\n\"]+\.so)\"?,", re.MULTILINE)
+_MOST_LIBRARIES = 64
+
+_OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
+"""Mangled names of what lies in the namespaces c10, at and torch."""
+_DRIVER = re.compile(r"libcuda\.so|libnvidia-")
+_CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
+"""FFmpeg and SoX: packages bring a library for every release of them, and try one after the other."""
+_BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
+
+
+def extensions(
+    host: Host, python: Python, install: TorchInstall | None, loader: Loader | None = None
+) -> tuple[Extension, ...]:
+    """The extensions on the import path of ``python``, compared with the torch that would be imported.
+
+    ``loader`` is one that has already looked at this host, if there is one.
+    """
+    found: dict[str, Distribution] = {}
+    for folder in dict.fromkeys(python.path):
+        for each in distributions(folder, host.names(folder) or ()):
+            if each.name in KNOWN:
+                found.setdefault(each.name, each)  # the first on the path is imported
+    bare = {each: _bare(host, each) for each in found.values()}
+    if not found or host.uname[0] != "Linux":
+        return tuple(bare.values())
+    loader = loader or Loader(host)
+    if install:
+        process = _import_torch(loader, python.path, install).process
+    else:
+        process = Process(loader)
+        process.start()
+    view = _ExtensionView(host, process, install)
+    return tuple(view.extension(each, stated) for each, stated in bare.items())
+
+
+def _bare(host: Host, dist: Distribution) -> Extension:
+    """What its metadata says: its version, and the torch it asks for, such as ``==2.8.0``; empty where any will do."""
+    stated = version(host, dist)
+    site = dist.path.rpartition("/")[0]
+    text = host.text(f"{site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
+    written = re.search(r"""(?m)^__version__\s*(?::[^=\n]*)?=\s*["']([^"'\s]+)["']""", text)
+    if written and written[1].partition("+")[0] == stated.partition("+")[0]:
+        stated = written[1]  # the version of a wheel on PyPI has no local part, and its version.py still may
+    wants = ""
+    for need in fields(host, dist, "Requires-Dist"):
+        found = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
+        if found and "extra" not in (found[2] or ""):
+            wants = found[1].replace(" ", "")
+            break
+    return Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtensionView:
+    """Extensions in a process that has imported torch, as each of them does first."""
+
+    host: Host
+    process: Process
+    install: TorchInstall | None
+    absent: dict[str, bool] = field(default_factory=dict)
+    """Symbol → whether torch lacks it: extensions ask for the same ones."""
+
+    def extension(self, dist: Distribution, bare: Extension) -> Extension:
+        paths = list(self._libraries(dist))
+        if dist.name == "bitsandbytes" and self.install:
+            paths = _of_build(paths, self.install)
+            if not paths:
+                return replace(bare, missing=(f"libbitsandbytes_cuda{self.install.cuda.replace('.', '')}.so",))
+        examined = ((path, self.process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
+        elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
+        found = [self._examined(path, elf, elves.values()) for path, elf in elves.items()]
+        found = [each for each in found if each.architectures or each.undefined or each.missing] or found
+        if not found:
+            return bare
+        worst = max(found, key=lambda each: (bool(each.missing), bool(each.undefined), len(each.architectures)))
+        every = {name for each in found for name in each.architectures}
+        return replace(
+            bare,
+            library=worst.library,
+            architectures=tuple(sorted(every, key=_order)),
+            undefined=worst.undefined,
+            missing=worst.missing,
+        )
+
+    def _libraries(self, dist: Distribution) -> Iterator[str]:
+        """Its libraries: those that RECORD lists, else those in the folders that have its name."""
+        site = dist.path.rpartition("/")[0]
+        record = self.host.data(f"{dist.path}/RECORD", _RECORD) or b""
+        if record:
+            yield from (f"{site}/{line.decode('utf-8', 'surrogateescape')}" for line in _LIBRARY.findall(record))
+            return
+        module = dist.name.replace("-", "_")
+        yield from self.host.paths(f"{site}/{module}", end=".so")
+        yield from (path for path in self.host.paths(site, end=".so") if path.startswith(f"{site}/{module}"))
+
+    def _examined(self, path: str, elf: Elf, own: Iterable[Elf]) -> Extension:
+        """One library alone."""
+        missing = [each.name for each in self.process.open(path).missing]
+        if any(_CODECS.match(name) for name in missing):
+            return Extension("", library=path)
+        return Extension(
+            "",
+            library=path,
+            architectures=tuple(architectures(elf) or ()),
+            undefined=self._absent(elf, own) if self.install else (),
+            missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
+        )
+
+    def _absent(self, elf: Elf, own: Iterable[Elf]) -> tuple[str, ...]:
+        """The symbols it takes from torch that neither torch nor the extension itself defines."""
+        wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
+        asked = [each for each in wanted if each.name not in self.absent]
+        folder = f"{self.install.location}/lib/" if self.install else ""
+        torch = [each.elf for each in self.process.files.values() if folder and each.path.startswith(folder)]
+        left = _left(torch, asked)
+        self.absent.update({each.name: each in left for each in asked})
+        left = _left(own, [each for each in wanted if self.absent[each.name]])
+        return tuple(each.name for each in left[:_MOST_SYMBOLS])
+
+
+def _left(givers: Iterable[Elf], wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+    """Those of ``wanted`` that none of the libraries defines."""
+    for giver in givers if wanted else ():
+        rest = lacking(giver, wanted)
+        wanted = rest if isinstance(rest, tuple) else wanted
+    return wanted
+
+
+def _of_build(paths: Sequence[str], install: TorchInstall) -> list[str]:
+    """bitsandbytes has a library for every CUDA: it takes that of torch, else the nearest of the same major version.
+
+    >>> _of_build([f"/b/libbitsandbytes_cuda{n}.so" for n in (118, 126, 128, 130)], TorchInstall("", cuda="12.7"))
+    ['/b/libbitsandbytes_cuda126.so']
+    """
+    kind, wanted = ("rocm", install.hip) if install.hip else ("cuda", install.cuda) if install.cuda else ("cpu", "")
+    fitting = {each[2]: each[0] for each in map(_BITSANDBYTES.fullmatch, paths) if each and each[1] == kind}
+    if kind == "cpu":
+        return list(fitting.values())
+    major, minor = (*wanted.split("."), "0")[:2]
+    minors = {number[len(major) :]: path for number, path in fitting.items() if number.startswith(major)}
+    distance = {path: int(each or 0) - int(minor) if minor.isdecimal() else 0 for each, path in minors.items()}
+    return sorted(minors.values(), key=lambda path: (distance[path] > 0, abs(distance[path])))[:1]
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """Cubins before PTX, each by number."""
+    number = re.search(r"\d+", name)
+    return not name.startswith("sm_"), int(number[0]) if number else 0, name
