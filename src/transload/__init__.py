@@ -1,4 +1,4 @@
-"""Land any PyTorch checkpoint on any machine, and say why CUDA is not there.
+"""Load any PyTorch checkpoint on any machine, and explain why CUDA is unavailable.
 
 >>> import transload
 >>> transload.inspect("model.pt")  # doctest: +SKIP

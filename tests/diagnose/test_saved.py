@@ -102,10 +102,10 @@ JUNK = st.recursive(
 def places(kind: Any, path: tuple[str, ...] = ()) -> Any:
     """The path of every field there is, classes inside tuples left out."""
     hints = get_type_hints(kind)
-    for each in fields(kind):
-        yield (*path, each.name)
-        if is_dataclass(hints[each.name]):
-            yield from places(hints[each.name], (*path, each.name))
+    for field in fields(kind):
+        yield (*path, field.name)
+        if is_dataclass(hints[field.name]):
+            yield from places(hints[field.name], (*path, field.name))
 
 
 @given(st.sampled_from(list(places(Machine))), JUNK)

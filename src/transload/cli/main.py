@@ -23,15 +23,15 @@ __all__ = ["main"]
 _USAGE = "usage: transload COMMAND [options]"
 _EXAMPLES = """\
 examples:
-  transload doctor                      why torch sees no GPU, and the fix
-  transload explain train.log           what an error in it means, and the fix
-  transload inspect model.pt            what is in it, and is it safe to load
-  transload check model.pt              will it load here, where would it land
-  transload rescue broken.pt mended.pt  what can be had again, as a new file
-  transload retag model.pt --to cpu     plain torch.load(path) works anywhere
-  transload convert model.pt out.npz    as another format, without torch
-  transload run infer.py --fast         somebody's script, on what is here
-  transload verify model.pt             is every byte the one that was saved
+  transload doctor                        why CUDA is unavailable, and the fix
+  transload explain train.log             what the error in it means
+  transload inspect model.pt              what is in it, and is it safe to load
+  transload check model.pt                will it load here, on which device
+  transload rescue broken.pt repaired.pt  recover what is left, as a new file
+  transload retag model.pt --to cpu       plain torch.load(path) works anywhere
+  transload convert model.pt out.npz      convert without torch
+  transload run infer.py --fast           run a script on the devices here
+  transload verify model.pt               compare every checksum
 """
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
