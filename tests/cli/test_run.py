@@ -339,7 +339,7 @@ def test_under_torchrun(tmp_path: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--device", "gpu", "x.py"], "'gpu' is no device"),
+        (["--device", "gpu", "x.py"], "'gpu' is not a device"),
         (["python", "x.py"], "Leave it out: transload run SCRIPT."),
     ],
     ids=["device", "python"],

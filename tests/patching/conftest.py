@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 import transload
-from transload.patching import landing
+from transload.patching import devices
 
 SOURCE = Path(transload.__file__).parent.parent
 
@@ -22,7 +22,7 @@ def _unpatched() -> Iterator[None]:
 
     def forget() -> None:
         transload.unpatch()
-        for kept in (landing._counts, landing._settled, landing._landings, landing._told):
+        for kept in (devices._counts, devices._settled, devices._substitutes, devices._warned):
             kept.clear()
 
     forget()
@@ -77,7 +77,7 @@ class Cards:
         }
         for name, answer in answers.items():
             self.monkeypatch.setattr(torch.cuda, name, answer)
-        for kept in (landing._counts, landing._settled, landing._landings):
+        for kept in (devices._counts, devices._settled, devices._substitutes):
             kept.clear()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import transload
-from transload.patching import landing
+from transload.patching import devices
 
 if TYPE_CHECKING:
     import pytest
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def test_a_child_is_told_what_its_parent_does() -> None:
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
     with transload.patch("cpu"):
-        landing.tell_no_more(["cuda to cpu"])
+        devices.mark_warned(["cuda to cpu"])
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
-    landing._told.clear()
-    assert landing.wish == ""
+    devices._warned.clear()
+    assert devices.requested == ""
     before = list(sys.path)
     pickle.loads(prepared)  # as the child does, before anything else
-    assert (landing.wish, landing.told()) == ("cpu", ["cuda to cpu"])
+    assert (devices.requested, devices.warned()) == ("cpu", ["cuda to cpu"])
     assert sys.path == before
     transload.unpatch()
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
@@ -32,9 +32,10 @@ def test_a_child_is_told_what_its_parent_does() -> None:
 def test_a_child_that_cannot_find_us_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with transload.patch():
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
-    monkeypatch.setitem(sys.modules, "transload.patching.children", None)
-    pickle.loads(prepared)
-    assert landing.wish == ""
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "transload.patching.install", None)
+        pickle.loads(prepared)
+    assert devices.requested == ""
 
 
 SCRIPT = """\

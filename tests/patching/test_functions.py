@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import transload
-from transload.patching.functions import _REPLACED
+from transload.patching.torch_patches import _REPLACED
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("no_cards")

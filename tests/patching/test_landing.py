@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import transload
-from transload.patching.landing import land
+from transload.patching.devices import substitute
 
 if TYPE_CHECKING:
     from tests.patching.conftest import Cards
@@ -28,7 +28,7 @@ def _quiet() -> Any:
 )
 def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
     with transload.patch():
-        assert land(device) == torch.device("cpu")
+        assert substitute(device) == torch.device("cpu")
 
 
 @pytest.mark.usefixtures("no_cards")
@@ -39,24 +39,24 @@ def test_what_is_absent_lands_on_the_cpu(device: Any) -> None:
 )
 def test_what_is_here_or_no_device_we_know_is_left_to_torch(device: Any) -> None:
     with transload.patch():
-        assert land(device) is device
+        assert substitute(device) is device
 
 
 def test_a_tensor_is_no_device() -> None:
     tensor = torch.ones(2)
     with transload.patch():
-        assert land(tensor) is tensor
+        assert substitute(tensor) is tensor
 
 
 def test_unpatched_nothing_lands() -> None:
-    assert land("cuda:7") == "cuda:7"
+    assert substitute("cuda:7") == "cuda:7"
 
 
 def test_where_the_device_exists_nothing_changes(cards: Cards) -> None:
     cards(2)
     with transload.patch():
         for device in ("cuda", "cuda:0", "cuda:1", 1, torch.device("cuda:1"), torch.device("cuda")):
-            assert land(device) is device
+            assert substitute(device) is device
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_an_absent_index_lands_on_the_gpu_of_this_process(
 ) -> None:
     cards(2, current)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* lands on cuda:{landing}"):
-        assert land("cuda:5") == torch.device("cuda", landing)
+    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* goes to cuda:{landing}"):
+        assert substitute("cuda:5") == torch.device("cuda", landing)
 
 
 def test_the_landing_of_a_process_does_not_wander(cards: Cards) -> None:
@@ -76,20 +76,20 @@ def test_the_landing_of_a_process_does_not_wander(cards: Cards) -> None:
     cards(2, 0)
     with transload.patch():
         with pytest.warns(transload.LandingWarning):
-            first = land("cuda:5")
+            first = substitute("cuda:5")
         cards.monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        assert land("cuda:5") == first
+        assert substitute("cuda:5") == first
 
 
 def test_devices_are_counted_again_when_a_program_hides_some(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     cards(2)
     with transload.patch():
-        assert land("cuda:1") == "cuda:1"
+        assert substitute("cuda:1") == "cuda:1"
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        assert land("cuda:1") == "cuda:1"
+        assert substitute("cuda:1") == "cuda:1"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         with pytest.warns(transload.LandingWarning):
-            assert land("cuda:1") == torch.device("cuda:0")
+            assert substitute("cuda:1") == torch.device("cuda:0")
 
 
 def test_devices_that_a_program_has_touched_are_not_counted_again(
@@ -98,24 +98,24 @@ def test_devices_that_a_program_has_touched_are_not_counted_again(
     cards(2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with transload.patch():
-        assert land("cuda:1") == "cuda:1"
+        assert substitute("cuda:1") == "cuda:1"
         monkeypatch.setattr(torch.cuda, "device_count", None)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-        assert land("cuda:1") == "cuda:1"
+        assert substitute("cuda:1") == "cuda:1"
 
 
 def test_a_wish_is_for_what_is_absent_only(cards: Cards) -> None:
     cards(2)
     with transload.patch("cpu"):
-        assert land("cuda:1") == "cuda:1"
-        with pytest.warns(transload.LandingWarning, match="lands on cpu"):
-            assert land("cuda:2") == torch.device("cpu")
+        assert substitute("cuda:1") == "cuda:1"
+        with pytest.warns(transload.LandingWarning, match="goes to cpu"):
+            assert substitute("cuda:2") == torch.device("cpu")
 
 
 def test_a_forked_process_that_cannot_use_cuda_hears_so_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with transload.patch():
-        assert land("cuda:1") == "cuda:1"
+        assert substitute("cuda:1") == "cuda:1"
 
 
 @pytest.mark.usefixtures("no_cards")
@@ -133,5 +133,5 @@ def test_one_warning_at_the_line_of_the_program_for_all_of_a_kind(data: Path) ->
 def test_a_wish_that_is_no_device_is_refused(device: Any) -> None:
     if device is None:
         device = ":1"
-    with pytest.raises(transload.UsageError, match="is no device"):
+    with pytest.raises(transload.UsageError, match="is not a device"):
         transload.patch(device)

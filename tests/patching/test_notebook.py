@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import transload
-from transload.patching import switch
+from transload.patching import devices
 
 if TYPE_CHECKING:
     from tests.patching.conftest import Python
@@ -30,7 +30,7 @@ class Shell:
 def test_the_extension_patches_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
     shell = Shell()
     transload.load_ipython_extension(shell)
-    assert switch.state() == "auto"
+    assert devices.requested == "auto"
     kinds, handler = shell.custom
     error = AssertionError(KNOWN)
     assert issubclass(AssertionError, kinds)
@@ -38,7 +38,7 @@ def test_the_extension_patches_and_explains(capsys: pytest.CaptureFixture[str]) 
     assert shell.shown == [(AssertionError, error, 2)]
     assert "CPU" in capsys.readouterr().err
     transload.unload_ipython_extension(shell)
-    assert switch.state() == ""
+    assert devices.requested == ""
     assert shell.custom == ((), None)
 
 
@@ -49,7 +49,7 @@ shell.run_cell("%load_ext transload")
 shell.run_cell("import torch; print(torch.ones(1).to('cuda:99').device)")
 shell.run_cell("raise AssertionError('Torch not compiled with CUDA enabled')")
 shell.run_cell("%unload_ext transload")
-shell.run_cell("from transload.patching import switch; print(switch.state() == '')")
+shell.run_cell("from transload.patching import devices; print(devices.requested == '')")
 """
 
 

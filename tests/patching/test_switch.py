@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 import transload
-from transload.patching import landing, switch
+from transload.patching import devices
 
 if TYPE_CHECKING:
     from tests.patching.conftest import Python
@@ -17,12 +17,12 @@ def fail() -> NoReturn:
 
 
 def test_it_is_on_until_it_is_undone() -> None:
-    assert switch.state() == ""
+    assert devices.requested == ""
     transload.patch()
-    assert switch.state() == "auto"
+    assert devices.requested == "auto"
     transload.patch()
     transload.unpatch()
-    assert switch.state() == ""
+    assert devices.requested == ""
     transload.unpatch()
 
 
@@ -30,22 +30,22 @@ def test_a_block_puts_back_what_was_before() -> None:
     with transload.patch() as outer:
         assert repr(outer) == "transload.patch(device='auto')"
         with transload.patch("cpu"):
-            assert landing.wish == "cpu"
-        assert landing.wish == "auto"
-    assert landing.wish == ""
+            assert devices.requested == "cpu"
+        assert devices.requested == "auto"
+    assert devices.requested == ""
 
 
 def test_a_block_that_is_left_by_an_exception_is_undone() -> None:
     with pytest.raises(ValueError, match="no"), transload.patch():
         fail()
-    assert switch.state() == ""
+    assert devices.requested == ""
 
 
 def test_a_block_inside_a_patched_program_leaves_it_patched() -> None:
     transload.patch()
     with transload.patch():
         pass
-    assert switch.state() == "auto"
+    assert devices.requested == "auto"
 
 
 def test_the_hook_of_uncaught_exceptions_comes_and_goes() -> None:

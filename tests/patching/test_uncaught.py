@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import transload
-from transload.patching import functions, uncaught
-from transload.patching.changes import Changes
+from transload.patching import torch_patches, uncaught
+from transload.patching.install import Replacements
 
 KNOWN = (
     "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1. "
@@ -30,7 +30,7 @@ def through_us(error: Exception) -> BaseException:
     def real(**_: Any) -> None:
         raise error
 
-    made = functions._making(real)
+    made = torch_patches._making(real)
     return caught(lambda: made(size=1))
 
 
@@ -40,9 +40,9 @@ def files(error: BaseException) -> list[str]:
 
 def test_frames_of_ours_are_taken_out() -> None:
     error = through_us(ValueError("no"))
-    assert functions.__file__ in files(error)
+    assert torch_patches.__file__ in files(error)
     uncaught.tidy(error)
-    assert functions.__file__ not in files(error)
+    assert torch_patches.__file__ not in files(error)
     assert set(files(error)) == {__file__}
 
 
@@ -65,7 +65,7 @@ def test_frames_of_ours_are_taken_out_of_causes_contexts_and_groups() -> None:
     context.__context__ = outer  # a circle is no reason to hang
     uncaught.tidy(outer)
     for error in (outer, inner, context, member):
-        assert functions.__file__ not in files(error)
+        assert torch_patches.__file__ not in files(error)
 
 
 def test_the_traceback_comes_first_and_the_explanation_below(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_the_traceback_comes_first_and_the_explanation_below(capsys: pytest.Capt
     told = capsys.readouterr().err
     trace, _, explanation = told.partition(f"RuntimeError: {KNOWN}\n")
     assert trace.startswith("Traceback (most recent call last):\n")
-    assert functions.__file__ not in trace
+    assert torch_patches.__file__ not in trace
     assert explanation.startswith("\n")
     assert "CUDA device 1" in explanation
 
@@ -115,8 +115,8 @@ def test_changes_that_somebody_changed_again_are_left() -> None:
     class Theirs:
         size = 1
 
-    changes = Changes()
-    changes.set(Theirs, "size", 2)
+    replacements = Replacements()
+    replacements.set(Theirs, "size", 2)
     Theirs.size = 3
-    changes.undo()
+    replacements.undo()
     assert Theirs.size == 3

@@ -1,4 +1,4 @@
-"""``transload run SCRIPT [ARGS…]``: somebody's program, unchanged, on the devices that are here."""
+"""``transload run SCRIPT [ARGS…]``: run a program unchanged on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload run infer.py --weights model.pt   what it loads lands where it can
+  transload run infer.py --weights model.pt   load onto the devices here
   transload run -m package.train --epochs 3   as python -m
   transload run --device cpu infer.py         the CPU for absent GPUs
   transload run - < infer.py                  the program from stdin
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``run``; what follows the script is the script's."""
     parser.epilog = _EPILOG
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
-    parser.add_argument("--device", metavar="D", default="auto", help="where that lands whose device is not here")
+    parser.add_argument("--device", metavar="D", default="auto", help="what to use instead of missing devices")
     parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 
 

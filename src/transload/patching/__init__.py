@@ -1,8 +1,12 @@
-"""``transload.patch``: a program that names devices, brought together with a machine that has others."""
+"""``transload.patch`` and ``transload run``: run a program that names devices which this machine does not have.
+
+``devices`` chooses the substitute, ``install`` puts the patches of ``torch_patches`` in place and takes them out again,
+``script`` runs a program as ``python`` would, and ``uncaught`` explains the exception that ends it.
+"""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # `transload run` of a script that needs no torch shall cost nothing
+TYPE_CHECKING = False  # `transload run` of a script without torch must cost nothing, not even importing typing
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
@@ -13,7 +17,7 @@ __all__ = ["Patch", "load_ipython_extension", "patch", "unload_ipython_extension
 
 
 class Patch:
-    """What ``patch`` returns. As a context manager it puts back, at its end, what was so before."""
+    """The result of ``patch``. As a context manager it restores the previous state at its end."""
 
     def __init__(self, device: str, before: str) -> None:
         self.device = device
@@ -25,39 +29,42 @@ class Patch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from transload.patching import switch
+        from transload.patching.install import install
 
-        switch.turn(self._before)
+        install(self._before)
 
     def __repr__(self) -> str:
         return f"transload.patch(device={self.device!r})"
 
 
 def patch(device: str = "auto") -> Patch:
-    """Land what is sent to devices that are not here: by ``torch.load``, ``.to``, ``.cuda``, ``torch.zeros`` and so on.
+    """Use another device where a program names one that is missing.
 
-    What is meant for a device that works here is left alone, whatever it is. What is not goes to ``device``; ``auto``
-    is the GPU of this process, or the CPU where there is none. One ``LandingWarning`` says so.
-    An exception that nobody catches is explained below its traceback. Children of ``multiprocessing`` do the same.
+    It applies to ``torch.load``, ``.to``, ``.cuda``, ``torch.zeros`` and everything else that takes a device.
 
-    torch may be imported before or after. ``unpatch()`` undoes it; in a ``with`` statement the end of the block does.
+    Devices that work here are left alone. Missing ones are replaced by ``device``; ``auto`` is the GPU of this process,
+    or the CPU where there is none. One ``LandingWarning`` says so. An exception that nobody catches is explained below
+    its traceback. Children of ``multiprocessing`` are patched, too.
+
+    torch may be imported before or after. ``unpatch()`` undoes it; so does the end of a ``with`` block.
 
     >>> with patch():  # doctest: +SKIP
     ...     state = torch.load("model.pt")
     ...     model.to("cuda:1")
     """
-    from transload.patching import switch
+    from transload.patching import devices
+    from transload.patching.install import install
 
-    before = switch.state()
-    switch.turn(checked(device))
+    before = devices.requested
+    install(checked(device))
     return Patch(device, before)
 
 
 def unpatch() -> None:
-    """Put everything back as it was before the first ``patch``; nothing happens where there was none."""
-    from transload.patching import switch
+    """Restore everything as it was before the first ``patch``."""
+    from transload.patching.install import install
 
-    switch.turn("")
+    install("")
 
 
 def checked(device: object) -> str:
@@ -71,19 +78,25 @@ def checked(device: object) -> str:
     if kind not in KINDS or (index and not index.isdecimal()) or name.endswith(":"):
         from transload.errors import UsageError
 
-        raise UsageError(f"{name!r} is no device", fix="It is auto, cpu, cuda:0, mps and so on.")
+        raise UsageError(f"{name!r} is not a device", fix="Use auto, cpu, cuda:0, mps or the like.")
     return name
 
 
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext transload``: ``patch`` for a notebook, with the explanation below the traceback of a cell."""
-    from transload.patching import notebook
+    from transload.patching import uncaught
+    from transload.patching.install import install
 
-    notebook.begin(shell)
+    def show(shell: Any, kind: Any, error: BaseException, _: Any, tb_offset: int | None = None) -> None:
+        uncaught.tidy(error)
+        shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset)
+        uncaught.tell(error)
+
+    install("auto", explain=False)
+    shell.set_custom_exc((Exception,), show)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """``%unload_ext transload``."""
-    from transload.patching import notebook
-
-    notebook.end(shell)
+    unpatch()
+    shell.set_custom_exc((), None)

@@ -6,7 +6,8 @@ import builtins
 import os
 import sys
 
-from transload.patching import switch, uncaught
+from transload.patching import uncaught
+from transload.patching.install import install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ __all__ = ["program_of"]
 
 
 def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
-    """What runs a script, or a module, with its arguments. All that it raises is the program's own."""
+    """A function that runs a script or a module with its arguments; what it raises is the program's own."""
     if not module and words[0] != "-":
         _check(words[0])
 
     def run() -> int:
-        switch.turn(device, explaining=False)
+        install(device, explain=False)
         try:
             _execute(words, module=module)
         except SystemExit:

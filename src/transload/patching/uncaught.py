@@ -1,11 +1,11 @@
-"""The end of a program by an exception: its traceback as it would be without us, and the explanation below."""
+"""An exception that nobody catches: its traceback without our frames, and the explanation below it."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from transload.patching import landing
+from transload.patching import devices
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def explained(hook: Hook) -> Hook:
         del trace  # of the error, as it is when ours is out of it
         tidy(error)
         hook(kind, error, error.__traceback__)
-        if landing.wish:
+        if devices.requested:
             tell(error)
 
     return excepthook

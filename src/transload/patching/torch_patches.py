@@ -1,23 +1,64 @@
-"""The functions of torch that take a device, each replaced by one that lands it first and is else the same."""
+"""What is patched in torch: how ``torch.load`` restores a storage, and the functions that take a device.
+
+torch asks a public registry how to restore a storage to the device that the file, or ``map_location``, names for it. An
+entry at its head is asked before torch looks for a device that is missing, and one at its end instead of giving up. So
+``torch.load`` itself stays torch's, with all its arguments and whoever imported it when. Every other function is
+replaced by a wrapper that substitutes the device and calls it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import wraps
 
-from transload.patching.landing import land, lands_elsewhere
+from transload.patching import devices
+from transload.patching.devices import is_missing, substitute
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # as in install.py
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from transload.patching.changes import Changes
+    from transload.patching.install import Replacements
 
     Wrap = Callable[[Any], Any]
 
-__all__ = ["replace"]
+__all__ = ["register_restore", "replace_functions"]
+
+_FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
+_DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
+
+
+def register_restore(torch: Any, replacements: Replacements) -> None:
+    """Add the two entries to the registry."""
+    serialization = torch.serialization
+
+    def restore_missing(storage: Any, location: Any) -> Any:
+        tag = location.decode("ascii", "replace") if isinstance(location, bytes) else location
+        if not isinstance(tag, str) or not is_missing(tag):
+            return None
+        return restored(storage, tag)
+
+    def restore_unknown(storage: Any, location: Any) -> Any:
+        if not devices.requested or not isinstance(location, str) or not _DEVICE.fullmatch(location):
+            return None
+        return restored(storage, location)
+
+    def restored(storage: Any, tag: str) -> Any:
+        device = devices.substitute_name(tag)
+        return serialization.default_restore_location(storage, device) if device and device != tag else None
+
+    for priority, restore in ((_FIRST, restore_missing), (_LAST, restore_unknown)):
+        serialization.register_package(priority, lambda _: None, restore)
+    ours = {restore_missing, restore_unknown}
+
+    def unregister() -> None:  # there is no public way; while the patch is off, our entries do nothing
+        registry = getattr(serialization, "_package_registry", [])
+        registry[:] = [entry for entry in registry if entry[2] not in ours]
+
+    replacements.then(unregister)
 
 
 def _making(real: Any) -> Any:
@@ -26,7 +67,7 @@ def _making(real: Any) -> Any:
     @wraps(real)
     def make(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
-            kwargs["device"] = land(kwargs["device"])
+            kwargs["device"] = substitute(kwargs["device"])
         return real(*args, **kwargs)
 
     return make
@@ -38,9 +79,9 @@ def _moving(real: Any) -> Any:
     @wraps(real)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
-            return real(self, land(args[0]), *args[1:], **kwargs)
+            return real(self, substitute(args[0]), *args[1:], **kwargs)
         if kwargs.get("device") is not None:
-            kwargs["device"] = land(kwargs["device"])
+            kwargs["device"] = substitute(kwargs["device"])
         return real(self, **kwargs)
 
     return to
@@ -53,39 +94,39 @@ def _sending(real: Any) -> Any:
     @wraps(real)
     def send(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         wanted = kind if device is None else device
-        landing = land(wanted)
-        if landing is wanted:
+        target = substitute(wanted)
+        if target is wanted:
             return real(self, device, *args, **kwargs)
-        if landing.type == kind:
-            return real(self, landing.index, *args, **kwargs)
+        if target.type == kind:
+            return real(self, target.index, *args, **kwargs)
         kwargs.pop("non_blocking", None)
-        return self.cpu(**kwargs) if landing.type == "cpu" else self.to(device=landing, **kwargs)
+        return self.cpu(**kwargs) if target.type == "cpu" else self.to(device=target, **kwargs)
 
     return send
 
 
 def _asking(real: Any) -> Any:
-    """``torch.cuda.set_device`` and ``synchronize``: nothing is to be done for what does not land on a GPU."""
+    """``torch.cuda.set_device`` and ``synchronize``: nothing to do where the substitute is not a GPU."""
 
     @wraps(real)
     def ask(device: Any = None) -> None:
         wanted = "cuda" if device is None else device
-        landing = land(wanted)
-        if landing is wanted:
+        target = substitute(wanted)
+        if target is wanted:
             real(device)
-        elif landing.type == "cuda":
-            real(landing)
+        elif target.type == "cuda":
+            real(target)
 
     return ask
 
 
 def _pinning(real: Any) -> Any:
-    """``.pin_memory``: there is nothing to pin it for where all lands on the CPU."""
+    """``.pin_memory``: nothing to pin for where everything goes to the CPU."""
 
     @wraps(real)
     def pin_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        landing = land("cuda")
-        here = isinstance(landing, str) or landing.type != "cpu"
+        target = substitute("cuda")
+        here = isinstance(target, str) or target.type != "cpu"
         return real(self, *args, **kwargs) if here else self
 
     return pin_memory
@@ -96,8 +137,8 @@ def _selecting(real: Any) -> Any:
 
     @wraps(real)
     def init(self: Any, device: Any) -> None:
-        landing = land(device)
-        real(self, landing if landing is device or landing.type == "cuda" else -1)
+        target = substitute(device)
+        real(self, target if target is device or target.type == "cuda" else -1)
 
     return init
 
@@ -107,30 +148,30 @@ def _entering(real: Any) -> Any:
 
     @wraps(real)
     def init(self: Any, device: Any) -> None:
-        real(self, land(device))
+        real(self, substitute(device))
 
     return init
 
 
 def _reading(real: Any) -> Any:
-    """``torch.jit.load``, which does not ask the registry of ``torch.load``: one device is for all of the file."""
+    """``torch.jit.load``, which does not use the registry of ``torch.load``: one device for the whole file."""
 
     @wraps(real)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         wanted = _absent_tag(f) if map_location is None else map_location
-        return real(f, land(wanted), *args, **kwargs)
+        return real(f, substitute(wanted), *args, **kwargs)
 
     return load
 
 
 def _absent_tag(f: Any) -> str | None:
-    """A device that is named in a TorchScript file and is not here."""
+    """A device that a TorchScript file names and this machine does not have."""
     from transload.judge import inspect
     from transload.loading.placement import tags_of
 
     if not isinstance(f, str | os.PathLike) or not os.path.isfile(f):  # noqa: PTH113
         return None
-    return next(filter(lands_elsewhere, tags_of(inspect(f))), None)
+    return next(filter(is_missing, tags_of(inspect(f))), None)
 
 
 _REPLACED: tuple[tuple[Wrap, str, str], ...] = (
@@ -158,11 +199,11 @@ _REPLACED: tuple[tuple[Wrap, str, str], ...] = (
 )
 
 
-def replace(torch: Any, changes: Changes) -> None:
-    """Replace those that this release of torch has."""
-    _fill_tables(torch)
-    _empty_tables()
-    changes.then(_empty_tables)
+def replace_functions(torch: Any, replacements: Replacements) -> None:
+    """Replace every function in the table that this release of torch has."""
+    _fill_function_tables(torch)
+    _clear_compiler_tables()
+    replacements.then(_clear_compiler_tables)
     for wrap, path, names in _REPLACED:
         owner = torch
         for part in path.split(".")[1:]:
@@ -170,19 +211,19 @@ def replace(torch: Any, changes: Changes) -> None:
         for name in names.split():
             real = getattr(owner, name, None)
             if real is not None:
-                _put(torch, changes, owner, name, wrap(real))
+                _put(torch, replacements, owner, name, wrap(real))
 
 
-def _fill_tables(torch: Any) -> None:
-    """torch keeps tables of its own functions, filled at first use: that must not be when ours are in their place."""
+def _fill_function_tables(torch: Any) -> None:
+    """Fill torch's tables of its own functions, which it would otherwise fill with ours at first use."""
     from torch.utils._device import _device_constructors
 
     _device_constructors()
     torch.jit._builtins._find_builtin(None)  # noqa: SLF001 - there is no public way
 
 
-def _empty_tables() -> None:
-    """The compiler keeps some more, and fills them when it first compiles: it shall do so again with torch's own."""
+def _clear_compiler_tables() -> None:
+    """Clear the compiler's tables of torch functions, so that the next compilation fills them again."""
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     for name in ("get_torch_obj_rule_map", "get_tensor_method"):
         table: Any = getattr(rules, name, None)
@@ -193,14 +234,14 @@ def _empty_tables() -> None:
         older.function_ids = None
 
 
-def _put(torch: Any, changes: Changes, owner: Any, name: str, ours: Any) -> None:
-    """Lay one over torch's; it pickles by its name, and a script that is compiled finds the operator behind it."""
+def _put(torch: Any, replacements: Replacements, owner: Any, name: str, ours: Any) -> None:
+    """Put a wrapper in place: it pickles under torch's name, and TorchScript finds the operator behind it."""
     within = isinstance(owner, type)
     ours.__module__ = owner.__module__ if within else owner.__name__
     ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
-    changes.set(owner, name, ours)
+    replacements.set(owner, name, ours)
     builtins = torch.jit._builtins  # noqa: SLF001 - there is no public way
     operator = builtins._find_builtin(ours.__wrapped__)  # noqa: SLF001
     if operator is not None:
         builtins._register_builtin(ours, operator)  # noqa: SLF001
-        changes.then(lambda: builtins._get_builtin_table().pop(id(ours), None))  # noqa: SLF001
+        replacements.then(lambda: builtins._get_builtin_table().pop(id(ours), None))  # noqa: SLF001

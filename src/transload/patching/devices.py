@@ -1,0 +1,132 @@
+"""Which devices are missing on this machine, and which device is used instead."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+__all__ = ["is_missing", "mark_warned", "requested", "substitute", "substitute_name", "warned"]
+
+requested = ""
+"""The device to use instead of missing ones, or ``auto``; empty while not patched."""
+
+_KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
+"""Devices that torch knows by itself. One that a package adds is present, or torch does not know its name."""
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
+
+_counts: dict[tuple[str | None, ...], int] = {}
+_settled: dict[str, int] = {}
+_substitutes: dict[tuple[str | None, ...], str] = {}
+_warned: set[str] = set()
+
+
+def substitute(device: Any) -> Any:
+    """The ``torch.device`` to use instead of a missing device; anything else unchanged.
+
+    Takes whatever torch takes for a device: a name, a ``torch.device``, an index.
+    """
+    name = _name(device)
+    if not name or not is_missing(name):
+        return device
+    import torch
+
+    other = substitute_name(name)
+    return torch.device(other) if other else device
+
+
+def is_missing(name: str) -> bool:
+    """Whether torch knows a device of this name and this machine does not have it."""
+    kind, colon, index = name.partition(":")
+    if not requested or kind not in _KINDS or (colon and not index.isdecimal()):
+        return False
+    count = _count(kind)
+    return count >= 0 and int(index or 0) >= count
+
+
+def substitute_name(name: str) -> str:
+    """The device to use instead of a missing one; warns the first time. Empty if that cannot be determined."""
+    key = (name, requested, *map(os.environ.get, _HIDING))
+    if key not in _substitutes:
+        from transload.loading.local_devices import devices_here
+
+        try:
+            found = devices_here([name], 0)  # the same rules as transload.load
+        except RuntimeError:  # CUDA cannot be asked: torch will say why
+            return ""
+        other = (found.own or "cpu") if requested == "auto" else requested
+        _substitutes[key] = other  # for good: a model and its inputs must meet
+        _warn(name, other, found.absent)
+    return _substitutes[key]
+
+
+def _name(device: Any) -> str:
+    """The name of a device (``cuda:1``); empty for anything else, such as the dtype given to ``Tensor.to``."""
+    if isinstance(device, str):
+        return device
+    if isinstance(device, int):
+        return "" if isinstance(device, bool) or device < 0 else f"cuda:{device}"
+    import torch
+
+    return str(device) if isinstance(device, torch.device) else ""
+
+
+def _count(kind: str) -> int:
+    """How many devices of a kind work here; -1 if torch cannot be asked now.
+
+    Asked again when a variable that hides devices changes, as a program may do until it uses the first one.
+    """
+    if kind in _settled:
+        return _settled[kind]
+    key = (kind, *map(os.environ.get, _HIDING))
+    if key not in _counts:
+        import torch
+
+        if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has its own words for that
+            return -1
+        module = getattr(torch, kind, None)
+        _counts[key] = int(torch.backends.mps.is_available()) if kind == "mps" else _working(module)
+        if _counts[key] and getattr(module, "is_initialized", bool)():
+            _settled[kind] = _counts[key]
+    return _counts[key]
+
+
+def _working(module: Any) -> int:
+    if not (hasattr(module, "is_available") and hasattr(module, "device_count")):
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def _warn(name: str, other: str, why: str) -> None:
+    """Warn once for each pair of devices, at the program's own line: above frames of torch and transload."""
+    import warnings
+
+    from transload.errors import LandingWarning
+
+    pair = f"{name.partition(':')[0]} to {other}"
+    if pair in _warned:
+        return
+    _warned.add(pair)
+    because = f"; {why}" if why else ""
+    text = f"there is no {name} here{because}. What was saved on such a device, or is sent to it, goes to {other}"
+    inside = tuple(f"{os.path.dirname(sys.modules[name].__file__ or '?')}{os.sep}" for name in ("torch", "transload"))  # noqa: PTH120
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, LandingWarning, stacklevel=level)
+
+
+def warned() -> list[str]:
+    """The warnings given so far."""
+    return sorted(_warned)
+
+
+def mark_warned(ways: list[str]) -> None:
+    """Do not give these warnings again."""
+    _warned.update(ways)

@@ -1,0 +1,180 @@
+"""Installing the patches and removing them: into torch, ``sys.excepthook`` and children of ``multiprocessing``.
+
+``install`` waits for a module that is not imported yet, so that a program that never imports torch pays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import wraps
+
+from transload.patching import devices, uncaught
+
+TYPE_CHECKING = False  # importing typing costs more than the rest of this module
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+__all__ = ["Replacements", "cancel", "install", "install_in_child", "when_imported"]
+
+_ABSENT = object()
+
+
+def install(device: str, *, explain: bool = True) -> None:
+    """Send what is meant for missing devices to ``device``; remove the patches where it is empty."""
+    before, devices.requested = devices.requested, device
+    if device and not before:
+        when_imported("torch", _patch_torch)
+        when_imported("multiprocessing.spawn", _patch_spawn)
+        if explain:
+            _replacements.set(sys, "excepthook", uncaught.explained(sys.excepthook))
+    elif before and not device:
+        cancel()
+        _replacements.undo()
+
+
+def _patch_torch(torch: Any) -> None:
+    from transload.patching import torch_patches
+
+    torch_patches.register_restore(torch, _replacements)
+    torch_patches.replace_functions(torch, _replacements)
+
+
+def _patch_spawn(spawn: Any) -> None:
+    """Let what ``multiprocessing`` prepares for a child carry the patch.
+
+    A forked child has all of its parent. One that is spawned, or forked from the server, first unpickles what its
+    parent has prepared and only then imports the main module: an entry that patches when it is unpickled is in time.
+    """
+    real = spawn.get_preparation_data
+
+    @wraps(real)
+    def get_preparation_data(*args: Any, **kwargs: Any) -> Any:
+        data = real(*args, **kwargs)
+        return {**data, "transload": _PatchInChild()} if devices.requested else data
+
+    _replacements.set(spawn, "get_preparation_data", get_preparation_data)
+
+
+def install_in_child(device: str, warned: list[str]) -> None:
+    """Patch as the parent did, without repeating its warnings."""
+    devices.mark_warned(warned)
+    install(device, explain=False)
+
+
+# The child may not have us on its path yet, and must not fail if it never has.
+_JOIN = """
+import sys
+sys.path.append({home!r})
+try:
+    from transload.patching.install import install_in_child
+    install_in_child({device!r}, {warned!r})
+except ImportError:
+    pass
+finally:
+    if {home!r} in sys.path:
+        sys.path.pop(len(sys.path) - 1 - sys.path[::-1].index({home!r}))
+"""
+
+
+class _PatchInChild:
+    def __reduce__(self) -> tuple[Any, ...]:
+        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+        return exec, (_JOIN.format(home=home, device=devices.requested, warned=devices.warned()), {})
+
+
+class _Watch:
+    """A meta path finder that delegates to the others and calls back when a module has been executed."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callable[[ModuleType], None]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.waiting:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
+        loader = None if spec is None else spec.loader
+        if loader is not None and hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)
+                execute(module)
+                action = self.waiting.pop(name, None)
+                if action is not None:
+                    action(module)
+
+            # On this one loader, and only until it has run: the module keeps the loader it would have without us.
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_watch = _Watch()
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action`` with the module, now or right after it has been imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+        return
+    _watch.waiting[name] = action
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+
+
+def cancel() -> None:
+    """Stop waiting for imports."""
+    _watch.waiting.clear()
+    if _watch in sys.meta_path:
+        sys.meta_path.remove(_watch)
+
+
+class Replacements:
+    """Attributes of foreign modules and classes that were replaced, in order, and the way back.
+
+    >>> class Theirs:
+    ...     size = 1
+    >>> replacements = Replacements()
+    >>> replacements.set(Theirs, "size", 2)
+    >>> replacements.set(Theirs, "colour", "red")
+    >>> replacements.undo()
+    >>> Theirs.size, hasattr(Theirs, "colour")
+    (1, False)
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Replace an attribute; an inherited one is shadowed."""
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+
+        def restore() -> None:
+            if vars(owner).get(name) is not value:
+                return  # replaced again since then, perhaps by a wrapper of ours, which does nothing any more
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.append(restore)
+
+    def then(self, restore: Callable[[], None]) -> None:
+        """Also call this on ``undo``."""
+        self._undo.append(restore)
+
+    def undo(self) -> None:
+        """Put everything back, the last first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+_replacements = Replacements()
