@@ -33,7 +33,7 @@ from tests.diagnose.machines import (
 
 from transload.diagnose import judge_machine
 from transload.diagnose.redact import redacted
-from transload.diagnose.rules.row import LAYERS, Row
+from transload.diagnose.rules.rule import LAYERS
 from transload.diagnose.verdict import Diagnosis, Muted, Status
 from transload.findings import Finding
 from transload.machine import (
@@ -56,8 +56,8 @@ from transload.machine import (
 from transload.render import doctor_chain
 from transload.render.doctor import as_text, report
 from transload.render.doctor_facts import facts, source_of
-from transload.render.doctor_page import page, paragraphs
-from transload.render.lines import Block, layout, plain
+from transload.render.doctor_page import page
+from transload.render.lines import layout, plain
 from transload.render.style import Style
 from transload.render.terminal import emit
 
@@ -433,37 +433,45 @@ def _sourced(section: str) -> bool:
     return all(source_of(f"{section}.{name}") for name in inside)
 
 
-ROW = Row(
-    "U04", "a stub", "First\nparagraph.\n\nSecond.", "Do:\n$ ls -l\n| a line\nThen rest.", "libraries", avoid="It."
-)
+PAGE = f"""# U04: a `<stub>`
+
+Layer: driver libraries.
+
+First
+paragraph of \\*it\\*, &lt;so>.
+
+Second.
+
+## Fix
+
+Do this:
+
+    $ {"x " * 60}
+    | a line
+
+Then [rest](README.md).
+
+## What not to do
+
+It.
+
+## Sources
+
+- <https://example.org/issue/1>
+- <https://example.org/issue/2>
+
+[All causes](README.md)
+"""
 
 
 def test_a_page_tells_all_and_breaks_no_command() -> None:
-    row = replace(ROW, fix=f"Do this:\n$ {'x ' * 60}\nThen rest.", sources=("https://example.org/issue/1",))
-    lines = lines_of(page(row), Style(width=60, cut=True))
-    assert lines[0] == "U04  a stub"
-    assert "First paragraph." in lines
-    assert f"  $ {'x ' * 60}".rstrip() in lines
-    assert lines.index("Fix") < lines.index("What not to do") < lines.index("Sources")
-    assert lines[-1] == "https://example.org/issue/1"
-
-
-def test_paragraphs_tell_prose_from_what_is_copied() -> None:
-    assert list(paragraphs(ROW.fix)) == [(False, ("Do:",)), (True, ("$ ls -l", "| a line")), (False, ("Then rest.",))]
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (ROW, "does not find it by itself"),
-        (replace(ROW, check=lambda _: None), "Layer: driver libraries."),
-        (replace(ROW, check=lambda _: None, symptom=True), "told only where no cause is found"),
-        (replace(ROW, check=lambda _: None, likely=True), "Told as probable"),
-    ],
-)
-def test_a_page_says_how_sure_the_doctor_is(row: Row, words: str) -> None:
-    blocks: list[Block] = list(page(row))
-    assert words in "\n".join(lines_of(blocks))
+    lines = lines_of(page(PAGE), Style(width=60, cut=True))
+    command = f"  $ {'x ' * 60}".rstrip()
+    assert lines == [
+        *("U04  a <stub>", "Layer: driver libraries.", "", "First paragraph of *it*, <so>.", "", "Second.", ""),
+        *("Fix", "Do this:", "", command, "  | a line", "", "Then rest.", "", "What not to do", "It.", ""),
+        *("Sources", "https://example.org/issue/1", "https://example.org/issue/2"),
+    ]
 
 
 def test_cards_of_one_kind_are_counted_and_cuda_names_them_last() -> None:

@@ -189,13 +189,14 @@ def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
 
 
 def _explain(word: str, colour: str) -> int:
+    from transload.diagnose.pages import page
     from transload.diagnose.rules.catalogue import BY_CODE
-    from transload.render.doctor_page import page
+    from transload.render.doctor_page import page as shown
 
-    row = BY_CODE.get(word.strip().upper())
-    if row is None:
+    code = word.strip().upper()
+    if code not in BY_CODE:
         raise UsageError(f"there is no cause {word!r}; {_near(word.upper(), sorted(BY_CODE))}")
-    show(page(row), colour)
+    show(shown(page(code)), colour)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.diagnose.rules.row import LAYERS
+from transload.diagnose.rules.rule import LAYERS
 from transload.machine import Unknown
 from transload.render.doctor_chain import ORDER, Link, cards, chain, devices, torch_words
 from transload.render.escape import printable

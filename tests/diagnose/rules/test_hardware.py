@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, refused
-from tests.diagnose.rules.machine_rows import ROWS, alarms, blind_nvml, cause, node, seen, told, unloaded, with_gpu
+from tests.diagnose.rules.machine_rows import alarms, blind_nvml, cause, node, seen, told, unloaded, with_gpu
 
-from transload.diagnose.verdict import decide
+from transload.diagnose import judge_machine
 from transload.machine import Hardware, Machine, Step, Unknown
 
 DEAD = blind_nvml(refused(healthy(), 100))
@@ -39,8 +39,8 @@ def test_without_a_card_there_is_a_note_and_no_fault() -> None:
     found = told("H01", bare())
     assert found.severity == "note"
     assert found.evidence == ("display devices on the PCI bus: 0000:00:02.0 Intel",)
-    assert decide(bare(), ROWS).status == "no-gpu"
-    assert [each.code for each in decide(bare(), ROWS).findings] == ["H01"]
+    assert judge_machine(bare()).status == "no-gpu"
+    assert [each.code for each in judge_machine(bare()).findings] == ["H01"]
 
 
 def test_a_login_node_with_the_drivers_libraries_and_no_card_has_no_fault() -> None:

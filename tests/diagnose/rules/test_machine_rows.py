@@ -22,7 +22,7 @@ from tests.diagnose.rules.machine_rows import (
     with_gpu,
 )
 
-from transload.diagnose.rules.catalogue import ROWS as CATALOGUE
+from transload.diagnose.case import Case
 from transload.diagnose.verdict import decide
 from transload.machine import Answer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
 
@@ -101,7 +101,8 @@ def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
     for around in AROUND:
         machine = draw(seed, around(healthy()))
         assert machine.driver.cuda.works
-        found = [each for row in ROWS if (each := row.finding(machine)) and each.severity == "error"]
+        case = Case.of(machine)
+        found = [each.code for row in ROWS if (each := row.finding(case)) and each.severity == "error"]
         assert found == []
 
 
@@ -145,5 +146,6 @@ def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
         driver__nvml__count=0,
         driver__nvml__gpus=(),
     )
-    for row in CATALOGUE:
-        row.finding(machine)
+    case = Case.of(machine)
+    for row in ROWS:
+        row.finding(case)

@@ -9,8 +9,7 @@ import pytest
 from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
 from tests.diagnose.rules.torch_rows import alarms, amd, cause, ended, failing, seen, told, unimportable, variables
 
-from transload.diagnose.rules.catalogue import ROWS
-from transload.diagnose.verdict import decide
+from transload.diagnose import judge_machine
 from transload.machine import Machine, Step, Torch
 
 BUSY = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
@@ -130,7 +129,7 @@ def test_torch_cannot_be_imported_and_nobody_knows_why(error: str, fix: str) -> 
 
 def test_an_explanation_takes_the_place_of_a_symptom() -> None:
     error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
-    diagnosis = decide(unimportable(healthy(), error), ROWS)
+    diagnosis = judge_machine(unimportable(healthy(), error))
     assert diagnosis.cause is not None
     assert diagnosis.cause.code == "L04"
     assert [(muted.finding.code, muted.because) for muted in diagnosis.muted] == [("X10", "L04")]

@@ -17,14 +17,13 @@ from tests.diagnose.machines import (
     no_torch_run,
 )
 
-from transload.diagnose.rules import environment, extensions, fit, others, python, run, torch_build, torch_libraries
+from transload.diagnose.case import Case
+from transload.diagnose.rules.catalogue import BY_CODE
 from transload.diagnose.verdict import decide
 from transload.findings import Finding
 from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
 
-FILES = (python, torch_build, torch_libraries, environment, fit, run, extensions, others)
-ROWS = [row for file in FILES for row in file.TABLE.rows]
-BY_CODE = {row.code: row for row in ROWS}
+ROWS = list(BY_CODE.values())
 
 FINE: dict[str, Machine] = {
     "healthy": healthy(),
@@ -57,7 +56,7 @@ FINE: dict[str, Machine] = {
 
 def seen(code: str, machine: Machine) -> Finding | None:
     """What one row says of a machine."""
-    return BY_CODE[code].finding(machine)
+    return BY_CODE[code].finding(Case.of(machine))
 
 
 def told(code: str, machine: Machine, severity: str = "error") -> Finding:

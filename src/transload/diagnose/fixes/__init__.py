@@ -5,8 +5,8 @@ else is a sentence. Nothing is ever run; what needs root or a reboot says so.
 """
 
 from transload.diagnose.fixes.containers import give_gpu, give_slurm
-from transload.diagnose.fixes.driver import install_driver
-from transload.diagnose.fixes.packages import bring, install, uninstall, wheel, wheel_choice, wheel_platform
+from transload.diagnose.fixes.driver import install_driver, wanted
+from transload.diagnose.fixes.packages import bring, install, reinstall, uninstall, wheel, wheel_choice, wheel_platform
 from transload.diagnose.fixes.shell import drop_folder, set_variable, unset
 from transload.diagnose.fixes.system import (
     modprobe_option,
@@ -28,12 +28,14 @@ __all__ = [
     "modprobe_option",
     "on_host",
     "reboot",
+    "reinstall",
     "reload_module",
     "set_variable",
     "sudo",
     "system_package",
     "uninstall",
     "unset",
+    "wanted",
     "wheel",
     "wheel_choice",
     "wheel_platform",

@@ -91,6 +91,22 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     return ("First the driver:", *update, "Then torch:", *lines)
 
 
+def reinstall(machine: Machine, *, gpu: bool) -> Lines:
+    """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
+    from transload.diagnose.tables import default_build
+    from transload.diagnose.tables.wheels import INDEX
+
+    first = machine.torch.first
+    release, _, build = (first.version if first else "").partition("+")
+    if release not in releases():
+        return wheel(machine) if gpu else install(machine, "torch", force=True)
+    if gpu:
+        return wheel(machine, release if wheel_choice(machine, release).torch_version else None)
+    default = default_build(release, wheel_platform(machine))
+    index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
+    return install(machine, f"torch=={release}", index=index, force=True)
+
+
 def _why(machine: Machine, choice: WheelChoice) -> Lines:
     likely = ", which is likely to fit and not certain" if choice.how_sure == "guess" else ""
     if _tool(machine) not in _CONDAS:

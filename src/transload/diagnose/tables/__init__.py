@@ -6,6 +6,7 @@ The data is in the JSON files here; ``wheels`` chooses a wheel by it and is impo
 from __future__ import annotations
 
 from transload.diagnose.tables._data import (
+    INDEX,
     Capability,
     Sure,
     System,
@@ -40,6 +41,7 @@ from transload.diagnose.tables.drivers import (
 from transload.diagnose.tables.results import Result, cu_result, nvml_result
 
 __all__ = [
+    "INDEX",
     "PLATFORMS",
     "TEGRA",
     "Build",

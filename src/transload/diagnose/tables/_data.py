@@ -6,13 +6,24 @@ import re
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
-__all__ = ["Capability", "Sure", "System", "Version", "numbers_of", "parse_capability", "parse_version", "table"]
+__all__ = [
+    "INDEX",
+    "Capability",
+    "Sure",
+    "System",
+    "Version",
+    "numbers_of",
+    "parse_capability",
+    "parse_version",
+    "table",
+]
 
 Version = tuple[int, ...]
 Capability = tuple[int, int]
 Sure = Literal["seen", "stated", "guess"]
 System = Literal["linux", "windows"]
 
+INDEX = "https://download.pytorch.org/whl"
 _VERSION = re.compile(r"\d+(?:\.\d+)*")
 
 

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from transload.diagnose.tables._data import Capability, Sure, Version, numbers_of, parse_version
+from transload.diagnose.tables._data import INDEX, Capability, Sure, Version, numbers_of, parse_version
 from transload.diagnose.tables.builds import PLATFORMS, Build, default_build, releases
 from transload.diagnose.tables.cubins import TEGRA
 from transload.diagnose.tables.drivers import branch_of, cuda_text
 from transload.diagnose.tables.target import Target, best_build, cuda_builds
 
 __all__ = ["INDEX", "Alternative", "WheelChoice", "choose_wheel"]
-
-INDEX = "https://download.pytorch.org/whl"
 
 
 @dataclass(frozen=True, slots=True)

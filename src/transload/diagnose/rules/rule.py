@@ -1,0 +1,116 @@
+"""What a rule is: a cause with a stable code, and a pure function from a machine to what shows it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transload.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from transload.diagnose.case import Case
+
+__all__ = ["LAYERS", "RULES", "Layer", "Lines", "Match", "Rule", "page_only", "rule"]
+
+Lines = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One link of the chain from the card to the kernel that runs on it.
+
+    Faults of one chain follow from one another: the first broken layer is the cause of the others. Faults of
+    different chains are independent.
+    """
+
+    name: str
+    words: str
+    chain: str
+
+
+LAYERS: tuple[Layer, ...] = (
+    Layer("python", "the Python environment", "torch"),
+    Layer("build", "the torch that is installed", "torch"),
+    Layer("torch-libraries", "the libraries torch loads", "torch"),
+    Layer("hardware", "a GPU in the machine", "machine"),
+    Layer("kernel", "its kernel driver", "machine"),
+    Layer("surroundings", "container, scheduler, service", "machine"),
+    Layer("nodes", "device nodes", "machine"),
+    Layer("libraries", "driver libraries", "machine"),
+    Layer("driver", "the CUDA driver starts", "machine"),
+    Layer("variables", "environment variables", "variables"),
+    Layer("fit", "driver and card fit the build", "fit"),
+    Layer("run", "torch computes on the GPU", "run"),
+    Layer("extensions", "packages beside torch", "extensions"),
+)
+"""In the order in which to fix them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a rule saw on one machine. Empty lines are left out.
+
+    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` stands in for the
+    rule's where the check knows more. ``likely`` says that the evidence fits and does not prove.
+    """
+
+    evidence: Lines
+    fix: Lines = ()
+    title: str = ""
+    severity: Severity = "error"
+    likely: bool = False
+
+
+Check = Callable[["Case"], Match | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A cause: its stable code and the layer it breaks. Its page is docs/doctor/CODE.md.
+
+    A ``symptom`` is only told where no fault explains it: it says what happened, not why. ``check`` is ``None`` for
+    what a machine cannot show (a program's own fault, another system): the page is all there is.
+    """
+
+    code: str
+    layer: str
+    title: str
+    check: Check | None = None
+    symptom: bool = False
+    likely: bool = False
+
+    @property
+    def fix(self) -> str:
+        """What its page says to do."""
+        from transload.diagnose.pages import section
+
+        return section(self.code, "Fix")
+
+    def finding(self, case: Case) -> Finding | None:
+        """What it has to say about a machine."""
+        match = case.match(self)
+        if match is None:
+            return None
+        title = f"{'probably: ' if self.likely or match.likely else ''}{match.title or self.title}"
+        evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, match.fix))
+        return Finding(self.code, match.severity, title, evidence, fix)
+
+
+RULES: dict[str, Rule] = {}
+"""Every rule by its code, in the order in which they are asked: ``catalogue`` imports the modules that fill it."""
+
+
+def rule(code: str, layer: str, title: str, *, symptom: bool = False, likely: bool = False) -> Callable[[Check], Check]:
+    """Make the decorated function the check of a new rule. In a layer the first that matches is the cause."""
+
+    def add(check: Check) -> Check:
+        RULES[code] = Rule(code, layer, title, check, symptom, likely)
+        return check
+
+    return add
+
+
+def page_only(code: str, layer: str, title: str) -> None:
+    """A cause that no machine shows by itself: only its page exists."""
+    RULES[code] = Rule(code, layer, title)
