@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from transload.diagnose import tables
-from transload.diagnose.tables._data import table
-from transload.diagnose.tables.chips import chips
-from transload.diagnose.tables.wheels import INDEX, choose_wheel
+from transload.diagnose.tables import INDEX, chips, table
+from transload.diagnose.tables.wheels import choose_wheel
 
 FOLDER = Path(tables.__file__).parent
 DRIVERS = table("drivers")

@@ -67,7 +67,7 @@ def _card(name: str, capability: tuple[int, ...], memory: int) -> str:
 
 
 def _by_number(device: PciDevice) -> str:
-    from transload.diagnose.tables.chips import chip_of
+    from transload.diagnose.tables import chip_of
 
     chip = chip_of(device.device)
     number = f"10de:{device.device:04x} at {printable(device.address)}"
@@ -178,8 +178,7 @@ def _libraries(machine: Machine) -> Seen:
 
 
 def _driver(machine: Machine) -> Seen:
-    from transload.diagnose.tables.drivers import cuda_text
-    from transload.diagnose.tables.results import cu_result
+    from transload.diagnose.tables import cu_result, cuda_text
 
     cuda = machine.driver.cuda
     if not _there(machine):
@@ -264,7 +263,7 @@ def _torch_libraries(machine: Machine) -> Seen:
 
 
 def _fit(machine: Machine) -> Seen:
-    from transload.diagnose.tables.drivers import cuda_text
+    from transload.diagnose.tables import cuda_text
 
     first, cuda = machine.torch.first, machine.driver.cuda
     if first is None or not first.cuda or not _there(machine):

@@ -20,7 +20,7 @@ from tests.diagnose.machines import (
 )
 from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable
 
-from transload.machine import Driver, Hardware, Machine, Step, Surroundings, Torch, TorchRun
+from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun
 
 ORIN = "NVIDIA Jetson AGX Orin Developer Kit, R36 (release), REVISION: 4.3"
 
@@ -46,7 +46,7 @@ def test_torch_was_built_without_cuda() -> None:
     "machine",
     [
         bare(),
-        changed(bare(), hardware=Hardware(pci=(), dxg=True), surroundings=Surroundings(wsl=2)),  # WSL, with a GPU of another vendor
+        changed(in_wsl(bare()), driver=bare().driver),  # a GPU of another vendor
         changed(cpu(healthy()), platform__system="Darwin"),
     ],
 )
