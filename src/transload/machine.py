@@ -543,7 +543,7 @@ class Resolved:
     name: str
     """``libcudnn.so.9``"""
     path: str = ""
-    """Empty where it is found nowhere."""
+    """Empty where it is not found."""
     via: str = ""
     """``RUNPATH``, ``RPATH``, ``LD_LIBRARY_PATH``, ``LD_PRELOAD``, ``ld.so.cache``, ``default folder``, ``loaded``
     (an earlier one has brought it in under that name)."""
@@ -573,7 +573,7 @@ class TorchLibraries:
     cubins: dict[str, int] | Unknown = Unknown("not asked")
     """Architecture → how many kernels of it libtorch_cuda holds: ``{"sm_90": 4711, "compute_90": 12}``."""
     needed: tuple[Resolved, ...] = ()
-    """NVIDIA's libraries, directly or indirectly needed; and any other that is found nowhere or cannot be loaded."""
+    """NVIDIA's libraries, directly or indirectly needed; and any other that is not found or cannot be loaded."""
     unresolved: tuple[str, ...] = ()
     """Versioned symbols that the library to be taken does not define:
     ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12, needed by libcusparse.so.12``; and whole versions:

@@ -221,9 +221,7 @@ def test_packages_for_another_cuda_go_with_the_torch_they_came_with() -> None:
 
 def test_a_build_that_is_guessed_is_called_likely() -> None:
     unknown = changed(with_card((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
-    assert any(
-        line.startswith("Why this build, which is likely to fit and not certain: ") for line in fixes.wheel(unknown)
-    )
+    assert any(line.startswith("Why this build (likely, but not certain, to work): ") for line in fixes.wheel(unknown))
     assert any(line.startswith("Why this build: ") for line in fixes.wheel(healthy()))
 
 

@@ -29,7 +29,7 @@ examples:
   transload doctor --explain U04           all about one cause
 
 exit codes:
-  0  nothing to repair; a machine without a GPU where torch works is no fault
+  0  nothing to repair, also where there is no GPU and torch works on the CPU
   1  something is broken, or what --require names is not usable
   2  the command could not do its job
 """
@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
     else:
         show(_blocks(diagnosis, verbose=arguments.verbose), arguments.color)
     if arguments.require and not diagnosis.cuda_usable:
-        complain(UsageError("CUDA is required, and is not usable here"))
+        complain(UsageError("CUDA is required but not usable here"))
         return 1
     return int(not diagnosis.ok)
 

@@ -169,8 +169,8 @@ class Case(Machine):
         if not cuda.answer.answered:
             return f"libcuda.so.1 could not be used: {detail or state}"
         if cuda.init == 0:
-            return f"cuInit answered 0, and cuDeviceGetCount {max(cuda.count, 0)} devices"
-        return f"cuInit answered {cuda.init} {cu_result(cuda.init).name}".rstrip()
+            return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
+        return f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
 
     @property
     def nvml_answer(self) -> str:
@@ -179,8 +179,8 @@ class Case(Machine):
         if not nvml.answer.answered:
             return f"NVML: {nvml.answer.detail or nvml.answer.state}"
         if nvml.init:
-            return f"nvmlInit answered {nvml.init} {nvml_result(nvml.init).name}".rstrip()
-        return f"NVML answers and sees {max(nvml.count, 0)} GPU{'' if nvml.count == 1 else 's'}"
+            return f"nvmlInit returned {nvml.init} {nvml_result(nvml.init).name}".rstrip()
+        return f"NVML works and sees {max(nvml.count, 0)} GPU{'' if nvml.count == 1 else 's'}"
 
     @property
     def driver_cuda(self) -> int:
@@ -196,7 +196,7 @@ class Case(Machine):
 
     @cached_property
     def nodes_absent(self) -> bool:
-        """Whether /dev was looked at and holds none of NVIDIA's nodes."""
+        """Whether /dev was looked at and holds no NVIDIA GPU's nodes."""
         at = self.nodes.at
         return bool(self.nodes.found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
 
@@ -266,7 +266,7 @@ class Case(Machine):
         for card in self.hardware.gpus:
             chip = chip_of(card.device)
             name = f" ({chip.code}, {chip.generation})" if chip else ""
-            driver = f", bound to {card.driver}" if card.driver else ", bound to no driver"
+            driver = f", bound to {card.driver}" if card.driver else ", not bound to a driver"
             lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}")
         return tuple(lines)
 
@@ -281,7 +281,7 @@ class Case(Machine):
     def logged(self, pattern: str) -> str:
         """What the kernel's log says that matches; the driver's messages run over several lines, which are joined."""
         found = re.search(pattern, self._log) if self._log else None
-        return f"the kernel's log says: {found[0][:_MATCH_SHOWN].strip()}" if found else ""
+        return f"the kernel log says: {found[0][:_MATCH_SHOWN].strip()}" if found else ""
 
     @cached_property
     def _log(self) -> str:

@@ -95,7 +95,7 @@ def system_package(machine: Machine, **names: str) -> Lines:
     if manager in names and manager in _INSTALL:
         return (sudo(machine, f"{_INSTALL[manager]} {names[manager]}"),)
     known = next(iter(names.values()), "")
-    return (f"Install your distribution's counterpart of the package {known}.",)
+    return (f"Install your distribution's equivalent of the package {known}.",)
 
 
 def _outside(machine: Machine) -> str:
@@ -136,7 +136,7 @@ def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
     write = f"$ echo {quote(line)} | {_outside(machine)}tee /etc/modprobe.d/{file}"
     again = reload_module(machine, line.split()[1])
-    return (*on_host(machine), write, "With no program using the GPU, or else by a reboot:", *again)
+    return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
 
 
 # -- variables of this shell, and where they come from
@@ -197,7 +197,7 @@ def _leads(element: str, folder: str) -> bool:
 def _where_set(machine: Machine, names: Lines) -> Lines:
     """Where a change has to be made to last."""
     lines = tuple(
-        f"To make it last, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
+        f"To make it permanent, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
         for name in names
         if machine.variables.origins.get(name)
     )
@@ -205,10 +205,10 @@ def _where_set(machine: Machine, names: Lines) -> Lines:
         return lines
     around = machine.surroundings
     if around.service:
-        return (f"To make it last, remove it from the unit: systemctl edit {around.service}",)
+        return (f"To make it permanent, remove it from the unit: systemctl edit {around.service}",)
     if around.container:
-        return ("To make it last, remove it from the image's ENV, the compose file, or the -e of the run command.",)
-    return ("To make it last, remove it from what sets it: the shell's start files, the IDE, the launch script.",)
+        return ("To make it permanent, remove it from the image's ENV, the compose file or the run command's -e.",)
+    return ("To make it permanent, remove it where it is set: the shell's startup files, the IDE, the launch script.",)
 
 
 # -- how to start a container or a job with a GPU
@@ -219,9 +219,9 @@ def give_gpu(machine: Machine) -> Lines:
     around = machine.surroundings
     if around.kubernetes:
         return (
-            "Ask for a GPU in the pod's container spec:",
+            "Request a GPU in the pod's container spec:",
             "| resources: {limits: {nvidia.com/gpu: 1}}",
-            "Where the cluster's default runtime is not NVIDIA's, also set runtimeClassName: nvidia.",
+            "If the cluster's default runtime is not NVIDIA's, also set runtimeClassName: nvidia.",
         )
     if around.slurm and not around.container:
         return give_slurm(machine)
@@ -237,17 +237,17 @@ def give_slurm(machine: Machine) -> Lines:
         "$ srun --gres=gpu:1 --pty bash",
         "Or in the batch script:",
         "| #SBATCH --gres=gpu:1",
-        *(("Then hand it on to the container:", *inner) if inner else ()),
+        *(("Then pass it to the container:", *inner) if inner else ()),
     )
 
 
 def _give_docker() -> Lines:
     return (
-        "Start the container with its GPUs:",
+        "Start the container with GPUs:",
         "$ docker run --gpus all …",
         "In a compose file, under the service:",
         "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
-        "The host needs the nvidia-container-toolkit for that.",
+        "This needs the nvidia-container-toolkit on the host.",
     )
 
 
@@ -255,7 +255,7 @@ def _give_podman() -> Lines:
     return (
         "On the host, once, and again after each driver update (needs root):",
         "$ sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
-        "Then start the container with its GPUs:",
+        "Then start the container with GPUs:",
         "$ podman run --device nvidia.com/gpu=all …",
     )
 
@@ -268,7 +268,7 @@ def _give_lxc() -> Lines:
     return (
         "On the host, give the container the device nodes (major 195, and that of nvidia-uvm in /proc/devices):",
         "$ lxc config device add CONTAINER gpu gpu",
-        "Inside, install the driver's libraries in the host's version, without its kernel module.",
+        "Inside, install the driver's libraries of the host's version, without its kernel module.",
     )
 
 
@@ -377,7 +377,7 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
         return (f"Install the driver{want.words if at_least or exactly else ''}: {DOWNLOAD}",)
     if 0 < want.high < at_least:
         last = f"Branch {want.high} is the last driver for {' and '.join(want.kept) or 'this card'}"
-        return (f"{last}: no driver of branch {at_least} or newer drives it.",)
+        return (f"{last}: branch {at_least} and newer do not support it.",)
     if machine.surroundings.container:
         return (*on_host(machine), f"Install or update NVIDIA's driver{want.words}, then reboot the host.")
     steps = _DRIVER.get(_distribution(machine), _other)(machine, want)
@@ -388,7 +388,7 @@ def _both(want: Wanted) -> Lines:
     if not want.dropped:
         return ()
     kept, dropped = " and ".join(want.kept), " and ".join(want.dropped)
-    return (f"No driver drives both {kept} and {dropped}. This is the one for {kept}:",)
+    return (f"No driver supports both {kept} and {dropped}. This is the one for {kept}:",)
 
 
 def _distribution(machine: Machine) -> str:
@@ -402,7 +402,7 @@ def _in_words(want: Wanted, how: str) -> Lines:
 
 def _other(machine: Machine, want: Wanted) -> Lines:
     del machine
-    return _in_words(want, f"by your distribution's packages, or from {DOWNLOAD}")
+    return _in_words(want, f"with your distribution's packages, or from {DOWNLOAD}")
 
 
 def _ubuntu(machine: Machine, want: Wanted) -> Lines:
@@ -586,7 +586,7 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     branch = int(choice.needs_driver.partition(".")[0])
     older = choice.direction == "older"
     update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
-    return ("First the driver:", *update, "Then torch:", *lines)
+    return ("First install the driver:", *update, "Then install torch:", *lines)
 
 
 def reinstall(machine: Machine, *, gpu: bool) -> Lines:
@@ -603,7 +603,7 @@ def reinstall(machine: Machine, *, gpu: bool) -> Lines:
 
 
 def _why(machine: Machine, choice: WheelChoice) -> Lines:
-    likely = ", which is likely to fit and not certain" if choice.how_sure == "guess" else ""
+    likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
     if _tool(machine) not in _CONDAS:
         return (f"Why this build{likely}: {choice.reason}",)
     if _conda_again(machine, choice):
@@ -616,7 +616,7 @@ def _newer(machine: Machine, choice: WheelChoice) -> Lines:
     same = first is not None and first.version.partition("+")[0] == choice.torch_version != newest.torch_version
     if not same or newest.needs_driver or _tool(machine) in _CONDAS:
         return ()
-    return (f"It is the release you have; the newest that fits this machine is {newest.torch_version} {newest.build}.",)
+    return (f"You have this release; the newest that works on this machine is {newest.torch_version} {newest.build}.",)
 
 
 def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
@@ -715,7 +715,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     line = f"$ {python} -m pip install{again} {wanted}{source}"
     if machine.python.externally_managed:
         return (
-            "This Python belongs to the system, which refuses pip. Make an environment and use that:",
+            "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
             f"$ {python} -m venv .venv",
             line.replace(f"$ {python} ", "$ .venv/bin/python ", 1),
         )

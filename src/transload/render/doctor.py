@@ -71,11 +71,11 @@ def _subject(diagnosis: Diagnosis) -> str:
     """What does not work, by what was seen and not by what was concluded."""
     machine, run = diagnosis.machine, diagnosis.machine.torch_run
     if run.cuda_works:
-        return "CUDA works, with a fault"
+        return "CUDA works, but there is a problem"
     if diagnosis.status == "degraded":
-        return "torch works, with a fault" if run.answer.answered else "A fault"
+        return "torch works, but there is a problem" if run.answer.answered else "There is a problem"
     if _is_unexamined(diagnosis):
-        return "Whether CUDA works is not known"
+        return "It is unknown whether CUDA works"
     imported = run.step("import")
     absent = machine.torch.first is None and not isinstance(machine.torch.installs, Unknown)
     if absent or machine.torch.shadow or (run.answer.state != "unasked" and not (imported and imported.ok)):
@@ -102,7 +102,7 @@ def _well(diagnosis: Diagnosis) -> str:
         given = "was given to this process" if machine.hardware.present else ""
         where = given or ("was found" if unread else "in this machine")
         works = f"; {torch} works on the CPU" if run.answer.answered else f"; {torch} is installed" if first else ""
-        return f"No GPU {where}{works}. That is no fault."
+        return f"No GPU {where}{works}. Nothing to repair."
     if machine.driver.cuda.works:
         return f"The CUDA driver works, on {cards(machine)}; torch was not run"
     return _elsewhere(diagnosis, torch)
@@ -115,7 +115,7 @@ def _elsewhere(diagnosis: Diagnosis, torch: str) -> str:
     if run.backends:
         return f"{torch} works with {' and '.join(map(printable, run.backends))}{f', on {others}' if others else ''}"
     if others:
-        return f"No NVIDIA GPU, but {others}; {torch} has no fault to tell of"
+        return f"No NVIDIA GPU, but {others}; no problem found with {torch}"
     return "No cause was found"
 
 
@@ -222,7 +222,7 @@ def _unknown(diagnosis: Diagnosis) -> Iterator[Block]:
         told.append(f"the kernel's log: {log.reason}")
     if told:
         yield BLANK
-        yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Could not find out  ", "trust"),))
+        yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Unknown  ", "trust"),))
 
 
 def _unsure(cause: Finding) -> bool:
@@ -237,6 +237,6 @@ def _is_symptom(finding: Finding) -> bool:
 
 
 def _hints(diagnosis: Diagnosis) -> Iterator[Block]:
-    more = f"transload doctor --explain {diagnosis.cause.code} tells more; " if diagnosis.cause else ""
+    more = f"transload doctor --explain {diagnosis.cause.code} explains more; " if diagnosis.cause else ""
     yield BLANK
     yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))

@@ -57,7 +57,7 @@ def cards(machine: Machine) -> str:
     if named:
         return ", ".join(f"{number} × {name}" if number > 1 else name for name, number in _counted(named).items())
     if machine.hardware.dxg:
-        return "by /dev/dxg, through Windows"
+        return "through Windows (/dev/dxg)"
     return printable(machine.hardware.tegra)
 
 
@@ -113,7 +113,7 @@ def _hardware(machine: Machine) -> Seen:
     others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
     if isinstance(machine.hardware.pci, Unknown):
         return "unknown", printable(machine.hardware.pci.reason)
-    return "idle", f"none of NVIDIA; {others}" if others else "none of NVIDIA"
+    return "idle", f"no NVIDIA GPU; {others}" if others else "no NVIDIA GPU"
 
 
 def _kernel(machine: Machine) -> Seen:
@@ -123,9 +123,9 @@ def _kernel(machine: Machine) -> Seen:
     if kernel.loaded:
         return "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")
     if machine.surroundings.wsl or machine.hardware.dxg:
-        return "ok", "that of Windows"
+        return "ok", "provided by Windows"
     if machine.driver.cuda.works:
-        return "ok", "not visible from here, and at work"
+        return "ok", "not visible from here, but works"
     if isinstance(kernel.loaded, Unknown):
         return "unknown", printable(kernel.loaded.reason)
     foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
@@ -156,7 +156,7 @@ def _nodes(machine: Machine) -> Seen:
     if bad and not machine.driver.cuda.works:
         return "broken", printable(", ".join(f"{node.path}: {node.error}" for node in bad))
     good = [node.path for node in nodes if not node.error]
-    return ("ok", printable(", ".join(good))) if good else ("unknown", "none was looked at")
+    return ("ok", printable(", ".join(good))) if good else ("unknown", "not examined")
 
 
 def _libraries(machine: Machine) -> Seen:
@@ -173,7 +173,7 @@ def _libraries(machine: Machine) -> Seen:
     path = printable(mapped or taken.target or taken.path)
     if taken.problem:
         return "broken", f"{path}: {printable(taken.problem)}"
-    kind = {"stub": ", a stub", "compat": ", of a compat folder", "wsl": "", "driver": "", "other": ""}[taken.kind]
+    kind = {"stub": ", a stub", "compat": ", from a compat directory", "wsl": "", "driver": "", "other": ""}[taken.kind]
     return "broken" if taken.kind == "stub" else "ok", f"{path}{kind}"
 
 
@@ -188,8 +188,8 @@ def _driver(machine: Machine) -> Seen:
     if not cuda.answer.answered:
         return _silence(cuda.answer), _answer(cuda.answer.state, cuda.answer.detail)
     if cuda.init:
-        return "broken", f"cuInit answered {cuda.init} {cu_result(cuda.init).name}".rstrip()
-    return "broken", "it starts, and has no GPU for this process"
+        return "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
+    return "broken", "starts, but has no GPU for this process"
 
 
 def _silence(answer: Answer) -> State:
@@ -202,8 +202,8 @@ def _silence(answer: Answer) -> State:
 def _answer(state: str, detail: str) -> str:
     words = {
         "unasked": "not asked",
-        "no-library": "there is no library to ask",
-        "not-loadable": "its library does not load",
+        "no-library": "no library found",
+        "not-loadable": "its library cannot be loaded",
         "no-symbol": "its library lacks a function",
         "hung": "no answer in time",
         "crashed": "it crashed",
@@ -216,7 +216,7 @@ def _variables(machine: Machine) -> Seen:
 
     values = {name: value for name, value in machine.variables.values.items() if name in DECIDING - _SELDOM}
     shown = [printable(f"{name}={value}", _VALUE) for name, value in values.items()]
-    return "ok", ", ".join(shown) or "none is set that decides anything"
+    return "ok", ", ".join(shown) or "none that affects CUDA or torch"
 
 
 def _python(machine: Machine) -> Seen:
@@ -232,11 +232,11 @@ def _python(machine: Machine) -> Seen:
 def _build(machine: Machine) -> Seen:
     torch = machine.torch
     if torch.shadow:
-        return "broken", printable(f"{torch.shadow} is imported in its place")
+        return "broken", printable(f"{torch.shadow} is imported instead")
     if isinstance(torch.installs, Unknown):
         return "unknown", printable(torch.installs.reason)
     if torch.first is None:
-        return "broken", "no torch is installed"
+        return "broken", "torch is not installed"
     return "ok", f"{torch_words(torch.first)}, {_built_for(torch.first)}"
 
 
@@ -244,7 +244,7 @@ def _built_for(install: TorchInstall) -> str:
     if not install.known:
         return printable(install.problem or "its version.py cannot be read")
     kinds = (("CUDA", install.cuda), ("ROCm", install.hip), ("XPU", install.xpu))
-    return printable(" and ".join(f"for {kind} {version}" for kind, version in kinds if version)) or "for the CPU alone"
+    return printable(" and ".join(f"for {kind} {version}" for kind, version in kinds if version)) or "for the CPU only"
 
 
 def _torch_libraries(machine: Machine) -> Seen:
@@ -257,9 +257,9 @@ def _torch_libraries(machine: Machine) -> Seen:
     if libraries.unresolved:
         return "broken", printable(f"undefined: {libraries.unresolved[0]}")
     if libraries.needed:
-        return "ok", f"{len(libraries.needed)} of NVIDIA's, all found"
+        return "ok", f"all {len(libraries.needed)} NVIDIA libraries found"
     reason = libraries.architectures.reason if isinstance(libraries.architectures, Unknown) else ""
-    return ("unknown", printable(reason)) if reason else ("ok", "its own")
+    return ("unknown", printable(reason)) if reason else ("ok", "bundled with torch")
 
 
 def _fit(machine: Machine) -> Seen:
@@ -269,10 +269,10 @@ def _fit(machine: Machine) -> Seen:
     if first is None or not first.cuda or not _there(machine):
         return None
     if not cuda.works:
-        return "idle", "not reached"
+        return "idle", "not checked"
     levels = {"sm_" + "".join(map(str, level)): None for level in machine.capabilities.values()}
     return "ok", printable(
-        f"CUDA {first.cuda} on a driver for {cuda_text(cuda.version)}, {', '.join(levels)}".rstrip(", ")
+        f"torch for CUDA {first.cuda}, driver for {cuda_text(cuda.version)}, {', '.join(levels)}".rstrip(", ")
     )
 
 
@@ -280,7 +280,7 @@ def _run(machine: Machine) -> Seen:
     run = machine.torch_run
     if run.answer.state == "unasked":
         why = f": {printable(run.answer.detail, _ERROR)}" if run.answer.detail else ""
-        return _silence(run.answer), f"torch was not run{why}"
+        return _silence(run.answer), f"not run{why}"
     failed = next((step for step in run.steps if not step.ok), None)
     if failed is not None:
         return "broken", printable(f"{failed.name}: {failed.error}", _ERROR)
@@ -291,7 +291,7 @@ def _run(machine: Machine) -> Seen:
         return "ok", f"{printable(done)} on {devices(machine)}"
     if _there(machine):
         return "broken", "torch.cuda.is_available() is False"
-    return "ok", printable(f"with {', '.join(run.backends)}") if run.backends else "on the CPU, as there is no GPU"
+    return "ok", printable(f"works with {', '.join(run.backends)}") if run.backends else "works on the CPU"
 
 
 def _extensions(machine: Machine) -> Seen:

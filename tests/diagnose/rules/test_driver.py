@@ -53,7 +53,7 @@ def not_ready() -> Machine:
 def test_the_fabric_is_down_by_its_state() -> None:
     machine = with_gpu(not_ready(), fabric="in-progress")
     assert causes(machine) == ["S01"]
-    assert "NVML says the fabric is in-progress" in told("S01", machine).evidence
+    assert "NVML reports that the fabric is in-progress" in told("S01", machine).evidence
     assert not told("S01", machine).title.startswith("probably")
 
 
@@ -72,7 +72,7 @@ def test_802_alone_makes_it_likely() -> None:
 
 def test_a_running_fabric_manager_is_restarted() -> None:
     machine = with_gpu(changed(not_ready(), kernel__daemons=("nv-fabricmanager",)), fabric="in-progress")
-    assert "although the fabric manager runs" in told("S01", machine).title
+    assert "although the fabric manager is running" in told("S01", machine).title
     assert "$ sudo systemctl restart nvidia-fabricmanager" in told("S01", machine).fix
 
 
@@ -229,11 +229,11 @@ def test_an_answer_without_a_reason_is_told_as_one(code: int) -> None:
     machine = refused(healthy(), code)
     assert causes(machine) == ["X08"]
     found = told("X08", machine)
-    assert found.evidence[0].startswith(f"cuInit answered {code}")
+    assert found.evidence[0].startswith(f"cuInit returned {code}")
     assert "the kernel driver is loaded (580.159.04)" in found.evidence
-    assert "the device nodes are there and open" in found.evidence
-    assert "NVML answers and sees 1 GPU" in found.evidence
-    assert "the kernel's log could not be read: /dev/kmsg: operation not permitted" in found.evidence
+    assert "the device nodes exist and can be opened" in found.evidence
+    assert "NVML works and sees 1 GPU" in found.evidence
+    assert "the kernel log could not be read: /dev/kmsg: operation not permitted" in found.evidence
 
 
 def test_what_is_not_in_order_is_not_called_so() -> None:
@@ -292,7 +292,7 @@ def test_a_layer_in_the_drivers_place_is_named_and_torch_is_not_blamed(state: st
     machine = shimmed(state)
     assert judge_machine(machine).cause == told(code, machine)
     found = told(code, machine)
-    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, by LD_LIBRARY_PATH" in found.evidence
+    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in found.evidence
     assert "$ unset LD_LIBRARY_PATH" in found.fix
     assert not any("reboot" in line for line in found.fix)
 

@@ -48,7 +48,7 @@ def test_values_that_hide_every_gpu(value: str) -> None:
     assert cause(machine) == "E01"
     found = told("E01", machine)
     assert found.evidence[0] == f"CUDA_VISIBLE_DEVICES is {value!r}"
-    assert "cuInit answered 100 CUDA_ERROR_NO_DEVICE" in found.evidence
+    assert "cuInit returned 100 CUDA_ERROR_NO_DEVICE" in found.evidence
     assert found.fix[0] == "$ unset CUDA_VISIBLE_DEVICES"
     assert cause(no_torch_run(machine)) == "E01"
 
@@ -73,7 +73,7 @@ def test_values_that_name_no_gpu(value: str, code: int, row: str) -> None:
 def test_an_ambiguous_uuid() -> None:
     machine = several(hiding("GPU-6e1b"))
     assert cause(machine) == "E04"
-    assert "'GPU-6e1b' is the beginning of more than one UUID" in told("E04", machine).evidence
+    assert "more than one UUID begins with 'GPU-6e1b'" in told("E04", machine).evidence
 
 
 def test_what_the_driver_did_without_it_is_told() -> None:
@@ -106,7 +106,7 @@ def test_a_list_that_is_cut_off() -> None:
     machine = several(healthy())
     lost = variables(machine, CUDA_VISIBLE_DEVICES="0,7,1")
     assert told("E02", lost, "warning").title == "CUDA_VISIBLE_DEVICES is cut off at '7'"
-    assert "1 of 2 GPUs are left" in told("E02", lost, "warning").evidence
+    assert "1 of 2 GPUs are visible" in told("E02", lost, "warning").evidence
     assert alarms(variables(machine, CUDA_VISIBLE_DEVICES="0,1,2,3")) == []
     told("E02", variables(machine, CUDA_VISIBLE_DEVICES="0,1,2,3"), "note")
     assert alarms(variables(machine, CUDA_VISIBLE_DEVICES="0,x,1")) == ["E01"]

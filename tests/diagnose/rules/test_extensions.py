@@ -54,7 +54,7 @@ def test_a_package_compiled_against_another_torch() -> None:
     machine = beside("flash-attn", "2.8.3", library="flash_attn_2_cuda.so", undefined=(SYMBOL,))
     assert alarms(machine) == ["P06"]
     found = told("P06", machine, "warning")
-    assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch has not",)
+    assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch does not define",)
     assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
 
 

@@ -77,7 +77,7 @@ def test_the_driver_is_too_old() -> None:
     machine = driven(dead(healthy(), warning=OLD.format(12080)), 12080, "570.86.10")
     assert cause(machine) == "V01"
     found = told("V01", machine)
-    assert "driver 570.86.10 is for CUDA 12.8" in found.evidence
+    assert "driver 570.86.10 supports CUDA up to 12.8" in found.evidence
     assert "torch 2.13.0+cu130 was built with CUDA 13.0, which needs driver 580.65.06 or newer" in found.evidence
     assert any("--index-url https://download.pytorch.org/whl/cu126" in line for line in found.fix)
     assert any("580" in line for line in found.fix)

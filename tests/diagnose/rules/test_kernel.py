@@ -54,7 +54,7 @@ def test_a_driver_for_an_old_card_is_of_a_branch_that_knows_it() -> None:
 def test_a_driver_that_is_installed_and_not_loaded() -> None:
     machine = unloaded(healthy(), built_for=(KERNEL,))
     assert cause(machine) == "K01"
-    assert told("K01", machine).title == "NVIDIA's kernel driver is installed and not loaded"
+    assert told("K01", machine).title == "NVIDIA's kernel driver is installed but not loaded"
     assert "$ sudo modprobe nvidia" in told("K01", machine).fix
 
 
@@ -86,7 +86,7 @@ def test_an_update_without_a_reboot_wants_a_reboot_and_nothing_else() -> None:
     machine = changed(unloaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
     found = told("K02", machine)
     assert [line for line in found.fix if line.startswith("$ ")] == ["$ sudo reboot"]
-    assert "still runs" in found.title
+    assert "still running" in found.title
 
 
 @pytest.mark.parametrize(
@@ -174,21 +174,21 @@ def test_an_old_card_beside_one_that_works_is_a_note() -> None:
     machine = changed(healthy(), hardware__pci=pci, kernel__version="595.58.03")
     found = told("K06", machine)
     assert found.severity == "note"
-    assert any(line.startswith("The rest works as it is") for line in found.fix)
+    assert any(line.startswith("The other cards work") for line in found.fix)
 
 
 def test_a_driver_that_would_kill_the_card_at_work_is_not_recommended() -> None:
     pci = (card(0x2684), card(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
     found = told("K06", changed(healthy(), hardware__pci=pci))
     assert found.severity == "note"
-    assert found.fix == ("Leave it: no driver drives both this card and Ada.",)
+    assert found.fix == ("Leave it as it is: no driver supports both this card and Ada.",)
 
 
 def test_no_driver_serves_blackwell_and_pascal_so_the_newer_card_is_chosen() -> None:
     pci = (card(0x2B85, ""), card(0x1B80, "", "0000:01:00.0"))
     found = told("K01", unloaded(changed(healthy(), hardware__pci=pci)))
     assert "$ sudo apt install nvidia-driver-580-open" in found.fix
-    assert found.fix[0] == "No driver drives both Blackwell and Pascal. This is the one for Blackwell:"
+    assert found.fix[0] == "No driver supports both Blackwell and Pascal. This is the one for Blackwell:"
 
 
 def test_the_open_module_on_a_card_before_turing() -> None:

@@ -63,8 +63,8 @@ def test_a_stub(around: Any) -> None:
     machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
     assert causes(machine) == ["U04"]
     found = told("U04", machine)
-    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, by LD_LIBRARY_PATH" in found.evidence
-    assert "cuInit answered 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
+    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, found through LD_LIBRARY_PATH" in found.evidence
+    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
     assert found.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
 
 
@@ -95,7 +95,7 @@ def test_a_compat_library_that_does_not_fit() -> None:
     machine = searching(in_container(taking(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT)
     assert causes(machine) == ["U02"]
     found = told("U02", machine)
-    assert "it is of 570.26, the kernel driver of 580.159.04" in found.evidence
+    assert "it is version 570.26, but the kernel driver is 580.159.04" in found.evidence
     assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
@@ -112,7 +112,7 @@ def test_a_compat_library_that_works_is_left_alone() -> None:
 def test_forward_compatibility_on_a_plain_card() -> None:
     machine = with_gpu(taking(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
     assert causes(machine) == ["U03"]
-    assert "NVIDIA GeForce RTX 4090 is no data-centre card" in told("U03", machine).evidence
+    assert "NVIDIA GeForce RTX 4090 is not a data-center card" in told("U03", machine).evidence
     assert not told("U03", machine).title.startswith("probably")
 
 
@@ -135,7 +135,7 @@ def test_libraries_of_another_release(code: int) -> None:
 def test_nvml_says_so_itself() -> None:
     machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
     assert causes(machine) == ["U01"]
-    assert "nvmlInit answered 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
+    assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
 
 
 def test_803_means_it_whatever_the_files_are() -> None:
@@ -191,7 +191,7 @@ def test_an_impostor_on_the_search_path(answer: Answer) -> None:
     machine = taking(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
     machine = relieved_by(searching(machine, "/opt/shim"), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U13"]
-    assert "takes the place" in told("U13", machine).title
+    assert "instead of the driver's" in told("U13", machine).title
     assert told("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
     assert seen("U13", changed(machine, driver__experiments=())) is None
 
@@ -331,7 +331,7 @@ def test_a_preloaded_library_is_taken_off_the_list_and_not_from_the_disk() -> No
     lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
     fix = told("U04", taking(refused(healthy(), 34), lib)).fix
     assert not any(line.startswith("$") for line in fix)
-    assert "/opt/vgpu/libvgpu.so out of /etc/ld.so.preload" in fix[0]
+    assert "/opt/vgpu/libvgpu.so from /etc/ld.so.preload" in fix[0]
 
 
 def test_a_folder_of_the_toolkit_is_still_taken_out_of_the_configuration() -> None:

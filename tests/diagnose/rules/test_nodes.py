@@ -117,7 +117,7 @@ def test_a_mode_to_change() -> None:
     unload = found.fix.index("$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia")
     assert found.fix[unload - 1] == "$ sudo systemctl stop nvidia-persistenced"
     assert any("NVreg_DeviceFileMode=0666" in line for line in found.fix)
-    assert "the module was told DeviceFileMode=0600" in found.evidence
+    assert "the module has DeviceFileMode=0600" in found.evidence
 
 
 def test_a_card_that_was_pulled_is_no_missing_node() -> None:

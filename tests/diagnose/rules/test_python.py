@@ -22,7 +22,7 @@ def test_torch_is_not_installed() -> None:
     assert cause(machine) == "P01"
     found = told("P01", machine)
     assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in found.evidence
-    assert "there is one in /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
+    assert "another Python has torch: /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
     assert any("/opt/venv/bin/python -m pip install torch==" in line for line in found.fix)
     assert seen("P01", healthy()) is None
 
@@ -57,7 +57,7 @@ def test_a_file_of_ones_own_is_imported_as_torch() -> None:
     shadow = {"torch__shadow": "/srv/torch.py", "torch__shadow_via": "the current directory"}
     machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
     assert cause(machine) == "P03"
-    assert told("P03", machine).evidence[0] == "import torch takes /srv/torch.py, by the current directory"
+    assert told("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
     assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
 
@@ -79,12 +79,12 @@ def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
     machine = two("2.9.0+cpu", "2.13.0+cu130")
     assert cause(machine) == "P02"
     assert told("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
-    assert f"behind it lies {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
+    assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
 
 
 @pytest.mark.parametrize("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
 def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
-    assert told("P02", machine, "note").title == "there are two torches on the path"
+    assert told("P02", machine, "note").title == "there are two installations of torch on the path"
     assert alarms(machine) == []
 
 
@@ -100,7 +100,7 @@ def test_two_versions_in_one_folder() -> None:
     mixed = (replace(install("2.15.0+cu132", "13.2"), dist_version="2.13.0"),)
     broken = changed(unimportable(healthy(), "ImportError: cannot import name 'x'"), torch__installs=mixed)
     assert cause(broken) == "P04"
-    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, its metadata 2.13.0"
+    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, but its metadata says 2.13.0"
     told("P04", changed(healthy(), torch__installs=mixed), "warning")
 
 

@@ -37,7 +37,7 @@ def test_a_card_that_another_process_has_for_itself() -> None:
 
 def test_a_card_that_is_closed() -> None:
     machine = gpu(no_torch_run(healthy()), compute_mode="prohibited")
-    assert told("S05", machine).title == "the card is reserved for one process, or for none"
+    assert told("S05", machine).title == "the card's compute mode excludes this process"
     assert seen("S05", gpu(no_torch_run(healthy()), compute_mode="exclusive-process")) is None
     by_cuda = changed(failing(healthy(), "kernel", BUSY), driver__nvml__gpus=())
     closed = tuple(replace(each, compute_mode=2) for each in by_cuda.driver.cuda.gpus)
@@ -60,15 +60,15 @@ def test_the_cards_memory_is_used_up() -> None:
     full = gpu(healthy(), free=100 << 20, processes=("python (4711), 139 GB",))
     machine = failing(full, "kernel", MEMORY)
     assert cause(machine) == "X06"
-    assert "python (4711), 139 GB computes on NVIDIA H200" in told("X06", machine).evidence
-    assert told("X06", machine).title == "the GPU's memory is used up"
+    assert "python (4711), 139 GB is using NVIDIA H200" in told("X06", machine).evidence
+    assert told("X06", machine).title == "the GPU's memory is full"
     assert alarms(full) == []
     assert told("X06", failing(healthy(), "kernel", MEMORY)).title.startswith("probably: ")
 
 
 def test_no_room_for_addresses() -> None:
     machine = changed(failing(healthy(), "kernel", MEMORY), platform__address_space=16 << 30)
-    assert told("X06", machine).title == "a limit on address space leaves CUDA no room"
+    assert told("X06", machine).title == "a limit on the address space leaves CUDA no room"
     assert "$ ulimit -v unlimited" in told("X06", machine).fix
 
 
@@ -96,7 +96,7 @@ def test_torch_sees_no_gpu_and_nobody_knows_why() -> None:
     machine = changed(machine, torch_run__libraries=("/opt/other/libcuda.so.1",))
     assert cause(machine) == "X09"
     found = told("X09", machine)
-    assert found.evidence[0] == "the driver starts and gives 1 GPU"
+    assert found.evidence[0] == "the driver starts and finds 1 GPU"
     assert any(line.startswith("torch loaded /opt/other/libcuda.so.1") for line in found.evidence)
     with_path = told("X09", variables(machine, LD_LIBRARY_PATH="/opt/other"))
     assert "$ unset LD_LIBRARY_PATH" in with_path.fix

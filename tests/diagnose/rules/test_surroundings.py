@@ -43,7 +43,7 @@ def variables(machine: Machine, **values: str) -> Machine:
 def test_a_container_without_a_gpu(kind: str) -> None:
     assert causes(forgotten(kind)) == ["C01"]
     found = told("C01", forgotten(kind))
-    assert "no /dev/nvidia* is there" in found.evidence
+    assert "there is no /dev/nvidia*" in found.evidence
     assert any("run" in line for line in found.fix)
 
 
@@ -73,7 +73,7 @@ def test_a_node_that_the_library_made_itself_is_no_gpu() -> None:
 
 def test_a_variable_that_no_runtime_acted_on_is_shown() -> None:
     machine = variables(forgotten(), NVIDIA_VISIBLE_DEVICES="all")
-    assert any("no NVIDIA runtime acted" in line for line in told("C01", machine).evidence)
+    assert any("no NVIDIA container runtime applied" in line for line in told("C01", machine).evidence)
 
 
 def test_a_jetson_in_a_container_without_libraries() -> None:
@@ -149,7 +149,7 @@ def old_libraries(kind: str) -> Machine:
 def test_libraries_of_another_release_than_the_hosts(kind: str, code: str) -> None:
     machine = old_libraries(kind)
     assert causes(machine) == [code]
-    assert "is of 550.54.14, the host's kernel driver of 580.159.04" in told(code, machine).evidence[1]
+    assert "is version 550.54.14, but the host's kernel driver is 580.159.04" in told(code, machine).evidence[1]
 
 
 def test_a_library_from_a_variables_folder_is_not_the_runtimes() -> None:

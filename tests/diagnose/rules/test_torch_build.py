@@ -66,7 +66,7 @@ def test_a_card_for_which_no_torch_was_ever_made_makes_a_cpu_build_right(device:
     machine = changed(cpu(healthy()), hardware__pci=(card(device, ""),), driver=Driver())
     assert cause(machine) == said
     if not said:
-        assert told("T01", machine, "note").title == "torch has no CUDA, and none was ever made for this card"
+        assert told("T01", machine, "note").title == "torch has no CUDA, and no build ever supported this card"
 
 
 def test_a_card_of_no_known_chip_is_judged_with_doubt() -> None:

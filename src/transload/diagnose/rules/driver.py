@@ -23,7 +23,7 @@ _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 _UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 
-@rule("C11", "driver", "the sandbox does not pass the GPU on", likely=True)
+@rule("C11", "driver", "the sandbox does not pass the GPU through", likely=True)
 def sandboxed(m: Case) -> Match | None:
     """A sandbox, a GPU in sight, and an answer that a sandbox gives; not one with a driver of its own inside.
 
@@ -51,23 +51,23 @@ def _not_ready(m: Case) -> bool:
     return m.broken and m.code == _NOT_READY and not m.surroundings.wsl
 
 
-@rule("S03", "driver", "the GPU was not released for confidential computing")
+@rule("S03", "driver", "the GPU is not set ready for confidential computing")
 def confidential(m: Case) -> Match | None:
     """802, and confidential computing on and not ready."""
     if not _not_ready(m) or m.driver.nvml.confidential != "not-ready":
         return None
     ready = m.on_host("nvidia-smi conf-compute -srs 1")
-    evidence = (m.answer, "NVML says: confidential computing is on, the GPUs are not ready")
+    evidence = (m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready")
     return Match(evidence, ("After the attestation of the GPU, and after each start:", *ready))
 
 
-@rule("S02", "driver", "the fabric manager is of another version than the driver")
+@rule("S02", "driver", "the fabric manager and the driver have different versions")
 def other_version(m: Case) -> Match | None:
     """802, and an installed fabric manager of another version than the module."""
     manager, version = m.kernel.fabric_manager, m.kernel.version
     if not _not_ready(m) or not manager or not version or manager == version or m.fires("S03"):
         return None
-    versions = f"the fabric manager is {manager}, the kernel driver {version}"
+    versions = f"the fabric manager is version {manager}, the kernel driver {version}"
     restart = m.on_host("systemctl restart nvidia-fabricmanager")
     return Match((m.answer, versions), (*_install_manager(m), *restart))
 
@@ -82,7 +82,7 @@ def _install_manager(m: Case) -> Lines:
     return fixes.system_package(m, apt=f"'{name}={version}*'", dnf=f"nvidia-fabric-manager-{version}")
 
 
-@rule("S01", "driver", "the NVSwitch fabric is not up: the fabric manager does not run")
+@rule("S01", "driver", "the NVSwitch fabric is down: the fabric manager is not running")
 def fabric(m: Case) -> Match | None:
     """802 for none of the other reasons; sure where a switch, the fabric's state or the stopped service shows it."""
     if not _not_ready(m) or m.fires("S03", "S02"):
@@ -94,18 +94,18 @@ def fabric(m: Case) -> Match | None:
     evidence = (
         m.answer,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
-        f"NVML says the fabric is {' and '.join(sorted(states))}" if states else "",
-        "nv-fabricmanager is installed and does not run" if stopped else "",
-        "nv-fabricmanager runs" if runs else "",
+        f"NVML reports that the fabric is {' and '.join(sorted(states))}" if states else "",
+        "nv-fabricmanager is installed but not running" if stopped else "",
+        "nv-fabricmanager is running" if runs else "",
     )
     fix = (
         *(() if runs or installed else _install_manager(m)),
         *m.on_host(f"systemctl {'restart' if runs else 'enable --now'} nvidia-fabricmanager"),
-        "If it does not come up, its log says why:",
+        "If it does not start, its log says why:",
         *m.on_host("journalctl -u nvidia-fabricmanager"),
-        "In a cloud's virtual machine the service runs on the provider's host: report it there.",
+        "In a cloud VM the service runs on the provider's host: report it to the provider.",
     )
-    title = "the NVSwitch fabric is not up, although the fabric manager runs" if runs else ""
+    title = "the NVSwitch fabric is down, although the fabric manager is running" if runs else ""
     return Match(evidence, fix, title, likely=not (switches or states or stopped))
 
 
@@ -120,8 +120,8 @@ def mps(m: Case) -> Match | None:
     evidence = (
         m.answer,
         f"{variable} is {value!r}" if value is not None else "",
-        f"{directory} is there" if directory else "",
-        "nvidia-cuda-mps-control runs" if runs else "no nvidia-cuda-mps-control is to be seen here",
+        f"{directory} exists" if directory else "",
+        "nvidia-cuda-mps-control is running" if runs else "nvidia-cuda-mps-control is not visible here",
         m.relief,
     )
     without: Lines = ()
@@ -135,12 +135,12 @@ def mps(m: Case) -> Match | None:
             evidence, (*without, "To work with the host's MPS, start the container with its directory:", share)
         )
     start = "$ nvidia-cuda-mps-control -d"
-    again = ("To start MPS anew:", "$ echo quit | nvidia-cuda-mps-control", start)
+    again = ("To restart MPS:", "$ echo quit | nvidia-cuda-mps-control", start)
     first = ("To start MPS, as the user who runs the program:", start)
     return Match(evidence, (*without, *(again if runs else first)))
 
 
-@rule("S07", "driver", "the guest's driver does not fit the vGPU", likely=True)
+@rule("S07", "driver", "the guest's driver does not match the vGPU", likely=True)
 def vgpu(m: Case) -> Match | None:
     """A virtual card, and 35 or 100."""
     virtual = [gpu for gpu in m.driver.nvml.gpus if gpu.virtualization == "vgpu"]
@@ -148,9 +148,9 @@ def vgpu(m: Case) -> Match | None:
         return None
     fix = (
         "Install the vGPU guest driver of the host's branch; the host's administrator has it.",
-        "Ask whether the profile has CUDA: those of the A and B series have not.",
+        "Ask whether the profile supports CUDA: profiles of the A and B series do not.",
     )
-    return Match((f"NVML says that {virtual[0].name or 'the card'} is a vGPU", m.answer), fix)
+    return Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer), fix)
 
 
 def _all_mig(m: Case) -> bool:
@@ -165,7 +165,7 @@ def _closed_caps(m: Case) -> list[Node]:
     return [node for node, cap in caps if cap and int(cap[1]) > 2 and node.error in ("EACCES", "EPERM")]
 
 
-@rule("M01", "driver", "MIG is on and no instance was made")
+@rule("M01", "driver", "MIG is enabled but no instance exists")
 def undivided(m: Case) -> Match | None:
     """MIG on every card, no MIG device, and no CUDA device."""
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in m.driver.nvml.gpus)
@@ -173,17 +173,17 @@ def undivided(m: Case) -> Match | None:
         return None
     contained = bool(m.surroundings.container)
     fix = (
-        "Divide the card; the list of profiles first:",
+        "Create an instance; first list the profiles:",
         *m.on_host("nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
-        "Or switch MIG off on every card, with no program on any:",
+        "Or disable MIG, while no program uses the cards:",
         *m.on_host("nvidia-smi -mig 0"),
-        "Or give the container an instance that is there already." if contained else "",
+        "Or give the container an instance that already exists." if contained else "",
     )
     evidence = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
     return Match(evidence, fix, likely=contained)
 
 
-@rule("M03", "variables", "the MIG instance cannot be reached")
+@rule("M03", "variables", "the MIG instance is not accessible")
 def unreachable(m: Case) -> Match | None:
     """An old name under a driver from 470 on, or a closed node of an instance where every card is divided."""
     if not m.fails or m.code != 100:
@@ -191,8 +191,8 @@ def unreachable(m: Case) -> Match | None:
     value = m.env(CVD) or ""
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
-        evidence = (f"{CVD} is {value!r}, a name of drivers before 470", m.answer, m.relief)
-        return Match(evidence, ("Take the name that starts with MIG- and has no slash, from:", "$ nvidia-smi -L"))
+        evidence = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
+        return Match(evidence, ("Use the name that starts with MIG- and has no slash, from:", "$ nvidia-smi -L"))
     closed = _closed_caps(m)
     if not closed or not _all_mig(m):
         return None
@@ -200,20 +200,20 @@ def unreachable(m: Case) -> Match | None:
     fix = (
         "Give the container the instance, and with it its nodes:",
         "$ docker run --gpus '\"device=MIG-UUID\"' …",
-        "Outside a container, the nodes under /dev/nvidia-caps must be readable for this user:",
+        "Outside a container, the nodes under /dev/nvidia-caps must be readable by this user:",
         "$ ls -l /dev/nvidia-caps",
     )
     return Match((*nodes, m.answer), fix)
 
 
-@rule("M02", "driver", "only one MIG instance can be used at a time")
+@rule("M02", "driver", "a process can use only one MIG instance")
 def one_instance(m: Case) -> Match | None:
     """Several MIG names in the variable and fewer devices: a warning, since one works."""
     names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
     count = m.driver.cuda.count
     if len(names) < 2 or not m.works or not 0 < count < len(names):
         return None
-    evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA has {count}", m.nvml_answer)
+    evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_answer)
     each = (f"$ {CVD}={name} python …" for name in names[:3])
     return Match(evidence, ("Start one process per instance:", *each), severity="warning")
 
@@ -221,7 +221,7 @@ def one_instance(m: Case) -> Match | None:
 # -- the start itself
 
 
-@rule("U10", "driver", "several GPUs under WSL keep CUDA from starting", likely=True)
+@rule("U10", "driver", "several GPUs under WSL prevent CUDA from starting", likely=True)
 def several_under_wsl(m: Case) -> Match | None:
     """WSL 2, answer 2, no limit on the address space, and not a single GPU."""
     if m.surroundings.wsl != 2 or not m.fails or m.code != _OUT_OF_MEMORY:
@@ -233,7 +233,7 @@ def several_under_wsl(m: Case) -> Match | None:
     return Match((m.answer, m.nvml_answer, m.relief), ("Try it with one GPU:", *one, update, *_UPDATE_WSL))
 
 
-@rule("X04", "driver", "the address space of the process is limited")
+@rule("X04", "driver", "the process has a limit on its address space")
 def address_space(m: Case) -> Match | None:
     """A limit, and a driver or a first kernel that is out of memory."""
     limit = m.platform.address_space
@@ -243,7 +243,7 @@ def address_space(m: Case) -> Match | None:
     if not starved and (m.code != _OUT_OF_MEMORY or m.works):
         return None
     answer = "torch is out of memory at its first kernel" if m.works else m.answer
-    hard = "If that is refused, the limit is the administrator's: limits.conf, the unit's LimitAS=, the scheduler."
+    hard = "If that is refused, an administrator set it: in limits.conf, the unit's LimitAS= or the scheduler."
     evidence = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
     return Match(evidence, ("$ ulimit -v unlimited", hard), likely=limit >= _ENOUGH)
 
@@ -254,19 +254,19 @@ def hangs(m: Case) -> Match | None:
     cuda, nvml = m.driver.cuda.answer.state == "hung", m.driver.nvml.answer.state == "hung"
     if not (cuda or nvml) or m.relieved or (cuda and m.torch_run.cuda_works):
         return None
-    too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and nvidia-smi with it"
+    too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
     stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
     evidence = (m.answer if cuda else "", too, *stuck)
     lib = m.libcuda
     if cuda and lib is not None and lib.via.startswith("LD_"):
-        drop = (f"{lib.path} may be no driver's. Try without it:", *drop_library(m, lib))
+        drop = (f"{lib.path} may not be the driver's library. Try without it:", *drop_library(m, lib))
         return Match((library_line(lib), *evidence), drop)
     persist = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
-    awake = ("If it is only slow, keep the driver awake:", *m.on_host("systemctl enable --now nvidia-persistenced"))
+    awake = ("If it is only slow, keep the driver loaded:", *m.on_host("systemctl enable --now nvidia-persistenced"))
     fix = (
-        "Look for processes in state D; no signal ends them:",
+        "Look for processes in state D; no signal can end them:",
         "$ ps -eo pid,stat,wchan:32,cmd | awk '$2 ~ /^D/'",
-        "If there are any, or it stays so, only a reboot helps.",
+        "If there are any, or if it keeps hanging, only a reboot helps.",
         fixes.reboot(m),
         *(awake if persist else ()),
     )
@@ -276,7 +276,7 @@ def hangs(m: Case) -> Match | None:
 page_only("X03", "driver", "a second attempt to start CUDA hangs")
 
 
-@rule("U12", "driver", "NVML does not work, and CUDA does")
+@rule("U12", "driver", "NVML does not work, but CUDA does")
 def nvml_only(m: Case) -> Match | None:
     """CUDA works, NVML answers with an error or cannot be loaded: a note."""
     nvml = m.driver.nvml
@@ -285,11 +285,11 @@ def nvml_only(m: Case) -> Match | None:
         return None
     meaning = nvml_result(nvml.init).text if answered else ""
     evidence = (m.nvml_answer, meaning, f"CUDA works and has {m.driver.cuda.count} devices")
-    fix = ("CUDA and torch need nothing. Update a program that asks NVML, or set CUDA_VISIBLE_DEVICES for it.",)
+    fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
     return Match(evidence, fix, severity="note")
 
 
-@rule("X08", "driver", "the CUDA driver does not start, and we could not find out why", symptom=True)
+@rule("X08", "driver", "the CUDA driver does not start, for an unknown reason", symptom=True)
 def unexplained(m: Case) -> Match | None:
     """CUDA fails where a GPU is; last of all, and told only where no other rule explains it."""
     state, lib = m.driver.cuda.answer.state, m.libcuda
@@ -299,14 +299,14 @@ def unexplained(m: Case) -> Match | None:
         return None
     told = cu_result(m.code).text
     title = {
-        "crashed": "the CUDA driver's library crashes, and we could not find out why",
-        "no-library": "no libcuda.so.1 is found, and we could not find out why",
+        "crashed": "the CUDA driver's library crashes, for an unknown reason",
+        "no-library": "libcuda.so.1 is not found, for an unknown reason",
     }.get(state, "")
     crashed = lib if state == "crashed" else None
     evidence = (
         library_line(crashed),
         m.answer,
-        f"CUDA says of it: {told}" if told else "",
+        f"CUDA describes it as: {told}" if told else "",
         *_ruled_out(m),
         *_unknown(m),
         m.relief,
@@ -316,11 +316,11 @@ def unexplained(m: Case) -> Match | None:
     if m.surroundings.wsl:
         return Match(evidence, ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL), title)
     fix = (
-        "See what the driver wrote into the kernel's log:",
+        "Look at what the driver wrote to the kernel log:",
         *m.on_host("dmesg | grep -iE 'NVRM|nvidia|Xid' | tail -n 40"),
-        "A reboot clears most states of the driver that nothing shows:",
+        "A reboot often helps:",
         fixes.reboot(m),
-        "If it stays, report it with the output of: transload doctor --json",
+        "If the problem remains, report it with the output of: transload doctor --json",
     )
     return Match(evidence, fix, title)
 
@@ -343,8 +343,8 @@ def _ruled_out(m: Case) -> Lines:
     same = lib is not None and lib.version and lib.version == kernel.version
     return (
         f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
-        "the device nodes are there and open" if sound else "",
-        "libcuda.so.1 is of the kernel driver's version" if same else "",
+        "the device nodes exist and can be opened" if sound else "",
+        "libcuda.so.1 has the kernel driver's version" if same else "",
         m.nvml_answer if m.driver.nvml.answer.state != "unasked" else "",
     )
 
@@ -352,5 +352,5 @@ def _ruled_out(m: Case) -> Lines:
 def _unknown(m: Case) -> Lines:
     """What could not be looked at, and would have told more."""
     unread = m.kernel.log.reason if isinstance(m.kernel.log, Unknown) else ""
-    log = f"the kernel's log could not be read: {unread}" if unread not in ("", "not asked") else ""
-    return (log, *(f"not found out, {probe}: {why}" for probe, why in list(m.problems.items())[:3]))
+    log = f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else ""
+    return (log, *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]))

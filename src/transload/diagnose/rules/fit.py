@@ -50,7 +50,7 @@ def _system(m: Case) -> System:
     return "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
 
 
-@rule("V05", "fit", "a library stands in for the driver", likely=True)
+@rule("V05", "fit", "another library replaces the driver's libcuda.so.1", likely=True)
 def stand_in(m: Case) -> Match | None:
     """torch calls a driver too old that is not."""
     told, wheel = _TOO_OLD.search(m.complaint(_TOO_OLD.pattern)), m.built_with
@@ -59,11 +59,11 @@ def stand_in(m: Case) -> Match | None:
     loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
     preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
     evidence = (
-        f"torch calls CUDA {cuda_text(int(told[1]))} too old, and was built with {m.torch_cuda}",
+        f"torch calls a driver for CUDA {cuda_text(int(told[1]))} too old, but was built with CUDA {m.torch_cuda}",
         *(f"libcuda.so.1 is {path}" for path in loaded if path),
-        f"preloaded is {preload}" if preload else "",
+        f"preloaded: {preload}" if preload else "",
     )
-    remove = ("Remove what is loaded in the place of NVIDIA's libcuda.so.1.",)
+    remove = ("Remove the library that is loaded instead of NVIDIA's libcuda.so.1.",)
     return Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else remove)
 
 
@@ -77,7 +77,7 @@ def too_old(m: Case) -> Match | None:
     version = m.driver.nvml.driver or m.kernel.version
     needs = f", which needs driver {floor} or newer" if floor else ""
     evidence = (
-        f"{f'driver {version}' if version else 'the driver'} is for CUDA {cuda_text(m.driver_cuda)}",
+        f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {cuda_text(m.driver_cuda)}",
         f"torch {m.torch_version} was built with CUDA {m.torch_cuda}{needs}",
         quoted(m.complaint(_TOO_OLD.pattern)),
     )
@@ -86,7 +86,7 @@ def too_old(m: Case) -> Match | None:
     if not floor or fixes.wheel_choice(m).needs_driver or _misfit(m):
         return Match(evidence, install)
     update = (f"Or update the driver to {floor} or newer:", *fixes.install_driver(m, at_least=branch_of(floor)))
-    return Match(evidence, ("Either install the torch that fits this driver:", *install, *update))
+    return Match(evidence, ("Either install a torch that works with this driver:", *install, *update))
 
 
 def _toolkit_driver(m: Case) -> str:
@@ -100,7 +100,9 @@ def newer_ptx(m: Case) -> Match | None:
     if not told and not (m.torch_not_run and _ptx_only(m)):
         return None
     wanted, driver, torch = _toolkit_driver(m), m.driver_cuda, m.torch_cuda
-    known = f"the driver is for CUDA {cuda_text(driver)}, torch was built with {torch}" if driver and torch else ""
+    known = (
+        f"the driver supports CUDA up to {cuda_text(driver)}, torch was built with {torch}" if driver and torch else ""
+    )
     update = f"Update the driver{f' to {wanted} or newer' if wanted else ''}:"
     fix = (update, *fixes.install_driver(m, at_least=branch_of(wanted) if wanted else 0))
     return Match((quoted(told), known), fix, likely=not told)
@@ -125,7 +127,7 @@ def missing_call(m: Case) -> Match | None:
     return Match((quoted(told),), fixes.install_driver(m, at_least=branch_of(wanted) if wanted else 0))
 
 
-page_only("V04", "fit", "the driver no longer drives this Kepler card")
+page_only("V04", "fit", "the driver no longer supports this Kepler card")
 
 
 # -- the cards
@@ -195,14 +197,14 @@ def jetson(m: Case) -> Match | None:
     return _no_code(m, found, jetson_wheel(m)) if found and _on_jetson(m, found) else None
 
 
-@rule("A01", "fit", "the card is newer than this torch")
+@rule("A01", "fit", "the card is too new for this torch")
 def newer_card(m: Case) -> Match | None:
     """A card is beyond all that the build has code for."""
     found = _misfit(m)
     return _no_code(m, found, fixes.wheel(m)) if found and not _on_jetson(m, found) and found.newer else None
 
 
-@rule("A02", "fit", "the card is older than this torch supports")
+@rule("A02", "fit", "the card is too old for this torch")
 def older_card(m: Case) -> Match | None:
     """A card is below, or between, what the build has code for."""
     found = _misfit(m)
@@ -220,10 +222,10 @@ def other_gfx(m: Case) -> Match | None:
     if not known or not chips or override or set(chips) & known or m.torch_run.cuda_works:
         return None
     near = {"gfx103": "10.3.0", "gfx110": "11.0.0"}.get(chips[0][:6], "")
-    fix: Lines = ("Install a build of torch that has this chip, or use the CPU.",)
+    fix: Lines = ("Install a build of torch that supports this chip, or use the CPU.",)
     if near:
         set_near = fixes.set_variable(m, "HSA_OVERRIDE_GFX_VERSION", near)
-        fix = ("Let it pass for its nearest relative:", *set_near)
+        fix = ("Treat it as the closest supported chip:", *set_near)
     return Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
 
 
@@ -252,7 +254,7 @@ def _examined(m: Case) -> list[Extension]:
     return [each for each, of in found if each.package != "bitsandbytes" or not of or of["cuda"] == ours]
 
 
-@rule("P05", "extensions", "torchvision or torchaudio is made for another torch")
+@rule("P05", "extensions", "torchvision or torchaudio is built for another torch")
 def companions(m: Case) -> Match | None:
     """The pinned release differs, or one is a CPU build and torch is not."""
     trio = [each for each in m.extensions if each.package in _TRIO]
@@ -280,15 +282,15 @@ def _differ(one: str, other: str) -> bool:
     return first[:length] != second[:length]
 
 
-@rule("P06", "extensions", "a package is compiled against another torch")
+@rule("P06", "extensions", "a package was compiled against another torch")
 def other_torch(m: Case) -> Match | None:
     """Symbols of torch's, or whole libraries, that a package needs are not there."""
     lines: list[str] = []
     packages = set()
     for each in _examined(m):
         name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
-        what = [f"{name} needs {symbol}, which torch has not" for symbol in each.undefined[:2]]
-        what += [f"{name} needs {lib}, which is nowhere to be found" for lib in missing[:2]]
+        what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
+        what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
     if not packages:

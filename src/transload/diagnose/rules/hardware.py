@@ -33,7 +33,7 @@ def notebook(m: Case) -> Match | None:
     where = m.surroundings.notebook
     steps = {
         "colab": "Choose Runtime › Change runtime type › a GPU, and connect again.",
-        "kaggle": "Choose Settings › Accelerator › a GPU; the session starts anew.",
+        "kaggle": "Choose Settings › Accelerator › a GPU; the session restarts.",
     }
     if where not in steps or not m.no_gpu:
         return None
@@ -56,9 +56,9 @@ def switched_off(m: Case) -> Match | None:
 @rule("H02", "hardware", "a GPU has fallen off the bus")
 def lost(m: Case) -> Match | None:
     """A card that reads all ones or that NVML calls lost; where CUDA fails, also the log's word."""
-    dead = (f"{card.address} reads all ones" for card in m.hardware.gpus if card.dead)
+    dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
-    gone = (f"NVML answers {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
+    gone = (f"NVML returns {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
     if not any(evidence):
         return None
@@ -73,23 +73,23 @@ def _unstarted(m: Case) -> bool:
     return waits and not m.driver_misfit
 
 
-@rule("H05", "hardware", "the firmware gave the card no address space")
+@rule("H05", "hardware", "the firmware assigned no address space to the card")
 def no_window(m: Case) -> Match | None:
     """A region of a card that the driver cannot start was not assigned."""
     if not _unstarted(m):
         return None
     said = m.logged(r"BAR\d is 0M")
-    bare = [f"a memory region of {card.address} has no addresses" for card in m.unseen_cards if 0 in card.bars]
+    bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
     if not (said or bare):
         return None
     fix = (
-        "Switch on 'Above 4G Decoding' and 'Resizable BAR' in the firmware's (BIOS) settings, and start again.",
-        "In a virtual machine it is the hypervisor that must give the guest a large enough MMIO window.",
+        "Enable 'Above 4G Decoding' and 'Resizable BAR' in the firmware (BIOS) settings, and restart.",
+        "In a virtual machine, the hypervisor must give the guest a large enough MMIO window.",
     )
     return Match((*bare, said, m.nvml_answer), (*fixes.on_host(m), *fix))
 
 
-@rule("H04", "hardware", "the card does not start")
+@rule("H04", "hardware", "the driver cannot initialize the card")
 def stillborn(m: Case) -> Match | None:
     """RmInitAdapter failed, EIO, or a card that the module lists and NVML does not count."""
     if not _unstarted(m) or m.fires("H05"):
@@ -103,14 +103,14 @@ def stillborn(m: Case) -> Match | None:
         return None
     known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
     fix = (
-        "Switch the machine off, wait, and switch it on: a reboot does not cut the card's power.",
-        "If it stays so: another driver branch, newer firmware for mainboard and card, another slot.",
+        "Turn the machine off, wait, and turn it on again: a reboot does not cut the card's power.",
+        "If that does not help, try another driver branch, newer firmware for mainboard and card, or another slot.",
     )
     evidence = (said, *eio, *known, m.nvml_answer, m.answer)
     return Match(evidence, (*fixes.on_host(m), *fix), likely=not (said or eio))
 
 
-@rule("H03", "hardware", "the GPU's memory has errors it could not correct")
+@rule("H03", "hardware", "the GPU's memory has uncorrectable errors")
 def ecc(m: Case) -> Match | None:
     """A pending or failed remapping or retirement; an error where a program already died of it."""
     marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
@@ -121,15 +121,15 @@ def ecc(m: Case) -> Match | None:
     for gpu in marked:
         states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
         states["page retirement pending"] = gpu.retired_pending
-        evidence.append(f"NVML says of GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
+        evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
     if died:
-        evidence.append("torch met an uncorrectable ECC error")
+        evidence.append("torch reported an uncorrectable ECC error")
     which = ",".join(str(gpu.index) for gpu in marked)
     reset = m.on_host(f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
     failed = any(gpu.remap_failure for gpu in marked)
     replace = "A card whose remapping failed should be replaced." if failed else ""
     fatal = died or (m.code == _ECC and not m.works)
-    fix = ("With no program on the card (or reboot):", *reset, replace)
+    fix = ("While no program uses the card (or reboot instead):", *reset, replace)
     return Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
 
 
@@ -141,9 +141,9 @@ def no_gpu(m: Case) -> Match | None:
         return None
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
     if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
-        title = "whether there is an NVIDIA GPU in this machine could not be found out"
+        title = "could not determine whether this machine has an NVIDIA GPU"
         return Match((_bus(m), m.answer), (), title, "note")
     if not m.no_gpu:
         return None
-    title = f"no NVIDIA GPU is to be seen from this {around.sandbox} sandbox" if around.sandbox else ""
+    title = f"no NVIDIA GPU is visible from this {around.sandbox} sandbox" if around.sandbox else ""
     return Match((_bus(m),), fixes.give_gpu(m) if around.slurm else (), title, "note")

@@ -56,7 +56,7 @@ def _strangers(m: Case) -> Iterator[tuple[PciDevice, Chip, Generation]]:
 
 
 def _is(card: PciDevice, chip: Chip) -> str:
-    sure = "by its neighbours' ids " if chip.inferred else ""
+    sure = "judging by neighbouring ids " if chip.inferred else ""
     return f"{card.address} is 10de:{card.device:04x}, {sure}{chip.code} of the {chip.generation} generation"
 
 
@@ -71,15 +71,17 @@ def legacy(m: Case) -> Match | None:
         if not (known.last_branch and branch > known.last_branch and (m.works or _applies(m))):
             continue
         said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
-        last = f"the last driver branch for {chip.generation} is {known.last_branch}, installed is {branch}"
+        last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {branch} is installed"
         want = fixes.wanted(m)
         if known.name in want.dropped:
-            fix: Lines = (f"Leave it: no driver drives both this card and {' and '.join(want.kept)}.",)
+            fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
         else:
-            kepler = "only the K80's (3.7), in torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
-            code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older have it"
-            spared = "The rest works as it is. To use this card too:" if m.works else ""
-            fix = (spared, *fixes.install_driver(m), f"torch needs code for the card too: {code}.")
+            kepler = (
+                "only the K80 (3.7) is supported, by torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
+            )
+            code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
+            spared = "The other cards work. To use this one as well:" if m.works else ""
+            fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
         inferred = chip.inferred and not said
         return Match((_is(card, chip), last, said), fix, severity="note" if m.works else "error", likely=inferred)
     return None
@@ -116,7 +118,7 @@ def too_new(m: Case) -> Match | None:
     for card, chip, _ in _strangers(m):
         first = first_branch(chip.capability) if chip.capability else 0
         if 0 < branch < first:
-            since = f"its first driver branch is {first}, installed is {branch}"
+            since = f"its first driver branch is {first}, and branch {branch} is installed"
             return Match((_is(card, chip), since), fixes.install_driver(m), likely=chip.inferred)
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     return Match((*m.card_lines, said), fixes.install_driver(m)) if said else None
@@ -124,14 +126,14 @@ def too_new(m: Case) -> Match | None:
 
 @rule("K12", "kernel", "the driver's firmware file is missing")
 def firmware(m: Case) -> Match | None:
-    """The log names the file; or its folder is not there and the card does not start."""
+    """The log names the file; or its folder is not there and the driver cannot initialize the card."""
     said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
     kernel = m.kernel
     gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
     if not _applies(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
         return None
-    missing = f"/lib/firmware/nvidia/{kernel.version} is not there" if gone else ""
+    missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
     evidence = (m.kernel_line, missing, said, m.nvml_answer)
     if m.surroundings.container:
         return Match(evidence, fixes.install_driver(m), likely=not said)
@@ -143,7 +145,7 @@ def firmware(m: Case) -> Match | None:
 # -- a driver that is not there, or not loaded
 
 
-@rule("K04", "kernel", "nouveau holds the card, not NVIDIA's driver")
+@rule("K04", "kernel", "the card is bound to nouveau, not to NVIDIA's driver")
 def nouveau(m: Case) -> Match | None:
     """No card is bound to nvidia, and one to nouveau or nova."""
     drivers = {card.driver for card in m.hardware.gpus}
@@ -153,7 +155,7 @@ def nouveau(m: Case) -> Match | None:
     if m.surroundings.container or m.platform.kernel not in (m.kernel.built_for or ()):
         return Match(m.card_lines, fixes.install_driver(m))
     blacklist = (
-        "NVIDIA's module is installed; keep the other one from loading (needs root and a reboot):",
+        "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
         fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
         _rebuild_initramfs(m),
         fixes.reboot(m),
@@ -161,15 +163,15 @@ def nouveau(m: Case) -> Match | None:
     return Match(m.card_lines, blacklist)
 
 
-@rule("K05", "kernel", "the card is set aside for virtual machines (vfio-pci)")
+@rule("K05", "kernel", "the card is reserved for virtual machines (vfio-pci)")
 def vfio(m: Case) -> Match | None:
     """Every NVIDIA card is bound to vfio-pci."""
     if not _applies(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
         return None
     ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
     fix = (
-        "Run torch inside the virtual machine that gets the card. Or, to have it back on the host:",
-        f"Take {ids} out of vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
+        "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
+        f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
         "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
         "Then rebuild the initial RAM disk and reboot (needs root).",
     )
@@ -183,19 +185,19 @@ def _idle(m: Case) -> bool:
 
 
 def _there(m: Case) -> str:
-    return f"nvidia.ko is there for the running kernel {m.platform.kernel}"
+    return f"nvidia.ko exists for the running kernel {m.platform.kernel}"
 
 
-@rule("K02", "kernel", "the running kernel has no NVIDIA module, another one has")
+@rule("K02", "kernel", "the NVIDIA module is built for another kernel, not the running one")
 def other_kernel(m: Case) -> Match | None:
     """nvidia.ko exists, and not for the running kernel."""
     built, running = m.kernel.built_for, m.platform.kernel
     if not _idle(m) or not built or not running or running in built:
         return None
-    others = f"the running kernel is {running}, nvidia.ko is there for {', '.join(built[:3])}"
+    others = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}"
     newer = [version for version in built if _numbers(version) > _numbers(running)]
     if newer:
-        title = "the kernel was updated, and the old one that still runs has no NVIDIA module"
+        title = "the kernel was updated, and the old one that is still running has no NVIDIA module"
         now = (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(m))
         return Match((m.kernel_line, others), now, title)
     return Match((m.kernel_line, others), (*_build_module(m), f"Or reboot into the kernel {built[0]} for now."))
@@ -221,9 +223,9 @@ def _build_module(m: Case) -> Lines:
     if "ubuntu" not in like:
         return steps
     return (
-        "Where the module is built here (package nvidia-dkms-…):",
+        "If the module is built on this machine (package nvidia-dkms-…):",
         *steps,
-        "Where Ubuntu's own is used (linux-modules-nvidia-…), install it for this kernel; this finds the name:",
+        "If Ubuntu's prebuilt module is used (linux-modules-nvidia-…), install it for this kernel. Its name:",
         "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)",
     )
 
@@ -238,12 +240,12 @@ def secure_boot(m: Case) -> Match | None:
     keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
     key = keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub")
     fix = (
-        "See what the kernel says; 'Key was rejected by service' confirms it:",
+        "Look at what the kernel says; 'Key was rejected by service' confirms it:",
         *m.on_host("modprobe nvidia"),
         "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
         *m.on_host(f"mokutil --import {key}"),
         fixes.reboot(m),
-        "Or turn Secure Boot off in the firmware's settings.",
+        "Or disable Secure Boot in the firmware settings.",
     )
     return Match(("Secure Boot is on", m.kernel_line, _there(m) if here else "", said), fix, likely=not said)
 
@@ -256,28 +258,28 @@ def not_loaded(m: Case) -> Match | None:
     built = m.kernel.built_for
     evidence = (*m.card_lines, m.kernel_line)
     if m.surroundings.container:
-        fix = ("Run transload doctor on the host: it can see there why.", *fixes.install_driver(m))
+        fix = ("Run transload doctor on the host, where it can find out why.", *fixes.install_driver(m))
         return Match(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
     if built == ():
         return Match((*evidence, "there is no nvidia.ko under /lib/modules"), fixes.install_driver(m))
     load = (
-        "Load it, and read what it says (needs root):",
+        "Load it, and read its messages (needs root):",
         fixes.sudo(m, "modprobe nvidia"),
         fixes.sudo(m, "dmesg | grep -iE 'nvidia|NVRM' | tail -n 20"),
-        "If nothing happens, see whether it is blacklisted:",
+        "If nothing happens, check whether it is blacklisted:",
         "$ grep -rn nvidia /etc/modprobe.d /usr/lib/modprobe.d",
     )
     if isinstance(built, Unknown):
-        unclear = f"whether it is installed could not be found out: {built.reason}"
+        unclear = f"could not determine whether it is installed: {built.reason}"
         fix = (*load, "If there is no such module:", *fixes.install_driver(m))
         return Match((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
-    return Match((*evidence, _there(m)), load, "NVIDIA's kernel driver is installed and not loaded")
+    return Match((*evidence, _there(m)), load, "NVIDIA's kernel driver is installed but not loaded")
 
 
 # -- a driver that is loaded, and not healthy
 
 
-@rule("K10", "kernel", "heterogeneous memory management keeps the CUDA driver from starting")
+@rule("K10", "kernel", "heterogeneous memory management (HMM) prevents the CUDA driver from starting")
 def hmm(m: Case) -> Match | None:
     """CuInit 3, NVML at work, the open module with HMM on, and KASLR not known to be off."""
     kernel = m.kernel
@@ -290,7 +292,7 @@ def hmm(m: Case) -> Match | None:
     return Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
 
 
-@rule("K11", "kernel", "nvidia_uvm did not survive a suspend", likely=True)
+@rule("K11", "kernel", "the nvidia_uvm module is broken after a suspend", likely=True)
 def suspended(m: Case) -> Match | None:
     """CuInit 999, NVML at work, a sound /dev/nvidia-uvm, and a suspend since boot."""
     node, times = m.nodes.at(UVM), m.platform.suspends
@@ -299,14 +301,14 @@ def suspended(m: Case) -> Match | None:
         return None
     since = f"the machine was suspended {times} time{'' if times == 1 else 's'} since it booted"
     fix = (
-        "With no program using the GPU:",
+        "While no program uses the GPU:",
         *m.on_host("modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
         "To prevent it:",
         *m.on_host("systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
         "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
-        "That line belongs into /etc/modprobe.d/nvidia-power.conf on the machine itself.",
+        "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
     )
-    return Match((m.answer, m.nvml_answer, f"{UVM} opens", since), fix)
+    return Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
 
 
 @rule("W01", "kernel", "Windows has no NVIDIA driver", likely=True)
@@ -316,5 +318,5 @@ def windows_driver(m: Case) -> Match | None:
     if m.platform.system != "Windows" or not m.no_libcuda or first is None or not first.cuda:
         return None
     step = m.failed("init")
-    evidence = ("nvcuda.dll is not there", quoted(step.error if step else ""))
+    evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
     return Match(evidence, fixes.install_driver(m), severity="error" if m.has_nvidia else "note")

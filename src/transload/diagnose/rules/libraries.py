@@ -30,7 +30,7 @@ def library_line(lib: Library | None) -> str:
     if lib is None:
         return ""
     leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
-    return f"libcuda.so.1 is {lib.path}{leads}, by {lib.via or 'the loader'}"
+    return f"libcuda.so.1 is {lib.path}{leads}, found through {lib.via or 'the loader'}"
 
 
 def drop_library(m: Case, lib: Library) -> Lines:
@@ -42,10 +42,10 @@ def drop_library(m: Case, lib: Library) -> Lines:
     if lib.via == "LD_PRELOAD":
         return fixes.unset(m, "LD_PRELOAD")
     if lib.via == "ld.so.preload":
-        return (f"Take {lib.path} out of /etc/ld.so.preload, and leave what else stands there (needs root).",)
+        return (f"Remove {lib.path} from /etc/ld.so.preload, and keep the other lines (needs root).",)
     if lib.via == "ld.so.cache" and not systems:
         return (
-            f"Take {folder} out of the loader's configuration, where this finds it:",
+            f"Remove {folder} from the loader's configuration; this finds it:",
             f"$ grep -rn {quote(folder)} /etc/ld.so.conf /etc/ld.so.conf.d",
             fixes.sudo(m, "ldconfig"),
         )
@@ -61,7 +61,7 @@ def _better(m: Case, lib: Library) -> str:
 def _versions(m: Case, lib: Library | None) -> str:
     if lib is None or not (lib.version and m.kernel.version):
         return ""
-    return f"it is of {lib.version}, the kernel driver of {m.kernel.version}"
+    return f"it is version {lib.version}, but the kernel driver is {m.kernel.version}"
 
 
 def _search(m: Case, folder: str, file: str) -> Lines:
@@ -77,22 +77,22 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 # -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are to be seen
 
 
-@rule("U11", "libraries", "WSL 1 has no GPU")
+@rule("U11", "libraries", "WSL 1 does not support GPUs")
 def first_wsl(m: Case) -> Match | None:
     """WSL 1: a note, since whether Windows has a card cannot be seen."""
     if m.surroundings.wsl != 1 or m.works:
         return None
     fix = ("If Windows has an NVIDIA card, in PowerShell:", "$ wsl -l -v", "$ wsl --set-version DISTRIBUTION 2")
-    return Match((f"the kernel is {m.platform.kernel}, that of WSL 1",), fix, severity="note")
+    return Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
 
 
-@rule("U09", "libraries", "a Linux driver inside WSL hides the one of Windows")
+@rule("U09", "libraries", "a Linux driver inside WSL hides the Windows driver")
 def second_driver(m: Case) -> Match | None:
     """WSL 2, and the libcuda.so.1 in use is that of a Linux driver."""
     lib = m.libcuda
     if m.surroundings.wsl != 2 or not m.fails or lib is None or lib.kind != "driver":
         return None
-    own = (f"Windows' own is {each.path}" for each in m.driver.libraries.cuda or () if each.kind == "wsl")
+    own = (f"the Windows driver's own is {each.path}" for each in m.driver.libraries.cuda or () if each.kind == "wsl")
     purge = {
         "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
         "dnf": "dnf remove '*nvidia*'",
@@ -101,7 +101,9 @@ def second_driver(m: Case) -> Match | None:
     fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
     if lib.via == "LD_LIBRARY_PATH":
         fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
-    return Match((f"libcuda.so.1 → {lib.target or lib.path}, by {lib.via}", next(own, ""), m.answer, m.relief), fix)
+    return Match(
+        (f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}", next(own, ""), m.answer, m.relief), fix
+    )
 
 
 @rule("U08", "libraries", "WSL does not get the GPU from Windows")
@@ -113,18 +115,18 @@ def not_given(m: Case) -> Match | None:
     update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
     steps = (update, *_UPDATE_WSL)
     if m.no_libcuda and own:
-        there = f"{own.path} is there, and the loader does not look into {_folder(own)}"
+        there = f"{own.path} exists, but the loader does not search {_folder(own)}"
         return Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
     if m.no_libcuda:  # a fault only where torch was installed to use one
         meant = m.torch.first is not None and not m.torch.first.cpu_only
-        title = "Windows gives WSL no CUDA driver: it has no NVIDIA card, or not its driver"
-        evidence = ("no libcuda.so.1 is in /usr/lib/wsl/lib",)
+        title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
+        evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
         fix = ("If Windows has an NVIDIA card:", *steps)
         return Match(evidence, fix, title, "error" if meant else "note", likely=meant)
     if not m.hardware.dxg:
-        return Match(("/dev/dxg is not there", m.answer), steps)
+        return Match(("/dev/dxg does not exist", m.answer), steps)
     if m.code == 100:
-        return Match(("/dev/dxg is there", m.answer), steps, likely=True)
+        return Match(("/dev/dxg exists", m.answer), steps, likely=True)
     return None
 
 
@@ -138,11 +140,11 @@ def stub(m: Case) -> Match | None:
     if not m.refused or not (m.code == 34 or (lib is not None and lib.kind == "stub")):
         return None
     if lib is None:
-        return Match((m.answer,), ("Take every folder named stubs off LD_LIBRARY_PATH.",))
+        return Match((m.answer,), ("Remove every stubs directory from LD_LIBRARY_PATH.",))
     return Match((library_line(lib), m.answer, _better(m, lib), m.relief), drop_library(m, lib))
 
 
-@rule("U02", "libraries", "a CUDA compatibility library does not fit the driver")
+@rule("U02", "libraries", "a CUDA compatibility library does not match the driver")
 def compat(m: Case) -> Match | None:
     """A compat library, and 803 or a driver that starts without it."""
     lib = m.libcuda
@@ -161,15 +163,15 @@ def forward(m: Case) -> Match | None:
     if not m.refused or m.code != 804 or m.fires("U01"):
         return None
     names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
-    plain = next((f"{name} is no data-centre card" for name in names if name and not is_data_centre(name)), "")
-    driver = ("Or update the host's driver, which needs no compat library then:", *fixes.install_driver(m))
+    plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
+    driver = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
     if lib is None or lib.kind != "compat":
         return Match((m.answer, library_line(lib), plain, m.relief), (fixes.reboot(m), *driver), likely=True)
     evidence = (library_line(lib), _versions(m, lib), m.answer, plain, m.relief)
     return Match(evidence, (*drop_library(m, lib), *driver))
 
 
-@rule("U01", "libraries", "the driver's libraries and its kernel module are of different versions")
+@rule("U01", "libraries", "the driver's libraries and its kernel module have different versions")
 def mismatch(m: Case) -> Match | None:
     """NVML 18, libraries of another release, or 803 without a compat library."""
     lib, other = m.libcuda, m.mismatched
@@ -189,11 +191,11 @@ def _align(m: Case, lib: Library | None) -> Lines:
         return drop_library(m, lib)
     kernel, library = numbers_of(m.kernel.version), numbers_of(lib.version) if lib else ()
     if m.surroundings.container:
-        return ("Start the container anew, so that it gets the host's libraries:", *fixes.give_gpu(m))
+        return ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
     if kernel and library and library < kernel:
-        older = f"The libraries are older than the loaded module {m.kernel.version}: bring them to its version."
+        older = f"The libraries are older than the loaded module {m.kernel.version}: install its version of them."
         return (older, *fixes.install_driver(m, exactly=kernel[0]))
-    return (fixes.reboot(m), "Or, with no program and no desktop on the GPU:", *fixes.reload_module(m))
+    return (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
 
 
 @rule("U13", "libraries", "libcuda.so.1 is not a usable library")
@@ -206,7 +208,7 @@ def unusable(m: Case) -> Match | None:
         proven = "LD_LIBRARY_PATH" in m.relieved and lib is not None and lib.via == "LD_LIBRARY_PATH"
         if lib is None or not proven or m.fires("U04", "U02", "U03", "U01"):
             return None
-        title = "another libcuda.so.1 takes the place of the driver's"
+        title = "another libcuda.so.1 is loaded instead of the driver's"
         return Match((library_line(lib), m.answer, m.relief), drop_library(m, lib), title)
     problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
     evidence = (library_line(lib), problem, m.answer, m.relief)
@@ -215,7 +217,7 @@ def unusable(m: Case) -> Match | None:
     if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
         # the driver's own, and whole: something else is missing
         noexec = (
-            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids to run code from it."
+            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids running code from it."
         )
         return Match(evidence, (noexec,) if "map segment" in answer.detail else _packages(m, again=True))
     left = _better(m, lib)
@@ -243,31 +245,31 @@ def unlisted(m: Case) -> Match | None:
     lib = _on_disk(m)
     if lib is None or not _not_found(m):
         return None
-    there = f"{lib.path} is there, and the loader does not look into {_folder(lib)}"
+    there = f"{lib.path} exists, but the loader does not search {_folder(lib)}"
     # a torch of NixOS or conda may have that folder in its own RUNPATH
     return Match((there, m.answer), _search(m, _folder(lib), "nvidia.conf"), likely=m.torch_not_run)
 
 
-@rule("U06", "libraries", "only a part of the driver is installed")
+@rule("U06", "libraries", "only part of the driver is installed")
 def partial(m: Case) -> Match | None:
     """The module is loaded and libcuda.so.1 is nowhere; or CUDA works and libnvidia-ml.so.1 is nowhere, a note."""
     own_nvml = m.surroundings.wsl or m.hardware.tegra
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.works and no_nvml and not own_nvml:
-        missing = "libnvidia-ml.so.1 is found nowhere: nvidia-smi and tools that ask NVML will not work"
+        missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
         return Match((missing, "CUDA works"), _packages(m), "the driver's NVML library is not installed", "note")
     given = not m.surroundings.container or m.nodes.at(CONTROL).exists
     if not _not_found(m) or not m.kernel.loaded or _on_disk(m) or not given:
         return None
     title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
     loaded = f"the kernel driver {m.kernel.version} is loaded"
-    return Match((loaded, "libcuda.so.1 is found nowhere", m.nvml_answer), _packages(m), title)
+    return Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), _packages(m), title)
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
     """Install the driver's libraries, or do so again where files of an installed package are missing."""
     if m.surroundings.container:
-        return ("The runtime brings the libraries in:", *fixes.give_gpu(m))
+        return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
     number = next(iter(numbers_of(m.kernel.version)), "BRANCH")
     debian = m.platform.distribution == "debian"
     names = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{number} nvidia-utils-{number}"
@@ -278,7 +280,7 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
         pacman="nvidia-utils",
         zypper="nvidia-compute-utils-G06",
     )
-    return (*packages, f"Take the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
+    return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 
 @rule("U07", "libraries", "the driver's PTX compiler is missing")
@@ -289,6 +291,6 @@ def no_compiler(m: Case) -> Match | None:
     gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
     if not failed and (not gone or m.surroundings.wsl):
         return None
-    nowhere = "libnvidia-ptxjitcompiler.so.1 is found nowhere" if gone else ""
-    died = "CUDA answered 221: PTX JIT compiler library not found" if failed else ""
+    nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
+    died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
     return Match((nowhere, died), _packages(m), severity="error" if failed else "note")

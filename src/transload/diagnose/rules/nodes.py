@@ -69,19 +69,19 @@ def _foreign(m: Case, node: Node) -> bool:
 
 
 def _evidence(m: Case, node: Node, *more: str) -> Lines:
-    line = f"{node.path} is not there"
+    line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
-        state = f"opening it fails with {node.error}" if node.error else "it opens"
+        state = f"opening it fails with {node.error}" if node.error else "it can be opened"
         line = f"{node.path}: {state} (mode {node.mode:04o}, {owner}, device {node.major}:{node.minor})"
     return (line, *more, m.answer, m.nvml_answer)
 
 
 def _anew(m: Case) -> str:
-    return "Then start the container anew." if m.surroundings.container else ""
+    return "Then recreate the container." if m.surroundings.container else ""
 
 
-@rule("D02", "nodes", "a device node leads to the wrong device")
+@rule("D02", "nodes", "a device node points to the wrong device")
 def wrong_device(m: Case) -> Match | None:
     """The culprit is no device of the driver's, or nothing answers behind it."""
     node = _culprit(m)
@@ -91,7 +91,7 @@ def wrong_device(m: Case) -> Match | None:
     major = m.nodes.majors.get(name, 0 if node.path == UVM else _NVIDIA_MAJOR)
     should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
     what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
-    title = f"{node.path} leads to the wrong device"
+    title = f"{node.path} points to the wrong device"
     return Match(_evidence(m, node, what), _remake(m, node), title, likely=not _foreign(m, node))
 
 
@@ -100,7 +100,7 @@ def _remake(m: Case, node: Node) -> Lines:
     if container in ("lxc", "nspawn"):
         majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
         rules = (f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
-        return (*fixes.on_host(m), "In the container's configuration, and bind the nodes anew:", *rules)
+        return (*fixes.on_host(m), "In the container's configuration; then bind the nodes again:", *rules)
     if container:
         return (*m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), _anew(m))
     made = "nvidia-modprobe -u -c=0" if node.path == UVM else "nvidia-modprobe -c 0"
@@ -119,7 +119,7 @@ def forbidden(m: Case) -> Match | None:
         fix = ("The device cgroup of this login or unit forbids it: start the program from another one.",)
         return Match(evidence, fix, "the device cgroup forbids the device nodes")
     fix = (
-        "Start the container anew; a restart of the process inside is not enough.",
+        "Recreate the container; restarting the process inside is not enough.",
         "To prevent it:",
         *m.on_host("nvidia-ctk system create-dev-char-symlinks --create-all"),
         f"Or pass the nodes by name: --device {CONTROL} --device {UVM} --device /dev/nvidia0",
@@ -133,7 +133,7 @@ def _mode_allows(m: Case, node: Node) -> bool:
     return m.platform.root or node.mode & 0o006 == 0o006 or bool(ours)
 
 
-@rule("D06", "nodes", "SELinux keeps the process from the device nodes", likely=True)
+@rule("D06", "nodes", "SELinux denies access to the device nodes", likely=True)
 def selinux(m: Case) -> Match | None:
     """EACCES against the mode, SELinux enforcing."""
     node = _culprit(m)
@@ -141,7 +141,9 @@ def selinux(m: Case) -> Match | None:
     if node is None or node.error != "EACCES" or node.nodev or not enforcing or not _mode_allows(m, node):
         return None
     allow = m.on_host("ausearch -m avc -ts recent", "setsebool -P container_use_devices on")
-    return Match(_evidence(m, node, "SELinux is enforcing"), ("See whether SELinux denied it, then allow it:", *allow))
+    return Match(
+        _evidence(m, node, "SELinux is enforcing"), ("Check whether SELinux denied it, then allow it:", *allow)
+    )
 
 
 @rule("D03", "nodes", "no permission to open the device nodes")
@@ -151,8 +153,8 @@ def denied(m: Case) -> Match | None:
     if node is None or node.error != "EACCES" or m.fires("D06"):
         return None
     if node.nodev:
-        mounted = "its file system is mounted with nodev: no device opens there, even for root"
-        title = f"{node.path} lies on a file system mounted with nodev"
+        mounted = "its file system is mounted with nodev: devices cannot be opened there, even by root"
+        title = f"{node.path} is on a file system mounted with nodev"
         as_devices = "Start the container with the nodes as devices, not as a volume:"
         remount = (fixes.sudo(m, f"mount -o remount,dev {node.path.rpartition('/')[0]}"),)
         fix = (as_devices, *fixes.give_gpu(m)) if m.surroundings.container else remount
@@ -161,14 +163,14 @@ def denied(m: Case) -> Match | None:
     odd = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allowed else ""
     mode = m.kernel.parameters.get("DeviceFileMode", "")
     odd_mode = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
-    asked = f"the module was told DeviceFileMode={int(mode):04o}" if odd_mode else ""
+    asked = f"the module has DeviceFileMode={int(mode):04o}" if odd_mode else ""
     return Match(_evidence(m, node, odd, asked), _let_in(m, node), likely=allowed)
 
 
 def _let_in(m: Case, node: Node) -> Lines:
     if m.surroundings.container:
         keep = "Rootless podman keeps your groups with: podman run --group-add keep-groups …"
-        return (*fixes.on_host(m), "See who may open it:", f"$ ls -l {node.path}", keep)
+        return (*fixes.on_host(m), "Check who may open it:", f"$ ls -l {node.path}", keep)
     if node.group and node.group != "root" and node.mode & 0o060 == 0o060:
         login = "Then log out and in again: groups are read at login."
         return (fixes.sudo(m, f"usermod -aG {node.group} $USER"), login)
@@ -177,7 +179,7 @@ def _let_in(m: Case, node: Node) -> Lines:
     if not ours:
         return now
     option = "options nvidia NVreg_DeviceFileMode=0666"
-    return (*now, "For good:", *fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
+    return (*now, "Permanently:", *fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
 
 
 @rule("D01", "nodes", "a device node of the driver is missing")
@@ -193,7 +195,7 @@ def missing(m: Case) -> Match | None:
     return Match(evidence, (*m.on_host(*make), _anew(m)), f"{node.path} is missing")
 
 
-@rule("R01", "nodes", "AMD's compute device cannot be opened")
+@rule("R01", "nodes", "the AMD compute device cannot be opened")
 def kfd(m: Case) -> Match | None:
     """A ROCm build, a card of AMD's, and a node that does not open."""
     first, node = m.torch.first, m.nodes.at("/dev/kfd")

@@ -43,25 +43,27 @@ def _interpreter(m: Case) -> str:
     return f"{m.python.executable or 'the examined Python'}{version}"
 
 
-@rule("P09", "python", "the Python to examine does not answer")
+@rule("P09", "python", "the Python interpreter does not respond")
 def unanswering(m: Case) -> Match | None:
     """The interpreter could not be asked, and torch was not seen to work in it either."""
     if not m.python.problem or m.imported:
         return None
-    others = (f"another Python has a torch: {other}" for other in m.python.others)
-    return Match((m.python.problem, *others), ("Name a working one:", "$ transload doctor --python /path/to/python"))
+    others = (f"another Python has torch: {other}" for other in m.python.others)
+    return Match(
+        (m.python.problem, *others), ("Name an interpreter that works:", "$ transload doctor --python /path/to/python")
+    )
 
 
-@rule("P03", "python", "a file of your own is imported as torch")
+@rule("P03", "python", "another file is imported instead of torch")
 def shadowed(m: Case) -> Match | None:
     """Something that is no torch is found first, and nobody saw the real one being imported."""
     shadow, run = m.torch.shadow, m.torch_run
     if not shadow or (m.imported and run.version and run.file != shadow):
         return None
-    via = f", by {m.torch.shadow_via}" if m.torch.shadow_via else ""
-    evidence = (f"import torch takes {shadow}{via}", quoted(m.import_error))
+    via = f", through {m.torch.shadow_via}" if m.torch.shadow_via else ""
+    evidence = (f"import torch finds {shadow}{via}", quoted(m.import_error))
     if m.torch.shadow_kind == "source":
-        return Match(evidence, ("Leave PyTorch's source tree, and start Python in another folder.",))
+        return Match(evidence, ("Start Python in another directory, outside PyTorch's source tree.",))
     return Match(evidence, (f"Rename {shadow}, or start Python in another folder.",))
 
 
@@ -76,7 +78,9 @@ def wrong_system(m: Case) -> Match | None:
     if not _no_torch(m):
         return None
     if m.python.bits == 32:
-        return Match((f"{_interpreter(m)} is a 32-bit program",), ("Install a 64-bit Python, and torch into that.",))
+        return Match(
+            (f"{_interpreter(m)} is a 32-bit program",), ("Install a 64-bit Python, and install torch with it.",)
+        )
     if libc.startswith("musl"):
         return Match((f"the C library is {libc}, and torch has no wheels for it",), _OTHER_SYSTEM)
     return _old_glibc(m)
@@ -107,7 +111,7 @@ def wrong_python(m: Case) -> Match | None:
     kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
     low, high = (".".join(map(str, version)) for version in newest.python)
     evidence = (f"{_interpreter(m)} is {kind}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
-    fix = (f"Make an environment with Python {low} to {high}, and install torch there.",)
+    fix = (f"Create an environment with Python {low} to {high}, and install torch there.",)
     return Match(evidence, fix, likely=cpython and numbers_of(python.version)[:2] > newest.python[1])
 
 
@@ -121,26 +125,26 @@ def _has_wheel(m: Case, release: str) -> bool:
     return builds[0].supports_python(numbers)
 
 
-@rule("P02", "python", "a torch outside this environment comes first")
+@rule("P02", "python", "a torch from outside this environment is imported first")
 def outranked(m: Case) -> Match | None:
     """Error where a CPU-only torch hides one with CUDA from a GPU; else a note that there are two."""
     installs = m.torch.installs or ()
     if len(installs) < 2 or m.torch.shadow:
         return None
     named = [f"{each.location}: torch {each.version or each.dist_version or 'of unknown version'}" for each in installs]
-    evidence = (f"import torch takes {named[0]}", *(f"behind it lies {name}" for name in named[1:]))
+    evidence = (f"import torch finds {named[0]}", *(f"it hides {name}" for name in named[1:]))
     remove = fixes.uninstall(m, "torch")
     if m.python.user_site and installs[0].location.startswith(m.python.user_site):
         without = fixes.set_variable(m, "PYTHONNOUSERSITE", "1")
-        fix = (*without, "Or remove that torch for good:", *remove)
+        fix = (*without, "Or remove that torch permanently:", *remove)
     else:
-        fix = ("Remove the one that comes first (pip takes the same one as Python does):", *remove)
+        fix = ("Remove the one that is found first (pip removes the one that Python imports):", *remove)
     if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
         return Match(evidence, fix)
-    return Match(evidence, fix, "there are two torches on the path", "note")
+    return Match(evidence, fix, "there are two installations of torch on the path", "note")
 
 
-@rule("P04", "python", "two versions of torch lie over one another")
+@rule("P04", "python", "files of two torch versions are mixed")
 def overlaid(m: Case) -> Match | None:
     """Error where such a torch cannot be imported; a warning where it can; leftovers alone are a note."""
     first, error = m.torch.first, m.import_error
@@ -149,15 +153,15 @@ def overlaid(m: Case) -> Match | None:
     files, metadata = numbers_of(first.version), numbers_of(first.dist_version)
     length = min(len(files), len(metadata), 3)
     differ = length >= 2 and files[:length] != metadata[:length]
-    mixed = f"torch/version.py says {first.version}, its metadata {first.dist_version}" if differ else ""
-    leftovers = tuple(f"left of another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
-    delete = "Delete what is left of the other version, then:" if m.torch.leftovers else ""
+    mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}" if differ else ""
+    leftovers = tuple(f"left over from another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
+    delete = "Delete the leftovers of the other version, then:" if m.torch.leftovers else ""
     repeat = "Repeat that until it finds nothing to uninstall."
     again = (*fixes.uninstall(m, "torch"), repeat, delete, *m.reinstall)
     library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
     of_cuda = library is not None and is_nvidia_library(library[1])  # no fault of torch's own files
     if error and (mixed or first.unlisted or first.altered) and not of_cuda:
-        unlisted = (f"no file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
+        unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
         return Match((mixed, *unlisted, *leftovers, quoted(error)), again, likely=not mixed)
     if mixed:
         return Match((mixed, *leftovers), again, severity="warning")
@@ -173,7 +177,11 @@ def not_installed(m: Case) -> Match | None:
     if not _no_torch(m) or m.imported:
         return None
     elsewhere = m.python.others
-    evidence = (f"{_interpreter(m)} has no torch", m.python.why, *(f"there is one in {other}" for other in elsewhere))
+    evidence = (
+        f"{_interpreter(m)} has no torch",
+        m.python.why,
+        *(f"another Python has torch: {other}" for other in elsewhere),
+    )
     install = fixes.wheel(m) if m.has_nvidia else fixes.install(m, "torch")
     either = "Run your program with a Python that has torch, or install it in this one:" if elsewhere else ""
     return Match(evidence, (either, *install))
@@ -221,7 +229,7 @@ def _cpu_match(m: Case, first: TorchInstall, *more: str, fix: Lines = ()) -> Mat
     """What to say of a build without CUDA, and how to keep the next installation from bringing it back."""
     beside = ", ".join(first.replaced_by[:4])
     together = f"it was installed together with {beside}" if beside else ""
-    keep = "To keep it, put torch and its index into a constraints file, and pass -c constraints.txt to later installs."
+    keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
     # a card of no known chip may be one that CUDA never drove
     known = m.cards or m.hardware.dxg or m.driver.cuda.works
     gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
@@ -229,7 +237,7 @@ def _cpu_match(m: Case, first: TorchInstall, *more: str, fix: Lines = ()) -> Mat
     return Match((_built(first), together, *gpus, *more), install, likely=not known and not fix)
 
 
-@rule("J01", "build", "this torch is not for a Jetson")
+@rule("J01", "build", "this torch is not built for Jetson")
 def jetson(m: Case) -> Match | None:
     """A build without CUDA on a Tegra board."""
     first = _cpu_build(m)
@@ -243,11 +251,11 @@ def jetson_wheel(m: Case) -> Lines:
     found = re.search(r"\bR(\d{2})\b", m.hardware.tegra)
     index = _JETSON_INDEXES.get(int(found[1]) if found else 0)
     if index is None:
-        return (f"Install the torch that NVIDIA makes for this board's JetPack: {_JETSON}",)
+        return (f"Install the torch that NVIDIA builds for this board's JetPack: {_JETSON}",)
     return fixes.install(m, "torch", index=index, force=True)
 
 
-@rule("T02", "build", "on Windows pip installed a torch without CUDA")
+@rule("T02", "build", "pip installed a torch without CUDA, the default on Windows")
 def windows_default(m: Case) -> Match | None:
     """A build without CUDA on Windows."""
     first = _cpu_build(m)
@@ -264,7 +272,7 @@ def arm_default(m: Case) -> Match | None:
     return _cpu_match(m, first) if old and m.platform.machine in ("aarch64", "arm64") else None
 
 
-@rule("T05", "build", "conda chose a torch without CUDA", likely=True)
+@rule("T05", "build", "conda installed a torch without CUDA", likely=True)
 def conda_cpu(m: Case) -> Match | None:
     """A build without CUDA that conda installed."""
     first = _cpu_build(m)
@@ -280,7 +288,7 @@ def _unexplained(m: Case) -> TorchInstall | None:
     return None if explained else first
 
 
-@rule("T04", "build", "another package's installation brought a torch without CUDA", likely=True)
+@rule("T04", "build", "installing another package brought in a torch without CUDA", likely=True)
 def replaced(m: Case) -> Match | None:
     """A build without CUDA, installed together with something else, and no better reason for it."""
     first = _unexplained(m)
@@ -297,28 +305,28 @@ def cpu_only(m: Case) -> Match | None:
     if found is None or not found.cpu_only or not m.has_nvidia or m.computes:
         return None
     if m.withheld:
-        title = "torch was built without CUDA, and no GPU was given to it"
-        get = "To use a GPU, get one first; then this names the torch to install for it."
-        return Match((_built(found),), (f"Nothing is wrong if that is meant. {get}",), title, "note")
+        title = "torch was built without CUDA, and this process has no GPU"
+        get = "To use a GPU, request one first and run transload doctor again: it then names the torch to install."
+        return Match((_built(found),), (f"Nothing is wrong if this is intended. {get}",), title, "note")
     if not _hopeless(m):
         return None
-    title = "torch has no CUDA, and none was ever made for this card"
+    title = "torch has no CUDA, and no build ever supported this card"
     return Match(tuple(map(str, m.cards)), ("The CPU build is the right one.",), title, "note")
 
 
-@rule("T09", "build", "files of torch are missing or cut off")
+@rule("T09", "build", "files of torch are missing or truncated")
 def damaged(m: Case) -> Match | None:
     """Error where torch cannot be imported or was not tried; a note where a whole library only has another size."""
     torch, first = m.torch, m.torch.first
     if first is None:
-        gone = tuple(f"{name} is there, and the files it lists are not" for name in torch.dangling)
+        gone = tuple(f"{name} exists, but the files it lists do not" for name in torch.dangling)
         return Match(gone, m.reinstall) if gone and not m.imported and torch.installs == () else None
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
     if not m.imported and (first.missing or unread):
         return Match((*first.missing[:6], unread, quoted(m.import_error)), m.reinstall)
     if not (first.missing or first.altered) or m.computes:
         return None
-    title = "files of torch are not as they were installed"
+    title = "files of torch were changed after the installation"
     return Match((*first.missing[:3], *first.altered[:3]), m.reinstall, title, "note")
 
 
@@ -339,7 +347,7 @@ def other_vendor(m: Case) -> Match | None:
     return Match((f"{first.location}/version.py says {first.version}: built for {kind}", *gpus), fixes.wheel(m))
 
 
-@rule("T07", "build", "this torch is not built for the GPU of this machine")
+@rule("T07", "build", "this torch is not built for this machine's GPU")
 def other_gpu(m: Case) -> Match | None:
     """Error for an AMD card that ROCm wheels support; a note for what torch might use otherwise."""
     first = m.torch.first

@@ -30,19 +30,19 @@ class Layer:
 
 
 LAYERS: tuple[Layer, ...] = (
-    Layer("python", "the Python environment", "torch"),
-    Layer("build", "the torch that is installed", "torch"),
-    Layer("torch-libraries", "the libraries torch loads", "torch"),
-    Layer("hardware", "a GPU in the machine", "machine"),
-    Layer("kernel", "its kernel driver", "machine"),
+    Layer("python", "Python environment", "torch"),
+    Layer("build", "installed torch", "torch"),
+    Layer("torch-libraries", "libraries torch loads", "torch"),
+    Layer("hardware", "GPU", "machine"),
+    Layer("kernel", "kernel driver", "machine"),
     Layer("surroundings", "container, scheduler, service", "machine"),
     Layer("nodes", "device nodes", "machine"),
     Layer("libraries", "driver libraries", "machine"),
-    Layer("driver", "the CUDA driver starts", "machine"),
+    Layer("driver", "CUDA driver", "machine"),
     Layer("variables", "environment variables", "variables"),
-    Layer("fit", "driver and card fit the build", "fit"),
-    Layer("run", "torch computes on the GPU", "run"),
-    Layer("extensions", "packages beside torch", "extensions"),
+    Layer("fit", "compatibility", "fit"),
+    Layer("run", "running torch", "run"),
+    Layer("extensions", "packages using torch", "extensions"),
 )
 """In the order in which to fix them."""
 

@@ -47,7 +47,7 @@ def unlicensed(m: Case) -> Match | None:
     return Match((*lines, quoted(told)), fix, severity="error" if told else "warning")
 
 
-@rule("S05", "run", "the card is reserved for one process, or for none")
+@rule("S05", "run", "the card's compute mode excludes this process")
 def reserved(m: Case) -> Match | None:
     """torch was refused and the mode explains it; or was not run, and every card is closed or taken."""
     gpus, told = _gpus(m), m.complaint(_BUSY)
@@ -65,7 +65,7 @@ def reserved(m: Case) -> Match | None:
     return Match((quoted(told), *mode, *users), fix, likely=not told and not closed)
 
 
-@rule("X06", "run", "the GPU's memory is used up")
+@rule("X06", "run", "the GPU's memory is full")
 def no_memory(m: Case) -> Match | None:
     """A small tensor found no room; likely only, where the card seems to have some."""
     step = m.failed("init", *_WORK)
@@ -76,29 +76,29 @@ def no_memory(m: Case) -> Match | None:
     if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
         why = "CUDA reserves more address space than there is memory. Lift the limit in the shell or the job:"
         evidence = (f"ulimit -v is {limit >> 30} GB", quoted(step.error))
-        return Match(evidence, (why, "$ ulimit -v unlimited"), "a limit on address space leaves CUDA no room")
+        return Match(evidence, (why, "$ ulimit -v unlimited"), "a limit on the address space leaves CUDA no room")
     free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
-    users = [f"{process} computes on {gpu.name}" for gpu in _gpus(m) for process in gpu.processes]
+    users = [f"{process} is using {gpu.name}" for gpu in _gpus(m) for process in gpu.processes]
     fix = ("End the processes that hold the card's memory, or use another card:", "$ nvidia-smi")
     full = any(gpu.free < _ENOUGH for gpu in known)
     return Match((quoted(step.error), *free, *users[:6]), fix, likely=not full)
 
 
-@rule("X05", "run", "a kernel dies on the GPU")
+@rule("X05", "run", "a kernel crashes on the GPU")
 def dead_kernel(m: Case) -> Match | None:
     """Our own few operations died that way."""
     step = m.failed("init", *_WORK)
     if step is None or not re.search(_STICKY, step.error):
         return None
     fix = (
-        "This is no program's fault. Look for Xid errors (needs root), then reboot or reset the card:",
+        "No program causes this. Look for Xid errors (needs root), then reboot or reset the card:",
         fixes.sudo(m, "dmesg | grep -i xid"),
         fixes.reboot(m),
     )
-    return Match((f"in the step {step.name}", quoted(step.error)), fix, "a kernel of three lines dies on the GPU")
+    return Match((f"in the step {step.name}", quoted(step.error)), fix, "a trivial kernel crashes on the GPU")
 
 
-@rule("X07", "run", "two versions of a CUDA library are in one process")
+@rule("X07", "run", "two versions of a CUDA library are loaded in one process")
 def two_versions(m: Case) -> Match | None:
     """torch alone has loaded two of one library; an error only where it fails."""
     by_name: dict[str, list[str]] = {}
@@ -111,13 +111,13 @@ def two_versions(m: Case) -> Match | None:
         return None
     step = m.failed(*_WORK)
     evidence = (*(f"loaded: {path}" for path in double[:6]), quoted(step.error if step else ""))
-    fix = ("Take CUDA folders out of LD_LIBRARY_PATH, and remove packages that bring another CUDA.",)
+    fix = ("Remove CUDA directories from LD_LIBRARY_PATH, and uninstall packages that bring another CUDA version.",)
     return Match(evidence, fix, likely=True) if step else Match(evidence, fix, severity="note")
 
 
 page_only("X01", "run", "CUDA is used in a forked process")
-page_only("S08", "run", "memory of a GH200 or GB200 seems wrong")
-page_only("S09", "run", "several GPUs fail together, one alone works")
+page_only("S08", "run", "the memory of a GH200 or GB200 seems wrong")
+page_only("S09", "run", "several GPUs fail together, but each works alone")
 
 
 # -- symptoms: told as they were seen, and only where no rule explains them
@@ -138,8 +138,8 @@ def no_return(m: Case) -> Match | None:
     told = answer.detail or answer.state
     if m.driver.cuda.answer.state == "crashed" and step and step.name != "import":
         lib = m.libcuda
-        where = f"libcuda.so.1 is {lib.path}{f', by {lib.via}' if lib.via else ''}" if lib else ""
-        return Match((told, f"without torch too: {m.answer}", where), _other_driver(m), title)
+        where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
+        return Match((told, f"also without torch: {m.answer}", where), _other_driver(m), title)
     slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
     return Match((told,), slow if hung else m.reinstall, title, likely=hung)
 
@@ -148,10 +148,12 @@ def _other_driver(m: Case) -> Lines:
     """Torch is not to blame, and is not to be installed anew."""
     lib = m.libcuda
     if lib is None or not lib.via.startswith("LD_"):
-        return ("The driver's library crashes, not torch: install the driver anew, or what stands in its place.",)
+        return (
+            "The driver's library crashes, not torch: reinstall the driver, or remove the library that replaces it.",
+        )
     folder = lib.path.rpartition("/")[0]
     drop = fixes.drop_folder(m, lib.via, folder) if lib.via == "LD_LIBRARY_PATH" else fixes.unset(m, lib.via)
-    return (f"{lib.path} crashes, not torch. Leave it out:", *drop)
+    return (f"{lib.path} crashes, not torch. Remove it:", *drop)
 
 
 @rule("X10", "run", "torch cannot be imported", symptom=True)
@@ -165,7 +167,7 @@ def no_import(m: Case) -> Match | None:
     return Match(_lines(m.import_error), fix)
 
 
-@rule("X09", "run", "torch sees no GPU although the driver gives one", symptom=True)
+@rule("X09", "run", "torch sees no GPU although the driver has one", symptom=True)
 def unseen(m: Case) -> Match | None:
     """The driver works, torch has CUDA, and is_available() is False or its start failed."""
     run, cuda, step = m.torch_run, m.driver.cuda, m.failed("init")
@@ -174,16 +176,18 @@ def unseen(m: Case) -> Match | None:
         usable = any(other.kind == "rocm" and other.usable for other in m.accelerators)
         if not (usable and run.hip and run.available is False):
             return None
-        evidence = ("/dev/kfd has a GPU behind it", quoted(error))
+        evidence = ("/dev/kfd has a GPU", quoted(error))
         return Match(evidence, ("$ rocminfo",), "torch sees no GPU although ROCm has one")
     other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
     names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
-    without = ("Try without what changes the loader's search:", *fixes.unset(m, *names)) if names else ()
+    without = (
+        ("Try without the variables that change the loader's search path:", *fixes.unset(m, *names)) if names else ()
+    )
     python = m.python.executable or "python"
     evidence = (
-        f"the driver starts and gives {cuda.count} GPU{'' if cuda.count == 1 else 's'}",
+        f"the driver starts and finds {cuda.count} GPU{'' if cuda.count == 1 else 's'}",
         quoted(error if step else m.complaint(r"CUDA")),
-        *(f"torch loaded {path}, the driver is {cuda.library}" for path in other),
+        *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
     )
     compare = f"$ LD_DEBUG=libs {python} -c 'import torch; torch.cuda.init()' 2>&1 | grep libcuda"
     return Match(evidence, (*without, compare))
@@ -215,16 +219,16 @@ def unexamined(m: Case) -> Match | None:
         f"torch was not run: {not_run}" if torch else "",
     )
     said = " ".join(evidence).lower()
-    fix: Lines = ("Mend what is said above, and run it again.",)
+    fix: Lines = ("Repair what is described above, and run it again.",)
     if "permission" in said or "not permitted" in said:
         fix = ("Run it as a user who may execute that interpreter.",)
     elif any(word in said for word in ("temporarily unavailable", "memory", "thread")):
         fix = (
-            "No more processes are to be had. See what the limits are, and end what is not needed:",
+            "No more processes can be started. Check the limits, and end processes that are not needed:",
             "$ ulimit -u",
             "$ cat /sys/fs/cgroup/pids.max",
         )
-    title = "" if driver else "torch could not be run, so it is not known whether it works"
+    title = "" if driver else "torch could not be run, so whether it works is unknown"
     return Match(evidence, fix, title, "error" if driver else "warning")
 
 

@@ -24,7 +24,7 @@ def _forbidden(m: Case) -> str:
 
 def _inside(m: Case) -> str:
     around = m.surroundings
-    shown = f", concluded from: {'; '.join(around.evidence[:2])}" if around.evidence else ""
+    shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
     return f"the process runs in a container ({around.container}){shown}"
 
 
@@ -33,7 +33,7 @@ def _host(m: Case) -> Lines:
     return (*m.card_lines, driver if m.kernel.loaded else "")
 
 
-@rule("C09", "surroundings", "Slurm gave this job no GPU")
+@rule("C09", "surroundings", "Slurm did not give this job a GPU")
 def slurm(m: Case) -> Match | None:
     """A job whose nodes are forbidden, or that was given no GPU and has an empty CUDA_VISIBLE_DEVICES or no nodes."""
     if not m.surroundings.slurm or not m.fails or m.no_gpu:
@@ -65,7 +65,7 @@ def service(m: Case) -> Match | None:
     forbidden = _forbidden(m)
     if not (private or forbidden):
         return None
-    why = "its /dev holds no devices of hardware (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
+    why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
     names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
     fix = (
         fixes.sudo(m, f"systemctl edit {around.service}"),
@@ -86,16 +86,16 @@ def apptainer(m: Case) -> Match | None:
     return Match((_inside(m), *_host(m), m.answer), fixes.give_gpu(m), severity=m.withholding)
 
 
-@rule("C05", "surroundings", "the pod asked for no GPU")
+@rule("C05", "surroundings", "the pod did not request a GPU")
 def pod(m: Case) -> Match | None:
     """A pod without nodes on a machine with a card."""
     if not m.surroundings.kubernetes or not _without_nodes(m) or not m.host_has_gpu:
         return None
-    evidence = ("this is a Kubernetes pod", "no /dev/nvidia* is there", *_host(m))
+    evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host(m))
     return Match(evidence, fixes.give_gpu(m), severity=m.withholding)
 
 
-@rule("C04", "surroundings", "NVIDIA_VISIBLE_DEVICES keeps the GPUs out of the container")
+@rule("C04", "surroundings", "NVIDIA_VISIBLE_DEVICES hides the GPUs from the container")
 def void(m: Case) -> Match | None:
     """A container without a card's node whose NVIDIA_VISIBLE_DEVICES is empty, void or none."""
     visible, around = m.env("NVIDIA_VISIBLE_DEVICES"), m.surroundings
@@ -106,12 +106,12 @@ def void(m: Case) -> Match | None:
         return None
     origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
     where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
-    fix = ("Start the container with another value, or without that one:", *fixes.give_gpu(m), where)
-    evidence = (_inside(m), f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "no /dev/nvidia0 or other card is there")
+    fix = ("Start the container with another value, or without the variable:", *fixes.give_gpu(m), where)
+    evidence = (_inside(m), f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
     return Match((*evidence, *_host(m)), fix, severity=m.withholding, likely=value == "void")
 
 
-@rule("C03", "surroundings", "the container was given the GPU without its compute libraries")
+@rule("C03", "surroundings", "the container has the GPU but not the compute libraries")
 def no_compute(m: Case) -> Match | None:
     """Nodes or NVML are there, libcuda.so.1 is not, and the variable names neither compute nor all."""
     value = m.env("NVIDIA_DRIVER_CAPABILITIES")
@@ -131,25 +131,25 @@ def _versions(m: Case) -> Lines:
     lib = m.mismatched
     if lib is None or not m.surroundings.container or not m.broken or lib.via.startswith("LD_"):
         return ()
-    which = f"{lib.target or lib.path} is of {lib.version}, the host's kernel driver of {m.kernel.version}"
+    which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {m.kernel.version}"
     return (_inside(m), which, m.answer, m.nvml_answer)
 
 
-@rule("C10", "surroundings", "the container's driver libraries are not of the host's version")
+@rule("C10", "surroundings", "the container's driver libraries do not match the host's driver")
 def lxc_version(m: Case) -> Match | None:
     """A system container, and a library of another release than the kernel driver."""
     evidence, version = _versions(m), m.kernel.version
     if m.surroundings.container not in _SYSTEM_CONTAINERS or not evidence:
         return None
     fix = (
-        f"Inside the container, install the libraries of {version}, the host's version, without the kernel module:",
+        f"Inside the container, install the libraries of the host's version, {version}, without the kernel module:",
         fixes.sudo(m, f"sh NVIDIA-Linux-{m.platform.machine}-{version}.run --no-kernel-module"),
-        "It comes from https://www.nvidia.com/drivers; do the same after each driver update of the host.",
+        "Download it from https://www.nvidia.com/drivers; repeat this after each driver update on the host.",
     )
     return Match(evidence, fix)
 
 
-@rule("C07", "surroundings", "the container has the libraries of an older host driver")
+@rule("C07", "surroundings", "the container has the libraries of another host driver version")
 def stale(m: Case) -> Match | None:
     """A container with libraries of another release; on a host, a note that its CDI file is of one."""
     around, version = m.surroundings, m.kernel.version
@@ -161,8 +161,8 @@ def stale(m: Case) -> Match | None:
     evidence = _versions(m)
     if not evidence or around.container in (*_SYSTEM_CONTAINERS, *_APPTAINER):
         return None
-    again = "Then start the container anew."
-    copy = "If it stays so, libcuda was copied into the image: remove it there and build the image anew."
+    again = "Then recreate the container."
+    copy = "If that does not help, libcuda was copied into the image: remove it there and rebuild the image."
     return Match(evidence, (*regenerate, again, copy))
 
 
@@ -173,17 +173,19 @@ def no_devices(m: Case) -> Match | None:
     if not around.container or m.fires("C11", "C09", "C08", "C05", "C04"):
         return None
     if around.wsl == 2 and not m.hardware.dxg and m.broken:
-        return Match((_inside(m), "no /dev/dxg is there"), fixes.give_gpu(m), severity="note", likely=True)
+        return Match((_inside(m), "there is no /dev/dxg"), fixes.give_gpu(m), severity="note", likely=True)
     jetson = bool(m.hardware.tegra) and m.no_libcuda and m.broken
     if not jetson and not (_without_nodes(m) and m.host_has_gpu):
         return None
-    nodes = "no /dev/nvidia* is there" if m.nodes_absent else "no card's node is there, and the rest is forbidden"
+    nodes = (
+        "there is no /dev/nvidia*" if m.nodes_absent else "there is no card node, and the other nodes cannot be opened"
+    )
     visible = m.env("NVIDIA_VISIBLE_DEVICES")
-    said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, and no NVIDIA runtime acted on it" if visible else ""
+    said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
     return Match((_inside(m), nodes, said, *_host(m)), fixes.give_gpu(m), severity=m.withholding, likely=jetson)
 
 
-@rule("C02", "surroundings", "containers on this host cannot be given the GPU")
+@rule("C02", "surroundings", "containers on this host cannot use the GPU")
 def no_toolkit(m: Case) -> Match | None:
     """A host with a card and Docker, without the toolkit or with Docker as a snap: a note."""
     around = m.surroundings
@@ -194,7 +196,7 @@ def no_toolkit(m: Case) -> Match | None:
         return None
     evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
     fix = (
-        "For containers with a GPU, from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
+        "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
         *fixes.system_package(m, **dict.fromkeys(("apt", "dnf", "zypper", "pacman"), "nvidia-container-toolkit")),
         fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
         fixes.sudo(m, "systemctl restart docker"),
@@ -205,7 +207,7 @@ def no_toolkit(m: Case) -> Match | None:
 page_only("C06", "surroundings", "Podman does not find the CDI device")
 
 
-@rule("N02", "surroundings", "the image's torch was chosen while no GPU was in sight", likely=True)
+@rule("N02", "surroundings", "the image's torch was chosen while no GPU was visible", likely=True)
 def built_blind(m: Case) -> Match | None:
     """A CPU build that uv or conda chose, in a container where CUDA works: a note beside the CPU build itself."""
     first = m.torch.first

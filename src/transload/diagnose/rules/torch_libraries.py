@@ -41,7 +41,7 @@ def _folder(path: str) -> str:
 
 def _line(lib: Resolved) -> str:
     """Which file the loader takes, and why."""
-    via = f", by {lib.via}" if lib.via else ""
+    via = f", found through {lib.via}" if lib.via else ""
     version = f" ({lib.version})" if lib.version else ""
     return f"{lib.name} is taken from {lib.path}{version}{via}"
 
@@ -87,7 +87,7 @@ def missing(m: Case) -> Match | None:
     lines = (
         f"{lib.path}, for {lib.name}, cannot be loaded: {lib.problem}"
         if lib.path
-        else f"{lib.name}, needed by {lib.needed_by}, is nowhere to be found"
+        else f"{lib.name}, needed by {lib.needed_by}, is not found anywhere"
         for lib in blamed[:6]
     )
     if not name or is_nvidia_library(name) or name.startswith(_OF_TORCH):
@@ -95,11 +95,11 @@ def missing(m: Case) -> Match | None:
     elif name in _SYSTEM:
         fix = fixes.system_package(m, **_SYSTEM[name])
     else:
-        fix = (f"Install what provides {name} on this system.",)
+        fix = (f"Install the package that provides {name} on this system.",)
     return Match((quoted(m.import_error), *lines), fix)
 
 
-@rule("L01", "torch-libraries", "an older CUDA library stands before torch's own")
+@rule("L01", "torch-libraries", "an older CUDA library is loaded instead of torch's own")
 def older(m: Case) -> Match | None:
     """The import failed over a symbol of CUDA's; or torch was not run, and a symbol would be missing."""
     told = _SYMBOL.search(m.import_error)
@@ -117,7 +117,7 @@ def older(m: Case) -> Match | None:
         return Match(evidence, _drop(m, blamed[0]))
     if m.env("LD_LIBRARY_PATH"):
         return Match(evidence, fixes.unset(m, "LD_LIBRARY_PATH"), likely=True)
-    return Match(evidence, m.reinstall, "the CUDA libraries of this environment do not fit one another")
+    return Match(evidence, m.reinstall, "the CUDA libraries of this environment do not match each other")
 
 
 @rule("L03", "torch-libraries", "parts of two cuDNN versions are mixed")
@@ -127,7 +127,7 @@ def split_cudnn(m: Case) -> Match | None:
     told = m.complaint(r"CUDNN_STATUS_SUBLIBRARY")
     if not told and not (parts and m.torch_not_run):
         return None
-    evidence = (quoted(told), *(f"of another release would be taken {part}" for part in parts[:4]))
+    evidence = (quoted(told), *(f"from another release: {part}" for part in parts[:4]))
     by_path = next((part for part in parts if part.endswith(", by LD_LIBRARY_PATH")), "")
     if by_path:
         path = by_path.partition(": ")[2].removesuffix(", by LD_LIBRARY_PATH")
@@ -135,13 +135,13 @@ def split_cudnn(m: Case) -> Match | None:
     newer: Lines = ()
     if "nvidia-cudnn-cu13" in m.python.packages:
         install = fixes.install(m, "nvidia-cudnn-cu13>=9.21")
-        newer = ("Install a cuDNN that has all its parts:", *install, "Or remove the system's cuDNN:")
+        newer = ("Install a complete cuDNN:", *install, "Or remove the system's cuDNN:")
     apt = m.platform.package_manager == "apt"
-    remove = "Remove the cuDNN that the system has beside the one in Python."
+    remove = "Remove the system's cuDNN."
     return Match(evidence, (*newer, fixes.sudo(m, "apt remove 'libcudnn9-*'") if apt else remove), likely=not told)
 
 
-@rule("L02", "torch-libraries", "another cuDNN is loaded than torch was built with")
+@rule("L02", "torch-libraries", "the cuDNN that is loaded is not the one torch was built with")
 def other_cudnn(m: Case) -> Match | None:
     """torch complained; or was not run, and the one it would take is too old. A note where it works."""
     told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
@@ -162,7 +162,7 @@ def other_cudnn(m: Case) -> Match | None:
     return Match(lines, _drop(m, lib), severity="note")
 
 
-@rule("L07", "torch-libraries", "conda's CUDA libraries and pip's are mixed")
+@rule("L07", "torch-libraries", "CUDA libraries from conda and pip are mixed")
 def conda_mix(m: Case) -> Match | None:
     """A library of torch's is taken from conda's folder in place of pip's; error only where torch fails over it."""
     mixed = _from_conda(m)
@@ -170,8 +170,11 @@ def conda_mix(m: Case) -> Match | None:
         return None
     broken = bool(_SYMBOL.search(m.import_error) or m.failed("matmul", "convolution"))
     packages = sorted({lib.package for lib in mixed if lib.package})
-    pip = f"pip's are {', '.join(packages)}" if packages else ""
-    fix = ("Keep one of the two. With pip's torch, remove from this environment what this lists:", "$ conda list cuda")
+    pip = f"pip installed {', '.join(packages)}" if packages else ""
+    fix = (
+        "Keep only one of the two. With torch from pip, remove the conda packages that this lists:",
+        "$ conda list cuda",
+    )
     evidence = (quoted(m.import_error), *map(_line, mixed[:4]), pip)
     return Match(evidence, fix, severity="error" if broken else "note", likely=broken)
 
@@ -197,7 +200,7 @@ def overlaps(m: Case) -> Match | None:
     return Match((*shared[:4], quoted(error)), fix, severity="error" if error else "warning")
 
 
-@rule("L05", "torch-libraries", "a system library fills in for one that torch lost")
+@rule("L05", "torch-libraries", "a system library replaces a missing library of torch")
 def filled_in(m: Case) -> Match | None:
     """The loader passed over the wheel's own place, which is searched before the system's: the file is gone."""
     ours = [lib for lib in m.torch_libraries.needed if lib.shadowed and is_nvidia_library(lib.name)]
@@ -205,11 +208,11 @@ def filled_in(m: Case) -> Match | None:
     if not lost:
         return None
     told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_|undefined symbol|version .* not found")
-    lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} is not there"))
+    lines = (line for lib in lost[:4] for line in (_line(lib), f"{lib.expected} does not exist"))
     return Match((quoted(told), *lines), _bring(m, lost), severity="error" if told else "warning")
 
 
-@rule("L08", "torch-libraries", "a preloaded library comes between torch and CUDA")
+@rule("L08", "torch-libraries", "a preloaded library intercepts CUDA")
 def preloaded(m: Case) -> Match | None:
     """Without it the driver works; or torch fails and what is preloaded is about GPUs. Silent where torch works."""
     value = m.env("LD_PRELOAD") or ""
@@ -220,7 +223,7 @@ def preloaded(m: Case) -> Match | None:
         return None
     where = f"{'LD_PRELOAD' if value else '/etc/ld.so.preload'} is {value or ' '.join(names)}"
     listed = ", ".join(suspects or names)
-    unlist = (f"Take {listed} out of /etc/ld.so.preload, and leave what else stands there (needs root).",)
+    unlist = (f"Remove {listed} from /etc/ld.so.preload, and keep the other lines (needs root).",)
     return Match(
         (where, "without it the driver works" if proof else "", quoted(m.import_error)),
         fixes.unset(m, "LD_PRELOAD") if value else unlist,
@@ -229,7 +232,7 @@ def preloaded(m: Case) -> Match | None:
     )
 
 
-@rule("L12", "torch-libraries", "an older libstdc++ stands before the one torch needs")
+@rule("L12", "torch-libraries", "the libstdc++ that is loaded is too old for torch")
 def old_stdcpp(m: Case) -> Match | None:
     """The import failed over it; or torch was not run, and a version would be missing."""
     told = _STDCPP.search(m.import_error)
@@ -240,8 +243,8 @@ def old_stdcpp(m: Case) -> Match | None:
     place = _folder(told["library"]) if told else ""
     if place and place in (m.env("LD_LIBRARY_PATH") or "").split(":"):
         return Match(evidence, fixes.drop_folder(m, "LD_LIBRARY_PATH", place))
-    fix = ("In an environment of conda:", "$ conda install -c conda-forge libstdcxx-ng")
-    return Match(evidence, (*fix, "Else use a newer system or image: its libstdc++ is too old."))
+    fix = ("In a conda environment:", "$ conda install -c conda-forge libstdcxx-ng")
+    return Match(evidence, (*fix, "Otherwise use a newer system or image: the libstdc++ of this one is too old."))
 
 
 @rule("L13", "torch-libraries", "MKL is newer than this torch can use")
@@ -252,7 +255,7 @@ def newer_mkl(m: Case) -> Match | None:
     return Match((quoted(m.import_error),), ('$ conda install "mkl<2024.1"',))
 
 
-@rule("L10", "torch-libraries", "Windows cannot load a library of torch")
+@rule("L10", "torch-libraries", "Windows cannot load one of torch's libraries")
 def missing_dll(m: Case) -> Match | None:
     """The import failed that way."""
     told, first = _DLL.search(m.import_error), m.torch.first
@@ -264,7 +267,7 @@ def missing_dll(m: Case) -> Match | None:
     return Match((quoted(m.import_error),), (redist, "If that does not help, install torch again:", *m.reinstall))
 
 
-@rule("L11", "torch-libraries", "a CUDA library from PATH is loaded in place of torch's", likely=True)
+@rule("L11", "torch-libraries", "a CUDA library from PATH is loaded instead of torch's", likely=True)
 def dll_from_path(m: Case) -> Match | None:
     """On Windows a CUDA library was mapped from outside of torch, and torch fails."""
     first = m.torch.first
@@ -276,7 +279,7 @@ def dll_from_path(m: Case) -> Match | None:
         for path in m.torch_run.libraries
         if path.replace("\\", "/").rpartition("/")[2].lower().startswith(names) and not path.startswith(first.location)
     ]
-    fix = ("Take these folders out of PATH, and try again.",)
+    fix = ("Remove these directories from PATH, and try again.",)
     return Match(tuple(f"loaded: {path}" for path in outside[:4]), fix) if outside else None
 
 

@@ -19,11 +19,11 @@ _WHY = {
     "empty": "an empty element ends the list",
     "negative": "a negative number ends the list",
     "not-a-number": "{token} is neither a number nor a UUID, and ends the list",
-    "no-such-index": "{token} is no index here: they go from 0 to {last}",
-    "twice": "{token} names a GPU that the list has already: then CUDA refuses the whole list",
-    "no-such-uuid": "{token} is the beginning of no GPU's UUID",
-    "ambiguous": "{token} is the beginning of more than one UUID",
-    "mixed": "{token} is of another kind than the first element: a list is of numbers or of UUIDs",
+    "no-such-index": "{token} is not a valid index: they go from 0 to {last}",
+    "twice": "{token} names a GPU that is already in the list; CUDA then rejects the whole list",
+    "no-such-uuid": "no GPU's UUID begins with {token}",
+    "ambiguous": "more than one UUID begins with {token}",
+    "mixed": "{token} is of another kind than the first element: a list holds either numbers or UUIDs",
 }
 
 
@@ -63,7 +63,7 @@ def _hidden(m: Case, reasons: Lines) -> Match | None:
     # a warning where that costs a GPU
     rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
     severity: Severity = "warning" if rest.count > 0 else "note"
-    left = f"{seen.count} of {len(gpus)} GPUs are left"
+    left = f"{seen.count} of {len(gpus)} GPUs are visible"
     return Match((*evidence, left), _correct(m), f"{CVD} is cut off at {seen.token!r}", severity)
 
 
@@ -78,10 +78,10 @@ def _experiment(m: Case) -> str:
 def _correct(m: Case) -> Lines:
     if m.surroundings.slurm:
         return (
-            "In a Slurm job do not set it: Slurm does, to the GPUs of the job. Remove it from the batch script and the",
-            "shell's start files, and start the job again.",
+            "Do not set it in a Slurm job: Slurm sets it to the job's GPUs. Remove it from the batch script and the",
+            "shell's startup files, and start the job again.",
         )
-    return (*fixes.unset(m, CVD), "Or set it to indices from 0 on, as nvidia-smi -L lists them.")
+    return (*fixes.unset(m, CVD), "Or set it to indices starting at 0, as nvidia-smi -L lists them.")
 
 
 def _hiding(code: str, title: str, *reasons: str) -> None:
@@ -91,11 +91,11 @@ def _hiding(code: str, title: str, *reasons: str) -> None:
 
 _hiding("E03", f"{CVD} names a GPU twice", "twice")
 _hiding("E01", f"{CVD} hides every GPU", "empty", "negative", "not-a-number")
-_hiding("E02", f"{CVD} names a GPU that is not there", "no-such-index")
-_hiding("E04", f"{CVD} names a UUID that is not there", "no-such-uuid", "ambiguous", "mixed")
+_hiding("E02", f"{CVD} names a GPU that does not exist", "no-such-index")
+_hiding("E04", f"{CVD} names a UUID that does not exist", "no-such-uuid", "ambiguous", "mixed")
 
 
-@rule("E13", "variables", "torch counts no GPU although CUDA gives one")
+@rule("E13", "variables", "torch counts no GPU although CUDA has one")
 def miscounted(m: Case) -> Match | None:
     """torch computes on a GPU, and its own count of them is 0."""
     run, value = m.torch_run, m.env(CVD)
@@ -115,10 +115,10 @@ def from_file(m: Case) -> Match | None:
 
 
 page_only("E06", "variables", "CUDA_VISIBLE_DEVICES is set too late")
-page_only("E08", "variables", "a program asks for a GPU beyond those it has")
+page_only("E08", "variables", "a program asks for a GPU index that does not exist")
 
 
-@rule("E12", "variables", "CUDA_DEVICE_ORDER has a value that CUDA refuses")
+@rule("E12", "variables", "CUDA_DEVICE_ORDER has an invalid value")
 def bad_order(m: Case) -> Match | None:
     """The value is neither of the two, and the driver did not start with it."""
     value = m.env(_ORDER)
@@ -127,7 +127,7 @@ def bad_order(m: Case) -> Match | None:
     return Match((f"{_ORDER} is {value!r}", m.answer), fixes.set_variable(m, _ORDER, "PCI_BUS_ID"))
 
 
-@rule("A04", "variables", "a variable makes CUDA compile kernels, or forbids it")
+@rule("A04", "variables", "a variable forces or forbids PTX compilation")
 def jit_switch(m: Case) -> Match | None:
     """Set, and torch failed over it or must; a note where it did no harm."""
     names = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
@@ -168,7 +168,7 @@ def nvml_check(m: Case) -> Match | None:
     return Match(evidence, fixes.unset(m, name), severity="note")
 
 
-@rule("E05", "variables", "CUDA counts the GPUs in another order than nvidia-smi")
+@rule("E05", "variables", "CUDA numbers the GPUs in a different order than nvidia-smi")
 def other_order(m: Case) -> Match | None:
     """A note, where the two orders were seen to differ."""
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]
@@ -181,7 +181,7 @@ def other_order(m: Case) -> Match | None:
     return Match(evidence, fixes.set_variable(m, _ORDER, "PCI_BUS_ID"), severity="note")
 
 
-@rule("E11", "variables", "CUDA cannot keep what it compiles")
+@rule("E11", "variables", "CUDA cannot write its cache of compiled kernels")
 def no_cache(m: Case) -> Match | None:
     """A note."""
     problem = m.variables.cache_problem

@@ -231,7 +231,9 @@ def _after_new_driver(target: Target, possible: list[Build]) -> WheelChoice:
     if target.too_new:
         needs = str(target.last_branch)
         best = best_build(target, possible)
-        change = f"Drivers after branch {needs} do not drive {_names(target.dropped())}: install one of branch {needs}."
+        change = (
+            f"Drivers after branch {needs} do not support {_names(target.dropped())}: install one of branch {needs}."
+        )
     else:
         least = min(branch_of(target.floor(build)) for build in possible)
         best = best_build(target, [build for build in possible if branch_of(target.floor(build)) == least])
@@ -294,7 +296,7 @@ def _no_wheel(target: Target, wanted: tuple[str, ...], torch: str) -> tuple[str,
         return _no_code(target, torch)
     if not any(build.supports_python(target.python) for build in with_code):
         return _no_python(target, with_code)
-    return f"No driver drives all of {_names(target.cards)} and runs a torch with code for them.", _each_card(target)
+    return f"No driver supports all of {_names(target.cards)} and a torch with code for them.", _each_card(target)
 
 
 def _no_platform(platform: str, torch: str) -> str:
