@@ -27,14 +27,14 @@ WIDTH = 118
 INDEX = """\
 # Causes
 
-Everything that [`transload doctor`](../doctor.md) can name as the reason why PyTorch does not see the GPU, by the layer
-it breaks; layers in the order in which to mend them. Codes are stable between releases. `transload doctor --explain
-CODE` prints a page in the terminal. This list is written by `scripts/doctor_pages.py`.
+Everything that [`transload doctor`](../doctor.md) can name as the reason why PyTorch does not see the GPU, by layer, in
+the order in which to repair them. Codes are stable between releases. `transload doctor --explain CODE` prints a page in
+the terminal. `scripts/doctor_pages.py` writes this list.
 
-Causes in *italics* the doctor does not find by itself, because the facts of a machine do not show them.
+The doctor cannot detect the causes in *italics*: the facts of a machine do not show them.
 """
 EMPTY = """\
-What it is, how it shows (the exact texts of errors), and how it is told from others.
+What it is, which errors it causes (their exact texts), and how it is detected.
 
 ## Fix
 
@@ -92,10 +92,10 @@ def certainty(rule: Rule) -> str:
     """Where a cause belongs, and with what certainty the doctor names it."""
     layer = next(f"Layer: {layer.words}." for layer in LAYERS if layer.name == rule.layer)
     if rule.check is None:
-        return f"{layer} The doctor does not find it by itself: the facts of a machine do not show it."
+        return f"{layer} The doctor cannot detect it: the facts of a machine do not show it."
     if rule.symptom:
-        return f"{layer} A symptom: told only where no cause is found for it."
-    return f"{layer} Told as probable: the facts fit, and do not prove it." if rule.likely else layer
+        return f"{layer} A symptom: reported only if no cause is found."
+    return f"{layer} Reported as probable: the facts fit but do not prove it." if rule.likely else layer
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------

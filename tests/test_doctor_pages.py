@@ -38,7 +38,7 @@ def test_a_new_rule_gets_a_page_to_fill_in() -> None:
     script = load_script("doctor_pages")
     new = Rule("Z99", "run", "a new one", lambda _: None, likely=True)
     made = script.with_head(new, "")
-    assert made.startswith("# Z99: a new one\n\nLayer: running torch. Told as probable")
+    assert made.startswith("# Z99: a new one\n\nLayer: running torch. Reported as probable")
     assert "\n## Fix\n" in made
     assert script.with_head(replace(new, title="other"), made) == made.replace("a new one", "other")
 
