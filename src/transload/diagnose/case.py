@@ -228,6 +228,11 @@ class Case(Machine):
         return bool(self.hardware.gpus or self.hardware.tegra or in_wsl or self.driver.cuda.works or self.nvml_works)
 
     @property
+    def nvidia(self) -> bool | None:
+        """Whether there is an NVIDIA GPU; ``None`` where that is not known."""
+        return True if self.has_nvidia else False if self.no_gpu else None
+
+    @property
     def withholding(self) -> Severity:
         """How bad it is that a process was given no card: no fault where its torch is built for none."""
         first = self.torch.first
@@ -376,7 +381,7 @@ class Case(Machine):
     @property
     def reinstall(self) -> Lines:
         """Install torch once more, with all that it needs."""
-        return fixes.reinstall(self, gpu=self.has_nvidia)
+        return fixes.reinstall(self, gpu=self.nvidia)
 
 
 def quoted(text: str) -> str:

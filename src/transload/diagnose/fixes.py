@@ -29,6 +29,7 @@ __all__ = [
     "give_slurm",
     "install",
     "install_driver",
+    "install_torch",
     "modprobe_option",
     "on_host",
     "reboot",
@@ -589,12 +590,24 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     return ("First install the driver:", *update, "Then install torch:", *lines)
 
 
-def reinstall(machine: Machine, *, gpu: bool) -> Lines:
+def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
+    """Install torch where none is known: for the NVIDIA GPU; without one (``False``) the small CPU build.
+
+    ``None`` is a machine of which it is not known whether it has one.
+    """
+    if gpu:
+        return wheel(machine)
+    default = default_build(releases()[-1], wheel_platform(machine))
+    with_cuda = gpu is False and default is not None and bool(default.cuda)
+    return install(machine, "torch", index=f"{INDEX}/cpu" if with_cuda else "", force=force)
+
+
+def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
     first = machine.torch.first
     release, _, build = (first.version if first else "").partition("+")
     if release not in releases():
-        return wheel(machine) if gpu else install(machine, "torch", force=True)
+        return install_torch(machine, gpu=gpu, force=True)
     if gpu:
         return wheel(machine, release if wheel_choice(machine, release).torch_version else None)
     default = default_build(release, wheel_platform(machine))

@@ -214,9 +214,11 @@ def _answer(state: str, detail: str) -> str:
 def _variables(machine: Machine) -> Seen:
     from transload.diagnose.probes.variables import DECIDING
 
-    values = {name: value for name, value in machine.variables.values.items() if name in DECIDING - _SELDOM}
+    hiding = {"PYTHONPATH"} if machine.torch.shadow_via == "PYTHONPATH" else set()  # which hides torch
+    told = DECIDING - (_SELDOM - hiding)
+    values = {name: value for name, value in machine.variables.values.items() if name in told}
     shown = [printable(f"{name}={value}", _VALUE) for name, value in values.items()]
-    return "ok", ", ".join(shown) or "none that affects CUDA or torch"
+    return "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
 
 
 def _python(machine: Machine) -> Seen:

@@ -58,6 +58,16 @@ def test_a_package_compiled_against_another_torch() -> None:
     assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
 
 
+def test_torchvision_for_another_cuda_gets_the_wheel_of_torchs_build() -> None:
+    machine = beside("torchvision", "0.28.0", bare(), local="cu132", missing=("libcudart.so.13",))
+    fix = told("P06", machine, "warning").fix
+    assert not any("--no-binary" in line for line in fix)
+    assert any("torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu" in line for line in fix)
+    two = (*machine.extensions, Extension("flash-attn", undefined=(SYMBOL,)))
+    both = told("P06", changed(machine, extensions=two), "warning").fix
+    assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
+
+
 def test_a_package_that_needs_a_missing_library() -> None:
     assert alarms(beside("xformers", missing=("libcudart.so.12",))) == ["P06"]
     assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
-from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, without_torch
+from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, variables, without_torch
 
+from transload.diagnose import judge_machine
 from transload.machine import Machine, Torch, Unknown
 
 USER = "/home/user/.local/lib/python3.11/site-packages/torch"
@@ -27,8 +28,13 @@ def test_torch_is_not_installed() -> None:
     assert seen("P01", healthy()) is None
 
 
-def test_without_a_gpu_any_torch_will_do() -> None:
-    assert told("P01", without_torch(bare())).fix == ("$ /opt/venv/bin/python -m pip install torch",)
+def test_without_a_gpu_the_cpu_build_is_installed() -> None:
+    cpu = "$ /opt/venv/bin/python -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    machine = without_torch(bare())
+    assert told("P01", machine).fix == (cpu,)
+    plain = ("$ /opt/venv/bin/python -m pip install torch",)
+    assert told("P01", changed(machine, platform__system="Windows")).fix == plain  # PyPI has the CPU build
+    assert told("P01", changed(machine, hardware__pci=Unknown("not readable"))).fix == plain
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,28 @@ def test_a_file_of_ones_own_is_imported_as_torch() -> None:
     assert told("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
     assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
+
+
+def test_a_file_found_through_pythonpath_is_not_left_by_changing_the_directory() -> None:
+    shadow = {"torch__shadow": "/srv/lib/torch.py", "torch__shadow_via": "PYTHONPATH"}
+    machine = variables(changed(no_torch_run(healthy()), **shadow), PYTHONPATH="/srv/lib:/opt/x")
+    fix = told("P03", machine).fix
+    assert "$ export PYTHONPATH=/opt/x" in fix
+    assert not any("directory" in line and "another" in line for line in fix)
+    assert "  ✗ environment variables" in str(judge_machine(machine))
+    assert "PYTHONPATH=/srv/lib:/opt/x" in str(judge_machine(machine))
+    hidden = changed(no_torch_run(healthy()), torch__shadow="/srv/torch.py", torch__shadow_via="sys.path")
+    assert told("P03", hidden).fix == ("Rename /srv/torch.py.",)
+
+
+def test_a_broken_torch_among_the_packages_is_nobodys_own_file() -> None:
+    for kind in ("package", "source"):
+        facts = {"torch__shadow": f"{SITE}/torch", "torch__shadow_kind": kind, "torch__shadow_via": "sys.path"}
+        machine = changed(unimportable(healthy(), "ModuleNotFoundError: No module named 'torch._C'"), **facts)
+        found = told("P03", changed(machine, torch__installs=()))
+        assert found.title == "the installed torch is incomplete"
+        assert found.fix[0] == f"Delete {SITE}/torch, and install torch again:"
+        assert any("-m pip install torch==" in line for line in found.fix)
 
 
 def test_in_the_source_tree_one_is_told_to_leave_it() -> None:

@@ -19,14 +19,17 @@ def test_an_empty_machine_is_not_judged() -> None:
     assert alarms(Machine()) == []
 
 
+CPU = "--index-url https://download.pytorch.org/whl/cpu"
+
+
 @pytest.mark.parametrize(
     ("machine", "line"),
     [
         (healthy(), "install torch==2.13.0"),
         (bare(), "install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
         (FINE["no GPU, CUDA build"], "install --force-reinstall torch==2.13.0"),
-        (changed(bare(), torch=Torch(installs=(install("2.99.0+cu999"),))), "install --force-reinstall torch"),
-        (changed(bare(), torch=Torch(installs=())), "install --force-reinstall torch"),
+        (changed(bare(), torch=Torch(installs=(install("2.99.0+cu999"),))), f"install --force-reinstall torch {CPU}"),
+        (changed(bare(), torch=Torch(installs=())), f"install --force-reinstall torch {CPU}"),
         (changed(healthy(), torch=Torch(installs=(install("nonsense"),))), "install torch=="),
     ],
 )

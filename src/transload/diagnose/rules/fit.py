@@ -258,7 +258,7 @@ def _examined(m: Case) -> list[Extension]:
 def companions(m: Case) -> Match | None:
     """The pinned release differs, or one is a CPU build and torch is not."""
     trio = [each for each in m.extensions if each.package in _TRIO]
-    release, _, build = m.torch_version.partition("+")
+    release = m.torch_version.partition("+")[0]
     lines = []
     for each in trio:
         pin = _PIN.search(each.wants_torch)
@@ -268,10 +268,15 @@ def companions(m: Case) -> Match | None:
             lines.append(f"{_named(each)} is a build without CUDA, and torch has CUDA {m.torch_cuda}")
     if not lines:
         return None
-    names = sorted({each.package for each in trio})
+    return Match(tuple(lines), _with_torch(m, {each.package for each in trio}), severity="warning")
+
+
+def _with_torch(m: Case, packages: set[str]) -> Lines:
+    """Install companions of torch anew, in the wheels that were built with it."""
+    release, _, build = m.torch_version.partition("+")
     index = f"{INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
-    fix = (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
-    return Match(tuple(lines), fix, severity="warning")
+    names = sorted(packages)
+    return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
 
 def _differ(one: str, other: str) -> bool:
@@ -295,12 +300,14 @@ def other_torch(m: Case) -> Match | None:
         packages |= {each.package} if what else set()
     if not packages:
         return None
-    release = m.torch_version.partition("+")[0]
-    cuda = f" and CUDA {m.torch_cuda}" if m.torch_cuda else ""
-    fix = (
-        f"Install wheels made for torch {release}{cuda}; or compile, with that CUDA toolkit:",
-        *fixes.install(m, *_COMPILE, *sorted(packages), force=True),
-    )
+    companions = packages & {*_TRIO}  # they have no source distribution
+    others = sorted(packages - companions)
+    fix = _with_torch(m, companions) if companions else ()
+    if others:
+        release = m.torch_version.partition("+")[0]
+        cuda = f" and CUDA {m.torch_cuda}" if m.torch_cuda else ""
+        wheels = f"Install wheels of {', '.join(others)} built for torch {release}{cuda}; or compile with that toolkit:"
+        fix = (*fix, wheels, *fixes.install(m, *_COMPILE, *others, force=True))
     return Match(tuple(lines[:8]), fix, severity="warning")
 
 

@@ -116,8 +116,8 @@ def forbidden(m: Case) -> Match | None:
     rules = m.nodes.cgroup
     evidence = _evidence(m, node, f"the devices cgroup allows: {', '.join(rules[:4])}" if rules else "")
     if not m.surroundings.container:
-        fix = ("The device cgroup of this login or unit forbids it: start the program from another one.",)
-        return Match(evidence, fix, "the device cgroup forbids the device nodes")
+        other = "The device cgroup of this login or unit forbids it: start the program from another one."
+        return Match(evidence, (other,), "the device cgroup forbids the device nodes")
     fix = (
         "Recreate the container; restarting the process inside is not enough.",
         "To prevent it:",

@@ -62,9 +62,17 @@ def shadowed(m: Case) -> Match | None:
         return None
     via = f", through {m.torch.shadow_via}" if m.torch.shadow_via else ""
     evidence = (f"import torch finds {shadow}{via}", quoted(m.import_error))
+    folder = shadow.rpartition("/")[0]
+    if folder.endswith(("/site-packages", "/dist-packages")):
+        fix = (f"Delete {shadow}, and install torch again:", *m.reinstall)
+        return Match(evidence, fix, "the installed torch is incomplete")
+    if m.torch.shadow_via == "PYTHONPATH":
+        drop = fixes.drop_folder(m, "PYTHONPATH", folder)
+        return Match(evidence, (f"Rename {shadow}, or remove its directory from PYTHONPATH:", *drop))
     if m.torch.shadow_kind == "source":
         return Match(evidence, ("Start Python in another directory, outside PyTorch's source tree.",))
-    return Match(evidence, (f"Rename {shadow}, or start Python in another folder.",))
+    here = m.torch.shadow_via == "the current directory"
+    return Match(evidence, (f"Rename {shadow}{', or start Python in another directory' if here else ''}.",))
 
 
 @rule("P08", "python", "no torch wheel runs on this system")
@@ -182,7 +190,7 @@ def not_installed(m: Case) -> Match | None:
         m.python.why,
         *(f"another Python has torch: {other}" for other in elsewhere),
     )
-    install = fixes.wheel(m) if m.has_nvidia else fixes.install(m, "torch")
+    install = fixes.install_torch(m, gpu=m.nvidia)
     either = "Run your program with a Python that has torch, or install it in this one:" if elsewhere else ""
     return Match(evidence, (either, *install))
 

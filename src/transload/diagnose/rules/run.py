@@ -176,13 +176,12 @@ def unseen(m: Case) -> Match | None:
         usable = any(other.kind == "rocm" and other.usable for other in m.accelerators)
         if not (usable and run.hip and run.available is False):
             return None
-        evidence = ("/dev/kfd has a GPU", quoted(error))
-        return Match(evidence, ("$ rocminfo",), "torch sees no GPU although ROCm has one")
+        title = "torch sees no GPU although ROCm has one"
+        return Match(("/dev/kfd has a GPU", quoted(error)), ("$ rocminfo",), title)
     other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
     names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
-    without = (
-        ("Try without the variables that change the loader's search path:", *fixes.unset(m, *names)) if names else ()
-    )
+    without = "Try without the variables that change the loader's search path:"
+    unset = (without, *fixes.unset(m, *names)) if names else ()
     python = m.python.executable or "python"
     evidence = (
         f"the driver starts and finds {cuda.count} GPU{'' if cuda.count == 1 else 's'}",
@@ -190,7 +189,7 @@ def unseen(m: Case) -> Match | None:
         *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
     )
     compare = f"$ LD_DEBUG=libs {python} -c 'import torch; torch.cuda.init()' 2>&1 | grep libcuda"
-    return Match(evidence, (*without, compare))
+    return Match(evidence, (*unset, compare))
 
 
 @rule("X12", "run", "torch fails on the GPU", symptom=True)
