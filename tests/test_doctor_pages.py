@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -40,7 +39,7 @@ def test_a_new_rule_gets_a_page_to_fill_in() -> None:
     made = script.with_head(new, "")
     assert made.startswith("# Z99: a new one\n\nLayer: running torch. Reported as probable")
     assert "\n## Fix\n" in made
-    assert script.with_head(replace(new, title="other"), made) == made.replace("a new one", "other")
+    assert script.with_head(new._replace(title="other"), made) == made.replace("a new one", "other")
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

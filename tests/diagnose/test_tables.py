@@ -540,7 +540,7 @@ def test_several_cards_must_all_be_covered() -> None:
     assert [each.build for each in choice.alternatives] == ["cu126", "cu132"]
     choice = choose(driver="470.82.01", capabilities=[(3, 7), (9, 0)])
     assert choice.torch_version == ""
-    assert choice.reason.startswith("No driver drives all of capability 3.7 and 9.0")
+    assert choice.reason.startswith("No driver supports all of capability 3.7 and 9.0")
 
 
 def test_what_the_driver_says_of_itself_wins_over_its_version() -> None:

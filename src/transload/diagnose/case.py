@@ -7,9 +7,8 @@ so is every rule: ``fires`` tells one rule whether another has matched.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.diagnose import fixes
 from transload.diagnose.rules.rule import RULES, Lines, Match, Rule
@@ -35,8 +34,7 @@ _LOG_NOISE = re.compile(r"\[\s*\d+\.\d+\]|\bNVRM:|\\x0a|\s+")
 _NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\.so[.\d]*")
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
+class Card(NamedTuple):
     """A GPU that torch is to run on; ``sure`` unless its capability is inferred from its neighbours' PCI ids."""
 
     name: str

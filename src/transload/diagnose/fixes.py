@@ -7,10 +7,9 @@ else is a sentence. Nothing is ever run; what needs root or a reboot says so.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from posixpath import normpath
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.diagnose.tables import INDEX, chip_of, default_build, first_branch, generation, releases
 
@@ -288,8 +287,7 @@ _CURRENT = 580  # a branch that the distributions below are known to have, in bo
 _FIRST_OPEN = 515
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A driver: of branch ``low`` or newer and no newer than ``high``, 0 where any will do.
 
     ``first`` is the branch that first drove the newest of the cards, and ``low`` what something else asks for.
@@ -318,8 +316,7 @@ class Wanted:
         return f"{which}{flavour[self.open_module]}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
+class _Card(NamedTuple):
     generation: Generation
     first: int
 

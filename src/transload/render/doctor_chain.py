@@ -5,8 +5,7 @@ Nothing is judged here: a link is broken where the thing itself was seen to fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transload.machine import Unknown
 from transload.render.escape import printable
@@ -27,8 +26,7 @@ _VALUE = 60
 _ERROR = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """One layer as it was seen. ``idle``: not reached, or there is nothing to do for it."""
 
     layer: str

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.diagnose import fixes
 from transload.diagnose.case import Card, Case, quoted
@@ -133,8 +132,7 @@ page_only("V04", "fit", "the driver no longer supports this Kepler card")
 # -- the cards
 
 
-@dataclass(frozen=True, slots=True)
-class _Misfit:
+class _Misfit(NamedTuple):
     """Cards that the build has no code for; ``codes`` is what it has, ``proven`` if read from its binaries."""
 
     cards: tuple[Card, ...]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.findings import Finding, Severity
 
@@ -16,8 +15,7 @@ __all__ = ["LAYERS", "RULES", "Layer", "Lines", "Match", "Rule", "page_only", "r
 Lines = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """One link of the chain from the card to the kernel that runs on it.
 
     Faults of one chain follow from one another: the first broken layer is the cause of the others. Faults of
@@ -47,8 +45,7 @@ LAYERS: tuple[Layer, ...] = (
 """In the order in which to fix them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
     ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` stands in for the
@@ -65,8 +62,7 @@ class Match:
 Check = Callable[["Case"], Match | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """A cause: its stable code and the layer it breaks. Its page is docs/doctor/CODE.md.
 
     A ``symptom`` is only told where no fault explains it: it says what happened, not why. ``check`` is ``None`` for

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 __all__ = [
     "INDEX",
@@ -113,8 +112,7 @@ def parse_capability(text: str) -> Capability:
 # -- result codes
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """A result code. ``name`` and ``text`` are empty for a number not in the table.
 
     ``runtime_name`` is what the CUDA runtime calls the same number (``cudaErrorNoDevice``); NVML has none.
@@ -156,8 +154,7 @@ def nvml_result(code: int) -> Result:
 _BLOCK = 0x80
 
 
-@dataclass(frozen=True, slots=True)
-class Chip:
+class Chip(NamedTuple):
     """What a device id tells: code name, generation and capability (None where not published).
 
     ``inferred`` is true of an id that no list holds but whose neighbours on both sides agree; ``code`` then names both.
@@ -242,8 +239,7 @@ def is_nvswitch(device_id: int) -> bool:
 OpenModule = Literal["impossible", "possible", "required"]
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(NamedTuple):
     """A GPU generation: the last driver branch that drives it (0: still driven), and if the open modules can."""
 
     name: str
@@ -428,8 +424,7 @@ Platform = Literal["linux-x86_64", "linux-aarch64", "windows", "macos-arm64", "m
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(NamedTuple):
     """One build of one release for one platform; ``sure`` is how the list of architectures is known.
 
     ``cuda`` is the CUDA version as people write it, empty for a build without; ``toolkit`` has all the numbers that are

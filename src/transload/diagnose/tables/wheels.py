@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transload.diagnose.tables import (
     INDEX,
@@ -32,8 +32,7 @@ from transload.diagnose.tables import (
 __all__ = ["Alternative", "WheelChoice", "choose_wheel"]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The facts that decide: an empty ``driver`` and a ``driver_cuda`` of 0 are not known, no cards neither.
 
     ``driver_cuda`` is what ``cuDriverGetVersion`` returned. ``driver_sees_cards`` is true of a driver that named the
@@ -269,7 +268,7 @@ def _alternative(build: Build, why: str) -> Alternative:
 def _newest(target: Target, chosen: Build, usable: list[Build]) -> tuple[Alternative, ...]:
     """A newer torch, or PyPI's, that only another driver would run."""
     best = best_build(
-        replace(target, driver="", driver_cuda=0), [each for each in usable if target.has_driver_for(each)]
+        target._replace(driver="", driver_cuda=0), [each for each in usable if target.has_driver_for(each)]
     )
     if best == chosen or parse_version(target.floor(best)) <= parse_version(target.floor(chosen)):
         return ()
@@ -327,7 +326,7 @@ def _each_card(target: Target) -> tuple[Alternative, ...]:
     """The best wheel for each card alone."""
     found = []
     for card in target.cards if len(target.cards) > 1 else ():
-        alone = replace(target, cards=(card,))
+        alone = target._replace(cards=(card,))
         usable = [build for build in cuda_builds(target.platform, releases()) if alone.can_use(build)]
         if fitting := [build for build in usable if alone.drives(build)]:
             found.append(_alternative(best_build(alone, fitting), f"for {_names((card,))} alone"))
