@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
 from tests.test_docs import ROOT, load_script
 
@@ -48,9 +49,7 @@ def test_links_of_the_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize(
-    "machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)]
-)
+@cases("machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)])
 def test_json_is_what_the_schema_promises(machine: Machine) -> None:
     schema = json.loads((ROOT / "docs" / "doctor.schema.json").read_text(encoding="utf-8"))
     made = json.loads(json.dumps(judge_machine(machine).to_dict()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import card, changed, healthy, in_container, in_slurm, in_wsl
 from tests.diagnose.machines import install as installed
 
@@ -38,7 +38,7 @@ def holding(machine: Machine, *devices: int, flavour: str = "") -> Machine:
     return changed(machine, hardware__pci=cards, kernel__flavour=flavour)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "expected"),
     [
         (on("ubuntu", "apt"), "sudo apt install nvidia-driver-580-open"),
@@ -53,7 +53,7 @@ def holding(machine: Machine, *devices: int, flavour: str = "") -> Machine:
         (NIXOS, "sudo nixos-rebuild switch"),
     ],
 )
-@pytest.mark.parametrize("floor", [525, 570, 580])
+@cases("floor", [525, 570, 580])
 def test_a_floor_is_met_by_the_distributions_current_driver(machine: Machine, expected: str, floor: int) -> None:
     lines = fixes.install_driver(machine, at_least=floor)
     assert expected in commands(lines)
@@ -61,7 +61,7 @@ def test_a_floor_is_met_by_the_distributions_current_driver(machine: Machine, ex
     assert not any("legacy" in line or "570" in line for line in lines)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "expected"),
     [
         (healthy(), "$ sudo apt install nvidia-driver-580"),
@@ -76,8 +76,8 @@ def test_a_card_before_turing_gets_its_last_branch_and_never_the_open_module(mac
     assert not any("-open" in line for line in lines)
 
 
-@pytest.mark.parametrize("machine", [healthy(), DEBIAN, ROCKY, FEDORA, ARCH, SUSE, NIXOS, on("plan9", "")])
-@pytest.mark.parametrize("asked", [{}, {"at_least": 525}, {"at_least": 580}, {"exactly": 580}])
+@cases("machine", [healthy(), DEBIAN, ROCKY, FEDORA, ARCH, SUSE, NIXOS, on("plan9", "")])
+@cases("asked", [{}, {"at_least": 525}, {"at_least": 580}, {"exactly": 580}])
 def test_no_distribution_gives_an_open_module_to_a_card_that_has_no_use_for_it(
     machine: Machine, asked: dict[str, int]
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_kepler_gets_branch_470_where_it_is_alone() -> None:
     assert any("legacy_470" in line for line in fixes.install_driver(holding(NIXOS, KEPLER)))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("devices", "said"),
     [
         ((ADA, KEPLER), "Ada and Kepler"),
@@ -234,7 +234,7 @@ def test_pip_is_made_before_it_is_used_and_only_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("tool", "start"),
     [
         ("pip", "/opt/venv/bin/python -m pip install "),
@@ -316,7 +316,7 @@ def test_a_path_with_blanks_is_quoted() -> None:
 # -- the shell
 
 
-@pytest.mark.parametrize(
+@cases(
     ("shell", "line"),
     [("bash", "unset A B"), ("", "unset A B"), ("fish", "set -e A; set -e B"), ("tcsh", "unsetenv A; unsetenv B")],
 )
@@ -361,7 +361,7 @@ def test_a_module_goes_after_those_that_use_it() -> None:
 # -- containers
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "words"),
     [
         (in_container(healthy()), "docker run --gpus all"),

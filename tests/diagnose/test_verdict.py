@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
 
 from transload.diagnose.case import Case
@@ -60,7 +60,7 @@ def test_faults_of_different_chains_are_both_told_in_the_order_to_fix_them() -> 
     assert diagnosis.muted == ()
 
 
-@pytest.mark.parametrize("earlier", ["build", "kernel", "libraries"])
+@cases("earlier", ["build", "kernel", "libraries"])
 def test_whether_driver_and_build_fit_cannot_be_told_before_both_are_there(earlier: str) -> None:
     diagnosis = decide(BROKEN, [row("Z01", earlier), row("V01", "fit")])
     assert codes(diagnosis) == ["Z01"]
@@ -108,7 +108,7 @@ def test_warnings_come_before_notes_and_only_degrade() -> None:
     assert diagnosis.cause is not None
 
 
-@pytest.mark.parametrize("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
+@cases("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
 def test_no_rule_overrules_torch_at_work(layer: str) -> None:
     diagnosis = decide(healthy(), [row("Z01", layer)])
     assert diagnosis.status == "ok"

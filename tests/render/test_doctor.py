@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.cases import cases
 from tests.diagnose.machines import (
     VERSION,
     bare,
@@ -60,6 +60,9 @@ from transload.render.doctor_page import page
 from transload.render.lines import layout, plain
 from transload.render.style import Style
 from transload.render.terminal import emit
+
+if TYPE_CHECKING:
+    import pytest
 
 STUB = Finding(
     "U04",
@@ -130,7 +133,7 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
     assert marks == {"✓"}
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "found", "status", "words"),
     [
         (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
@@ -237,7 +240,7 @@ def test_a_warning_marks_its_layer() -> None:
 UNREADABLE = Unknown("/sys is not there")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("facts", "layer", "state", "words"),
     [
         ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys is not there"),
@@ -299,7 +302,7 @@ def test_each_link_says_what_was_seen(facts: dict[str, Any], layer: str, state: 
     assert words in seen.text
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "words"),
     [(in_slurm(healthy()), "Slurm job"), (in_wsl(healthy()), "WSL 2"), (in_container(healthy(), "podman"), "podman")],
 )
@@ -320,7 +323,7 @@ def test_what_could_not_be_found_out_is_said_at_the_end() -> None:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@cases("width", [40, 60, 80, 200])
 def test_prose_fits_and_commands_stay_whole(width: int) -> None:
     diagnosis = diagnosed(STUBBED, BUILD, STUB, ROOM, ASIDE, muted=(Muted(NODES, "U04"),))
     lines = shown(diagnosis, width, cut=True).splitlines()

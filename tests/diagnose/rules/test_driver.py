@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, changed, dead, healthy, in_container, in_slurm, in_wsl, refused
 from tests.diagnose.rules.machine_rows import (
     alarms,
@@ -93,8 +93,8 @@ def test_confidential_computing() -> None:
 # -- MPS
 
 
-@pytest.mark.parametrize("code", range(805, 811))
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm], ids=["host", "box", "slurm"])
+@cases("code", range(805, 811))
+@cases("around", [lambda m: m, in_container, in_slurm])
 def test_mps(code: int, around: Any) -> None:
     machine = around(refused(healthy(), code))
     assert causes(machine) == ["S04"]
@@ -118,7 +118,7 @@ def test_mps_by_a_directory_that_was_left_over() -> None:
 # -- vGPU, MIG
 
 
-@pytest.mark.parametrize("code", [35, 100])
+@cases("code", [35, 100])
 def test_a_virtual_card_without_its_driver(code: int) -> None:
     machine = with_gpu(refused(healthy(), code), virtualization="vgpu")
     assert cause(machine) == "S07"
@@ -195,7 +195,7 @@ def hung(machine: Machine) -> Machine:
     return dead(changed(machine, driver__cuda=Cuda(Answer("hung", "in cuInit", 5.0))))
 
 
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm, in_wsl], ids=["host", "box", "slurm", "wsl"])
+@cases("around", [lambda m: m, in_container, in_slurm, in_wsl])
 def test_a_driver_that_hangs(around: Any) -> None:
     machine = changed(hung(around(healthy())), kernel__stuck=("python (4711)",))
     assert causes(machine) == ["X02"]
@@ -213,7 +213,7 @@ def test_a_hang_that_a_variable_causes_is_not_the_drivers() -> None:
     assert seen("X02", relieved_by(hung(healthy()), "LD_PRELOAD")) is None
 
 
-@pytest.mark.parametrize("code", [9, 4, 18, 999])
+@cases("code", [9, 4, 18, 999])
 def test_nvml_that_fails_alone_is_a_note(code: int) -> None:
     machine = changed(in_wsl(healthy()), driver__nvml=Nvml(Answer("answered"), init=code))
     assert told("U12", machine).severity == "note"
@@ -224,7 +224,7 @@ def test_nvml_that_fails_alone_is_a_note(code: int) -> None:
 # -- what no row explains
 
 
-@pytest.mark.parametrize("code", [1, 46, 101, 102, 222, 304, 999, 12345])
+@cases("code", [1, 46, 101, 102, 222, 304, 999, 12345])
 def test_an_answer_without_a_reason_is_told_as_one(code: int) -> None:
     machine = refused(healthy(), code)
     assert causes(machine) == ["X08"]
@@ -287,7 +287,7 @@ def shimmed(state: Any) -> Machine:
     return changed(machine, torch_run=TorchRun(Answer(state, "in available")))
 
 
-@pytest.mark.parametrize(("state", "code"), [("crashed", "X08"), ("hung", "X02")])
+@cases(("state", "code"), [("crashed", "X08"), ("hung", "X02")])
 def test_a_layer_in_the_drivers_place_is_named_and_torch_is_not_blamed(state: str, code: str) -> None:
     machine = shimmed(state)
     assert judge_machine(machine).cause == told(code, machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     UUID,
     bare,
@@ -42,7 +42,7 @@ def several(machine: Machine, count: int = 2) -> Machine:
 # -- CUDA_VISIBLE_DEVICES
 
 
-@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles", "all", '"0"', "cuda:0", "gpu0", ",0", "-1,0", " "])
+@cases("value", ["", "-1", "NoDevFiles", "all", '"0"', "cuda:0", "gpu0", ",0", "-1,0", " "])
 def test_values_that_hide_every_gpu(value: str) -> None:
     machine = hiding(value)
     assert cause(machine) == "E01"
@@ -53,7 +53,7 @@ def test_values_that_hide_every_gpu(value: str) -> None:
     assert cause(no_torch_run(machine)) == "E01"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("value", "code", "row"),
     [
         ("7", 100, "E02"),
@@ -85,19 +85,19 @@ def test_what_the_driver_did_without_it_is_told() -> None:
     assert "without CUDA_VISIBLE_DEVICES the driver does not work either" in told("E01", still).evidence
 
 
-@pytest.mark.parametrize("value", ["0", "0,-1", "0 ", UUID[:-1] + "0", UUID[:7]])
+@cases("value", ["0", "0,-1", "0 ", UUID[:-1] + "0", UUID[:7]])
 def test_values_that_are_right(value: str) -> None:
     assert alarms(variables(healthy(), CUDA_VISIBLE_DEVICES=value)) == []
 
 
-@pytest.mark.parametrize("value", ["-1", "7", "0,0", "GPU-dead", "all"])
+@cases("value", ["-1", "7", "0,0", "GPU-dead", "all"])
 def test_what_works_is_not_called_hidden(value: str) -> None:
     """A driver with another grammar than ours is right."""
     assert alarms(variables(healthy(), CUDA_VISIBLE_DEVICES=value)) == []
     assert alarms(no_torch_run(variables(healthy(), CUDA_VISIBLE_DEVICES=value))) == []
 
 
-@pytest.mark.parametrize("name", [name for name in FINE if name.startswith("no GPU")])
+@cases("name", [name for name in FINE if name.startswith("no GPU")])
 def test_without_a_gpu_nothing_is_hidden(name: str) -> None:
     assert alarms(variables(FINE[name], CUDA_VISIBLE_DEVICES="-1")) == []
 
@@ -145,7 +145,7 @@ def test_torch_counts_none() -> None:
 # -- the others
 
 
-@pytest.mark.parametrize("value", ["", "pci_bus_id", "PCI_BUS_ID ", "0"])
+@cases("value", ["", "pci_bus_id", "PCI_BUS_ID ", "0"])
 def test_an_order_that_cuda_refuses(value: str) -> None:
     machine = variables(refused(healthy(), 101), CUDA_DEVICE_ORDER=value)
     assert cause(machine) == "E12"
@@ -153,7 +153,7 @@ def test_an_order_that_cuda_refuses(value: str) -> None:
     assert seen("E12", variables(healthy(), CUDA_DEVICE_ORDER=value)) is None
 
 
-@pytest.mark.parametrize("value", ["PCI_BUS_ID", "FASTEST_FIRST"])
+@cases("value", ["PCI_BUS_ID", "FASTEST_FIRST"])
 def test_an_order_that_cuda_knows(value: str) -> None:
     assert seen("E12", variables(refused(healthy(), 999), CUDA_DEVICE_ORDER=value)) is None
 
@@ -181,9 +181,7 @@ def test_kernels_must_be_compiled_and_cannot() -> None:
     assert alarms(variables(ptx, CUDA_FORCE_PTX_JIT="1")) == []
 
 
-@pytest.mark.parametrize(
-    "values", [{"CUDA_DISABLE_PTX_JIT": "1"}, {"CUDA_FORCE_PTX_JIT": "0"}, {"CUDA_FORCE_PTX_JIT": ""}, {}]
-)
+@cases("values", [{"CUDA_DISABLE_PTX_JIT": "1"}, {"CUDA_FORCE_PTX_JIT": "0"}, {"CUDA_FORCE_PTX_JIT": ""}, {}])
 def test_switches_that_do_no_harm(values: dict[str, str]) -> None:
     assert alarms(variables(no_torch_run(healthy()), **values)) == []
 
@@ -193,7 +191,7 @@ def test_only_ptx_and_no_leave_to_compile_it() -> None:
     assert cause(variables(ptx, CUDA_DISABLE_PTX_JIT="1")) == "A04"
 
 
-@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+@cases("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
 def test_a_variable_hides_the_amd_gpus(name: str) -> None:
     hip = replace(install("2.13.0+rocm7.2", ""), hip="7.2")
     machine = changed(amd(), torch=Torch(installs=(hip,)), torch_run__available=False, torch_run__hip="7.2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, changed, healthy
 from tests.diagnose.rules.torch_rows import alarms, seen, told
 
@@ -27,7 +27,7 @@ def test_torchvision_is_made_for_another_torch() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@cases(
     ("wants", "local"),
     [
         ("==2.13.0", "cu130"),
@@ -73,7 +73,7 @@ def test_a_package_that_needs_a_missing_library() -> None:
     assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's
 
 
-@pytest.mark.parametrize(
+@cases(
     ("architectures", "poor"),
     [
         (("sm_80", "sm_86"), True),
@@ -93,9 +93,7 @@ def test_code_of_a_package_for_the_card(architectures: tuple[str, ...], poor: bo
         assert "NVIDIA H200 has compute capability 9.0" in found.evidence
 
 
-@pytest.mark.parametrize(
-    ("library", "poor"), [("libbitsandbytes_cuda130.so", True), ("libbitsandbytes_cuda126.so", False)]
-)
+@cases(("library", "poor"), [("libbitsandbytes_cuda130.so", True), ("libbitsandbytes_cuda126.so", False)])
 def test_bitsandbytes_is_judged_by_the_library_it_loads(library: str, poor: bool) -> None:
     machine = beside("bitsandbytes", "0.50.2", library=library, architectures=("sm_75",), missing=("libcublas.so.12",))
     assert alarms(machine) == (["P06", "A03"] if poor else [])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     bare,
     card,
@@ -88,7 +88,7 @@ def test_never_against_what_was_seen() -> None:
     assert alarms(driven(healthy(), 12080)) == []
 
 
-@pytest.mark.parametrize(
+@cases(
     ("driver", "wheel", "old"),
     [
         (12000, "12.8", False),
@@ -124,7 +124,7 @@ def test_a_message_that_is_false() -> None:
     assert seen("V05", dead(healthy(), warning=OLD.format(12080))) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("code", "error"),
     [
         ("V02", "RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain."),
@@ -155,7 +155,7 @@ def test_an_old_card_is_not_offered_a_driver_for_a_build_that_has_no_code_for_it
 # -- the card
 
 
-@pytest.mark.parametrize(
+@cases(
     ("capability", "archs", "code"),
     [
         ((12, 0), ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"), "A01"),
@@ -225,7 +225,7 @@ def test_the_kernels_come_before_the_list_and_the_list_before_the_tables() -> No
     assert alarms(unread(built(pascal, "2.13.0+cu126", "12.6"))) == []
 
 
-@pytest.mark.parametrize("version", ["2.99.0+cu130", "2.13.0+git1234", "2.13.0a0+ecf3.nv25.01", "nonsense"])
+@cases("version", ["2.99.0+cu130", "2.13.0+git1234", "2.13.0a0+ecf3.nv25.01", "nonsense"])
 def test_of_a_build_that_nobody_knows_nothing_is_claimed(version: str) -> None:
     pascal = carded(no_torch_run(healthy()), (6, 1))
     assert alarms(unread(built(pascal, version, "13.0"))) == []

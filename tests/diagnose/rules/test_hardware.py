@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, refused
 from tests.diagnose.rules.machine_rows import alarms, blind_nvml, cause, node, seen, told, unloaded, with_gpu
 
@@ -14,7 +14,7 @@ from transload.machine import Hardware, Machine, Step, Unknown
 DEAD = blind_nvml(refused(healthy(), 100))
 
 
-@pytest.mark.parametrize(
+@cases(
     "machine",
     [
         healthy(),
@@ -29,7 +29,6 @@ DEAD = blind_nvml(refused(healthy(), 100))
         in_slurm(bare()),
         Machine(),
     ],
-    ids=lambda machine: f"{machine.surroundings.container or 'host'}-{machine.hardware.present}",
 )
 def test_a_machine_without_fault_raises_no_alarm(machine: Machine) -> None:
     assert alarms(machine) == []
@@ -72,7 +71,7 @@ def test_a_sandbox_without_a_card_is_told_as_one() -> None:
     assert "gvisor sandbox" in told("H01", changed(bare(), surroundings__sandbox="gvisor")).title
 
 
-@pytest.mark.parametrize(("service", "word"), [("colab", "Runtime"), ("kaggle", "Accelerator")])
+@cases(("service", "word"), [("colab", "Runtime"), ("kaggle", "Accelerator")])
 def test_a_notebook_without_a_gpu_is_told_how_to_get_one(service: str, word: str) -> None:
     machine = changed(bare(), surroundings__notebook=service)
     found = told("N01", machine)
@@ -129,7 +128,7 @@ def test_the_log_is_believed_only_where_cuda_fails() -> None:
 # -- H03
 
 
-@pytest.mark.parametrize("fact", ["remap_pending", "remap_failure", "retired_pending"])
+@cases("fact", ["remap_pending", "remap_failure", "retired_pending"])
 def test_memory_with_errors_is_a_warning_while_cuda_works(fact: str) -> None:
     found = told("H03", with_gpu(healthy(), **{fact: True}))
     assert found.severity == "warning"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     bare,
     card,
@@ -89,7 +89,7 @@ def test_an_update_without_a_reboot_wants_a_reboot_and_nothing_else() -> None:
     assert "still running" in found.title
 
 
-@pytest.mark.parametrize(
+@cases(
     ("distribution", "like", "manager", "command"),
     [
         ("fedora", (), "dnf", "$ sudo akmods --force"),
@@ -119,7 +119,7 @@ def test_secure_boot_is_likely_until_the_log_says_so() -> None:
     assert cause(changed(machine, kernel__built_for=())) == "K01"
 
 
-@pytest.mark.parametrize("driver", ["nouveau", "nova_core"])
+@cases("driver", ["nouveau", "nova_core"])
 def test_another_driver_holds_the_card(driver: str) -> None:
     machine = changed(unloaded(healthy()), hardware__pci=(card(0x2335, driver),))
     assert cause(machine) == "K04"
@@ -150,7 +150,7 @@ def test_none_of_it_applies_under_wsl() -> None:
 # -- made for another card
 
 
-@pytest.mark.parametrize(("device", "version"), [(0x1B06, "595.58.03"), (0x1DB1, "590.44.01"), (0x102D, "550.54.14")])
+@cases(("device", "version"), [(0x1B06, "595.58.03"), (0x1DB1, "590.44.01"), (0x102D, "550.54.14")])
 def test_a_driver_too_new_for_the_card(device: int, version: str) -> None:
     machine = driven(device, version, "proprietary")
     assert cause(machine) == "K06"
@@ -260,11 +260,7 @@ def test_heterogeneous_memory_management() -> None:
     assert "uvm_disable_hmm=1" in " ".join(told("K10", machine).fix)
 
 
-@pytest.mark.parametrize(
-    "fact",
-    [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}],
-    ids=str,
-)
+@cases("fact", [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}])
 def test_what_speaks_against_it(fact: dict[str, object]) -> None:
     machine = changed(refused(healthy(), 3), **fact)
     assert cause(machine) == "X08"

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     bare,
     changed,
@@ -58,7 +58,7 @@ def searching(machine: Machine, value: str) -> Machine:
 # -- U04
 
 
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm], ids=["host", "container", "slurm"])
+@cases("around", [lambda m: m, in_container, in_slurm])
 def test_a_stub(around: Any) -> None:
     machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
     assert causes(machine) == ["U04"]
@@ -125,7 +125,7 @@ def test_804_by_a_library_that_is_not_known_is_likely() -> None:
 # -- U01
 
 
-@pytest.mark.parametrize("code", [803, 804, 999, 100])
+@cases("code", [803, 804, 999, 100])
 def test_libraries_of_another_release(code: int) -> None:
     machine = taking(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
     assert causes(machine) == ["U01"]
@@ -171,10 +171,8 @@ def test_a_variable_that_hides_the_card_is_no_mismatch() -> None:
 # -- U13
 
 
-@pytest.mark.parametrize(
-    ("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")]
-)
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm, in_wsl], ids=["host", "box", "slurm", "wsl"])
+@cases(("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")])
+@cases("around", [lambda m: m, in_container, in_slurm, in_wsl])
 def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> None:
     machine = around(healthy())
     lib = replace(machine.driver.libraries.libcuda, problem=problem)
@@ -184,7 +182,7 @@ def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> Non
     assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in told("U13", machine).evidence
 
 
-@pytest.mark.parametrize("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
+@cases("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
 def test_an_impostor_on_the_search_path(answer: Answer) -> None:
     other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
     cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
@@ -208,7 +206,7 @@ def test_a_library_where_the_loader_does_not_look() -> None:
     assert nixos.fix[0] == "$ export LD_LIBRARY_PATH=/opt/nvidia/lib64"
 
 
-@pytest.mark.parametrize("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}], ids=str)
+@cases("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}])
 def test_what_lies_on_the_disk_must_be_a_driver(facts: dict[str, Any]) -> None:
     hidden = replace(library("libcuda.so.1", via="disk"), **facts)
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, library, refused
 from tests.diagnose.rules.machine_rows import (
     ROWS,
@@ -96,7 +96,7 @@ def draw(seed: int, machine: Machine) -> Machine:
     return machine
 
 
-@pytest.mark.parametrize("seed", range(60))
+@cases("seed", range(60))
 def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
     for around in AROUND:
         machine = draw(seed, around(healthy()))
@@ -106,7 +106,7 @@ def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
         assert found == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@cases("seed", range(60))
 def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
     for number, around in enumerate(AROUND):
         failing = FAILING[(seed + number * 7) % len(FAILING)]
@@ -116,7 +116,7 @@ def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
         assert len([found for found in diagnosis.findings if found.code == "X08"]) <= 1
 
 
-@pytest.mark.parametrize(
+@cases(
     "odd",
     [
         fact(platform__root=True, platform__suspends=2, platform__address_space=1 << 30),
@@ -134,7 +134,7 @@ def test_without_a_card_nothing_is_a_fault(odd: Change) -> None:
         assert alarms(odd(around(bare()))) == []
 
 
-@pytest.mark.parametrize("number", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
+@cases("number", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
 def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
     machine = changed(
         refused(healthy(), 100),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
 from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, missing, node, relieved_by, seen, told
 
@@ -45,7 +46,7 @@ def test_each_fault_of_each_node(path: str, facts: dict[str, Any], code: str) ->
     assert causes(in_container(machine)) == [code]
 
 
-@pytest.mark.parametrize("path", ANSWERS)
+@cases("path", ANSWERS)
 def test_as_root_the_library_makes_a_missing_node(path: str) -> None:
     root = changed(missing(refused(healthy(), ANSWERS[path]), path), platform__root=True)
     assert seen("D01", root) is None

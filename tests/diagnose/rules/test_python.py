@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
 from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, variables, without_torch
 
@@ -37,7 +37,7 @@ def test_without_a_gpu_the_cpu_build_is_installed() -> None:
     assert told("P01", changed(machine, hardware__pci=Unknown("not readable"))).fix == plain
 
 
-@pytest.mark.parametrize(
+@cases(
     "torch",
     [
         Torch(installs=Unknown("not asked")),
@@ -110,7 +110,7 @@ def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
     assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
 
 
-@pytest.mark.parametrize("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
+@cases("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
 def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
     assert told("P02", machine, "note").title == "there are two installations of torch on the path"
     assert alarms(machine) == []
@@ -132,7 +132,7 @@ def test_two_versions_in_one_folder() -> None:
     told("P04", changed(healthy(), torch__installs=mixed), "warning")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("version", "metadata"),
     [
         ("2.13.0+cu130", "2.13.0"),
@@ -169,7 +169,7 @@ def test_leftovers_are_only_mentioned() -> None:
 # -- no wheel for it
 
 
-@pytest.mark.parametrize(
+@cases(
     "facts",
     [
         {"version": "3.6.9"},
@@ -186,7 +186,7 @@ def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> Non
     assert seen("P07", python(healthy(), **facts)) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "facts",
     [{"version": "3.8.1"}, {"version": "3.14.0", "free_threaded": True}, {"version": "3.15.0"}, {"version": ""}],
 )

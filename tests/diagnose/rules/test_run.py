@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
 from tests.diagnose.rules.torch_rows import alarms, amd, cause, ended, failing, seen, told, unimportable, variables
 
@@ -72,7 +72,7 @@ def test_no_room_for_addresses() -> None:
     assert "$ ulimit -v unlimited" in told("X06", machine).fix
 
 
-@pytest.mark.parametrize("words", ["an illegal memory access was encountered", "unspecified launch failure"])
+@cases("words", ["an illegal memory access was encountered", "unspecified launch failure"])
 def test_a_small_kernel_dies(words: str) -> None:
     machine = failing(healthy(), "kernel", f"RuntimeError: CUDA error: {words}")
     assert cause(machine) == "X05"
@@ -102,7 +102,7 @@ def test_torch_sees_no_gpu_and_nobody_knows_why() -> None:
     assert "$ unset LD_LIBRARY_PATH" in with_path.fix
 
 
-@pytest.mark.parametrize("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
+@cases("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
 def test_torch_is_not_blamed_for_the_driver(machine: Machine) -> None:
     assert seen("X09", machine) is None
 
@@ -114,7 +114,7 @@ def test_a_rocm_build_sees_no_gpu() -> None:
     assert seen("X09", changed(machine, torch_run__available=True)) is None
 
 
-@pytest.mark.parametrize(
+@cases(
     ("error", "fix"),
     [
         ("ModuleNotFoundError: No module named 'typing_extensions'", "pip install typing-extensions"),
@@ -145,7 +145,7 @@ def test_torch_crashes_or_hangs() -> None:
     assert seen("X12", hung) is None
 
 
-@pytest.mark.parametrize("step", ["kernel", "matmul", "convolution", "available"])
+@cases("step", ["kernel", "matmul", "convolution", "available"])
 def test_torch_fails_and_nobody_knows_why(step: str) -> None:
     assert cause(failing(healthy(), step, "RuntimeError: boom")) == "X12"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     ANSWERED,
     SITE,
@@ -42,7 +42,7 @@ def test_torch_was_built_without_cuda() -> None:
     assert alarms(no_torch_run(machine)) == ["T01"]
 
 
-@pytest.mark.parametrize(
+@cases(
     "machine",
     [
         bare(),
@@ -61,7 +61,7 @@ def test_a_gpu_that_is_known_by_its_driver_alone_counts() -> None:
     assert cause(cpu(in_container(healthy()))) == "T01"
 
 
-@pytest.mark.parametrize(("device", "said"), [(0x1B80, "T01"), (0x0FC6, ""), (0x06C0, "")])
+@cases(("device", "said"), [(0x1B80, "T01"), (0x0FC6, ""), (0x06C0, "")])
 def test_a_card_for_which_no_torch_was_ever_made_makes_a_cpu_build_right(device: int, said: str) -> None:
     machine = changed(cpu(healthy()), hardware__pci=(card(device, ""),), driver=Driver())
     assert cause(machine) == said
@@ -81,7 +81,7 @@ def test_on_windows_pip_gives_a_cpu_build() -> None:
     assert seen("T01", machine) is None
 
 
-@pytest.mark.parametrize(("version", "code"), [("2.10.0+cpu", "T03"), ("2.9.1+cpu", "T03"), ("2.11.0+cpu", "T01")])
+@cases(("version", "code"), [("2.10.0+cpu", "T03"), ("2.9.1+cpu", "T03"), ("2.11.0+cpu", "T01")])
 def test_on_arm_servers_pip_gave_a_cpu_build_until_2_10(version: str, code: str) -> None:
     assert cause(changed(cpu(healthy(), version), platform__machine="aarch64")) == code
 

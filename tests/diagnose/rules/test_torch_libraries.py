@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
 from tests.diagnose.rules.torch_rows import alarms, cause, ended, failing, seen, told, tried, unimportable, variables
 
@@ -99,7 +99,7 @@ def test_symbols_are_missing_and_nothing_is_shadowed() -> None:
     assert told("L01", likely).title.startswith("probably: ")
 
 
-@pytest.mark.parametrize("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
+@cases("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
 def test_other_import_errors_are_not_cudas(error: str) -> None:
     assert seen("L01", unimportable(healthy(), error)) is None
 
@@ -118,9 +118,7 @@ def test_torch_refuses_another_cudnn() -> None:
     assert alarms(machine) == []
 
 
-@pytest.mark.parametrize(
-    ("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")]
-)
+@cases(("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")])
 def test_a_cudnn_that_is_too_old_is_told_without_running_torch(version: str, severity: str) -> None:
     other = replace(taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
     found = told("L02", with_libraries(no_torch_run(healthy()), other), severity)
@@ -201,7 +199,7 @@ def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> 
     assert told("L04", machine).fix[-1].endswith("-c conda-forge --force-reinstall cudnn")
 
 
-@pytest.mark.parametrize(
+@cases(
     "machine",
     [
         variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),

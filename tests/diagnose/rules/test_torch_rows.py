@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install
 from tests.diagnose.rules.torch_rows import FINE, alarms
 
@@ -10,7 +10,7 @@ from transload.diagnose.case import Case
 from transload.machine import Machine, Torch
 
 
-@pytest.mark.parametrize("name", FINE)
+@cases("name", FINE)
 def test_where_nothing_is_wrong_nothing_is_said(name: str) -> None:
     assert alarms(FINE[name]) == []
 
@@ -22,7 +22,7 @@ def test_an_empty_machine_is_not_judged() -> None:
 CPU = "--index-url https://download.pytorch.org/whl/cpu"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("machine", "line"),
     [
         (healthy(), "install torch==2.13.0"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.cases import cases
 from tests.diagnose.machines import (
     LIB,
     bare,
@@ -50,7 +50,7 @@ def the(code: str, machine: Machine) -> Finding:
     return next(finding for finding in found if finding.code == code)
 
 
-@pytest.mark.parametrize("around", AROUND)
+@cases("around", AROUND)
 def test_where_nobody_could_be_asked_nothing_else_is_said(around: str) -> None:
     diagnosis = judge_machine(AROUND[around](silenced(healthy())))
     assert (diagnosis.status, causes(diagnosis.machine)) == ("broken", ["X13"])
@@ -91,7 +91,7 @@ def test_torch_that_could_not_be_run_is_a_warning_where_the_driver_answers_or_no
         assert the("X13", machine).title == "torch could not be run, so whether it works is unknown"
 
 
-@pytest.mark.parametrize("machine", [no_torch_run(healthy()), no_torch_run(bare()), unheard(bare()), Machine()])
+@cases("machine", [no_torch_run(healthy()), no_torch_run(bare()), unheard(bare()), Machine()])
 def test_not_to_ask_is_a_choice(machine: Machine) -> None:
     said = changed(machine, torch_run__answer=Answer())
     assert "X13" not in causes(said)
@@ -102,7 +102,7 @@ def test_torch_at_work_needs_no_word_of_the_driver() -> None:
     assert judge_machine(machine).status == "ok"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("why", "advice"),
     [
         ("permission denied", "Run it as a user who may execute that interpreter."),
