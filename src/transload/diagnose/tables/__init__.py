@@ -371,6 +371,7 @@ _DESKTOP_CODE_FOR_TEGRA_SINCE = (13, 2)
 _CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
 
 
+@lru_cache(maxsize=4096)
 def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
     """Whether code for an architecture (``sm_86``, ``sm_90a``, ``sm_100f``, ``compute_90``) runs on a card.
 
@@ -478,6 +479,7 @@ def releases() -> tuple[str, ...]:
     return tuple(_rows())
 
 
+@lru_cache(maxsize=512)
 def _release(torch_version: str) -> str:
     """The release meant by ``2.13.0``, ``2.13.0+cu130`` or ``2.13`` (its newest); empty if not in the table."""
     wanted = numbers_of(torch_version)
@@ -525,6 +527,7 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     return _builds(release, platform) if release else ()
 
 
+@lru_cache(maxsize=512)
 def default_build(torch_version: str, platform: str) -> Build | None:
     """What a bare ``pip install torch==…`` takes from PyPI.
 
