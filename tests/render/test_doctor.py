@@ -315,7 +315,7 @@ def test_what_could_not_be_found_out_is_said_at_the_end() -> None:
     machine = changed(refused(healthy(), 999), problems={"extensions": "ValueError: oh"})
     likely = diagnosed(machine, replace(STUB, title="probably: something"))
     end = shown(likely).splitlines()[-4:]
-    assert end[1].startswith("Unknown  extensions: ValueError: oh; the kernel's log: /dev/kmsg: operation not")
+    assert end[1].startswith("Unknown  extensions: ValueError: oh; the kernel log: /dev/kmsg: operation not")
     assert "kernel's log" not in shown(diagnosed(machine, STUB))
     assert "Could not find out" not in shown(diagnosed(healthy()))
 

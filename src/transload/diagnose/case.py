@@ -1,7 +1,7 @@
-"""A machine with what follows from its facts: how the driver answered, what torch met, which cards it must serve.
+"""A machine with what follows from its facts: what the driver returned, what torch reported, which cards are in use.
 
-Rules read a ``Case`` as they read a ``Machine``. Everything here is worked out once, when it is first asked for, and
-so is every rule: ``fires`` tells one rule whether another has matched.
+Rules read a ``Case`` as they read a ``Machine``. Every property is computed once, when it is first used, and
+so is every rule: ``fires`` tells one rule whether another one matches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\
 
 
 class Card(NamedTuple):
-    """A GPU that torch is to run on; ``sure`` unless its capability is inferred from its neighbours' PCI ids."""
+    """A GPU for torch; ``sure`` unless its capability is inferred from neighbouring PCI ids."""
 
     name: str
     capability: tuple[int, int]
@@ -50,7 +50,7 @@ class Case(Machine):
 
     @classmethod
     def of(cls, machine: Machine) -> Case:
-        """The case of a machine, with nothing worked out yet."""
+        """The case of a machine, with nothing computed yet."""
         case = cls.__new__(cls)
         case.__dict__.update((name, machine.__dict__[name]) for name in Machine.__dataclass_fields__)
         case.__dict__["_matches"] = {}
@@ -59,44 +59,44 @@ class Case(Machine):
     # -- rules
 
     def match(self, rule: Rule) -> Match | None:
-        """What a rule says of this machine; each is asked once."""
+        """What a rule says about this machine; each check runs once."""
         matches: dict[str, Match | None] = self.__dict__["_matches"]
         if rule.code not in matches:
             matches[rule.code] = rule.check(self) if rule.check else None
         return matches[rule.code]
 
     def fires(self, *codes: str) -> bool:
-        """Whether any of some rules matches."""
+        """Whether any of these rules matches."""
         return any(self.match(RULES[code]) is not None for code in codes)
 
     # -- the driver
 
     @cached_property
     def works(self) -> bool:
-        """Whether somebody was seen to reach a GPU: no rule may say otherwise."""
+        """Whether the driver or torch was seen to use a GPU: no rule may say otherwise."""
         return self.driver.cuda.works or self.torch_run.cuda_works
 
     @cached_property
     def fails(self) -> bool:
-        """Whether the CUDA driver was asked and gave no GPU; or could not be asked, and files show that it cannot."""
+        """Whether the CUDA driver was asked and has no GPU; or it could not be asked, and files show why it fails."""
         asked = self.driver.cuda.answer.state != "unasked"
-        return (asked or (self.driver_unasked and self._hopeless)) and not self.works
+        return (asked or (self.driver_unasked and self._no_way_to_gpu)) and not self.works
 
     @property
     def driver_unasked(self) -> bool:
-        """Whether the CUDA driver was to be asked, and the child that asks could not be run."""
+        """Whether the CUDA driver should have been asked, but the child process could not be run."""
         answer = self.driver.cuda.answer
         return answer.state == "unasked" and bool(answer.detail or "cuda" in self.problems)
 
     @property
-    def _hopeless(self) -> bool:
-        """Whether a process cannot reach a GPU, by files alone: there is no module to reach it by, or no node."""
+    def _no_way_to_gpu(self) -> bool:
+        """Whether files alone show that no process can use a GPU: there is no kernel module, or no device node."""
         elsewhere = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
         return not elsewhere and (self.kernel.loaded is False or self.nodes_absent)
 
     @cached_property
-    def relieved(self) -> Lines:
-        """The variables without which the driver was seen to work; empty where no experiment succeeded."""
+    def works_without(self) -> Lines:
+        """The variables without which the driver was seen to work; empty if no experiment succeeded."""
         return next((tried.change for tried in self.driver.experiments if tried.cuda.works), ())
 
     @property
@@ -110,17 +110,17 @@ class Case(Machine):
 
     @cached_property
     def broken(self) -> bool:
-        """Whether CUDA fails, and not because of a variable: something below the process is wrong."""
-        return self.fails and not self.relieved
+        """Whether CUDA fails for a reason other than a variable."""
+        return self.fails and not self.works_without
 
     @cached_property
     def refused(self) -> bool:
-        """Whether libcuda.so.1 answered, and no, although this process should have a GPU."""
+        """Whether libcuda.so.1 returned an error although this process should have a GPU."""
         return self.fails and self.driver.cuda.answer.answered and not self.no_gpu and not self.withheld
 
     @cached_property
     def code(self) -> int:
-        """What the driver answered: the first result that is not 0, 100 for no device, -1 without an answer."""
+        """What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer."""
         cuda = self.driver.cuda
         if not cuda.answer.answered:
             return -1
@@ -130,13 +130,13 @@ class Case(Machine):
 
     @cached_property
     def nvml_works(self) -> bool:
-        """Whether NVML, and so the kernel driver, is at work and sees a card."""
+        """Whether NVML, and so the kernel driver, works and sees a card."""
         nvml = self.driver.nvml
         return nvml.answer.answered and nvml.init == 0 and nvml.count > 0
 
     @cached_property
     def libcuda(self) -> Library | None:
-        """The libcuda.so.1 that a process gets: the file that was mapped, else what the loader should take."""
+        """The libcuda.so.1 that a process gets: the file that was mapped, or else the one the loader should find."""
         libraries, mapped = self.driver.libraries, self.driver.cuda.library
         same = (lib for lib in libraries.cuda or () if mapped and mapped in (lib.path, lib.target))
         return next(same, libraries.libcuda)
@@ -148,7 +148,7 @@ class Case(Machine):
 
     @cached_property
     def mismatched(self) -> Library | None:
-        """The libcuda.so.1 in use, where it is of another release than the kernel driver, and no compat library."""
+        """The libcuda.so.1 in use, if its version is not the kernel driver's and it is not a compat library."""
         lib, kernel = self.libcuda, self.kernel.version
         if lib is None or lib.kind != "driver" or not kernel or not _RELEASE.fullmatch(lib.version):
             return None
@@ -156,7 +156,7 @@ class Case(Machine):
 
     @property
     def answer(self) -> str:
-        """How the CUDA driver answered, in a line."""
+        """What the CUDA driver returned, in one line."""
         cuda = self.driver.cuda
         state, detail = cuda.answer.state, cuda.answer.detail
         if self.no_libcuda:
@@ -172,7 +172,7 @@ class Case(Machine):
 
     @property
     def nvml_answer(self) -> str:
-        """How NVML answered, in a line."""
+        """What NVML returned, in one line."""
         nvml = self.driver.nvml
         if not nvml.answer.answered:
             return f"NVML: {nvml.answer.detail or nvml.answer.state}"
@@ -182,7 +182,7 @@ class Case(Machine):
 
     @property
     def driver_cuda(self) -> int:
-        """The CUDA version that the driver announces, 12080 for 12.8; 0 where nobody told."""
+        """The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown."""
         return self.driver.cuda.version or self.driver.nvml.cuda
 
     # -- the card, its kernel driver and its nodes
@@ -194,61 +194,61 @@ class Case(Machine):
 
     @cached_property
     def nodes_absent(self) -> bool:
-        """Whether /dev was looked at and holds no NVIDIA GPU's nodes."""
+        """Whether /dev was examined and contains none of NVIDIA's nodes."""
         at = self.nodes.at
         return bool(self.nodes.found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
 
     @property
-    def _pulled(self) -> bool:
-        """Whether the card was taken out under a driver that is still loaded, whose nodes outlive it."""
+    def _card_removed(self) -> bool:
+        """Whether the card was removed while its driver is still loaded, which keeps the nodes."""
         bare = isinstance(self.hardware.pci, tuple) and not (self.hardware.present or self.kernel.gpus)
         return bare and self.kernel.loaded is True and not self.surroundings.container
 
     @cached_property
     def host_has_gpu(self) -> bool:
-        """Whether the machine under a container surely has an NVIDIA card."""
+        """Whether the machine, also outside of a container, certainly has an NVIDIA card."""
         seen = self.hardware.gpus or self.kernel.loaded or self.kernel.gpus
-        return bool(seen) and not self._pulled
+        return bool(seen) and not self._card_removed
 
     @cached_property
     def no_gpu(self) -> bool:
-        """Whether no NVIDIA GPU is there, as far as was looked: nothing of a driver can be at fault then."""
+        """Whether no NVIDIA GPU was found anywhere: then nothing about a driver can be wrong."""
         if not isinstance(self.hardware.pci, tuple):
             return False
-        node = self.nodes.found and not self.nodes_absent and not self._pulled
+        node = self.nodes.found and not self.nodes_absent and not self._card_removed
         here = self.hardware.present or self.host_has_gpu or node or self.nvml_works
         return not (here or self.works or self.surroundings.wsl)
 
     @cached_property
     def has_nvidia(self) -> bool:
-        """Whether there is surely an NVIDIA GPU; under WSL /dev/dxg alone may lead to any vendor's."""
+        """Whether there certainly is an NVIDIA GPU; under WSL /dev/dxg alone may belong to any vendor's."""
         in_wsl = self.hardware.dxg and any(lib.kind == "wsl" for lib in self.driver.libraries.cuda or ())
         return bool(self.hardware.gpus or self.hardware.tegra or in_wsl or self.driver.cuda.works or self.nvml_works)
 
     @property
     def nvidia(self) -> bool | None:
-        """Whether there is an NVIDIA GPU; ``None`` where that is not known."""
+        """Whether there is an NVIDIA GPU; ``None`` if that is unknown."""
         return True if self.has_nvidia else False if self.no_gpu else None
 
     @property
-    def withholding(self) -> Severity:
-        """How bad it is that a process was given no card: no fault where its torch is built for none."""
+    def no_gpu_severity(self) -> Severity:
+        """How bad it is that a process has no GPU: only a note if its torch is built without CUDA."""
         first = self.torch.first
         return "note" if first is not None and first.cpu_only and not self.torch.shadow else "error"
 
     @cached_property
     def withheld(self) -> bool:
-        """Whether a container, a pod, a job or a host of virtual machines has no card, and a torch without CUDA."""
-        return self.withholding == "note" and self.fires("C09", "C05", "C04", "C08", "C01", "K05")
+        """Whether a container, pod, job or VM host has no GPU for this process, and its torch is built without CUDA."""
+        return self.no_gpu_severity == "note" and self.fires("C09", "C05", "C04", "C08", "C01", "K05")
 
     @cached_property
     def driver_misfit(self) -> bool:
-        """Whether the driver was not made for the card, or lacks its firmware: its failing start has that reason."""
+        """Whether the driver does not support the card, or lacks its firmware: that is why it does not start."""
         return self.fires("K06", "K07", "K08", "K09", "K12")
 
     @cached_property
     def slurm_granted(self) -> bool:
-        """Whether Slurm gave this job a GPU. Lists of indices are grants where they are not empty: ``0`` is a card."""
+        """Whether Slurm gave this job a GPU. In a list of indices, ``0`` is a card."""
         counted = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
         return counted or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
 
@@ -282,7 +282,7 @@ class Case(Machine):
         return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
 
     def logged(self, pattern: str) -> str:
-        """What the kernel's log says that matches; the driver's messages run over several lines, which are joined."""
+        """What matches in the kernel log, whose messages may span several lines."""
         found = re.search(pattern, self._log) if self._log else None
         return f"the kernel log says: {found[0][:_MATCH_SHOWN].strip()}" if found else ""
 
@@ -294,7 +294,7 @@ class Case(Machine):
 
     @property
     def torch_not_run(self) -> bool:
-        """Whether torch was not run, so that only its files can tell."""
+        """Whether torch was not run, so that only its files are known."""
         return self.torch_run.answer.state == "unasked"
 
     @cached_property
@@ -305,12 +305,12 @@ class Case(Machine):
 
     @cached_property
     def import_error(self) -> str:
-        """Why torch could not be imported; empty where it could, or was not tried."""
+        """Why torch could not be imported; empty if it could, or was not tried."""
         step = self.torch_run.step("import")
         return step.error if step and not step.ok else ""
 
     def failed(self, *names: str) -> Step | None:
-        """The first step of the torch child that failed, of those named or of all."""
+        """The first step of the torch child that failed, among these or all of them."""
         return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
 
     @cached_property
@@ -319,7 +319,7 @@ class Case(Machine):
         return self.torch_run.cuda_works and self.failed() is None
 
     def complaint(self, pattern: str) -> str:
-        """The line in which torch said something, by error or by warning; empty where it did not."""
+        """The first matching line of torch's errors and warnings; empty if there is none."""
         errors = (step.error for step in self.torch_run.steps if not step.ok)
         for text in (*errors, *self.torch_run.warnings):
             for line in text.splitlines():
@@ -335,7 +335,7 @@ class Case(Machine):
 
     @property
     def torch_cuda(self) -> str:
-        """The CUDA that torch was built with; empty where with none, or not known."""
+        """The CUDA version that torch was built with; empty if none, or unknown."""
         first = self.torch.first
         return self.torch_run.cuda or (first.cuda if first else "")
 
@@ -347,7 +347,7 @@ class Case(Machine):
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
-        """The cards that this process gets; where the driver did not say, all that NVML lists, or the PCI bus."""
+        """The cards of this process; if the driver does not work, all that NVML or the PCI bus lists."""
         driver = self.driver
         told = driver.cuda.gpus if driver.cuda.works else driver.nvml.gpus
         known = tuple(
@@ -364,26 +364,26 @@ class Case(Machine):
                 name = f"the card at {gpu.address} ({chip.code}, {chip.generation})"
                 yield Card(name, chip.capability, sure=not chip.inferred)
 
-    # -- short ways
+    # -- shortcuts
 
     def env(self, name: str) -> str | None:
-        """The value of an environment variable, or ``None`` where it is not set."""
+        """The value of an environment variable, or ``None`` if it is not set."""
         return self.variables.get(name)
 
     def on_host(self, *commands: str) -> Lines:
-        """Commands for root on the machine itself, which is outside where this is a container."""
+        """Commands for root on the host, outside of a container."""
         if self.surroundings.container:
             return (*fixes.on_host(self), *(f"$ sudo {command}" for command in commands))
         return tuple(fixes.sudo(self, command) for command in commands)
 
     @property
     def reinstall(self) -> Lines:
-        """Install torch once more, with all that it needs."""
+        """Install torch again, with everything it needs."""
         return fixes.reinstall(self, gpu=self.nvidia)
 
 
 def quoted(text: str) -> str:
-    """Evidence of an error's text: its first line with words; nothing of nothing."""
+    """The first line of an error's text, as evidence; empty if there is none."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f"torch says: {line[:_SHOWN]}" if line else ""
 

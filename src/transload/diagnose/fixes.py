@@ -1,6 +1,6 @@
-"""What to do, for this machine: its package manager, its Python tool, its shell, its kind of container.
+"""What to do on this machine: its package manager, its Python tool, its shell, its kind of container.
 
-Every function is pure and returns lines: a command begins with ``$ ``, what belongs into a file with ``| ``, anything
+Every function is pure and returns lines: a command begins with ``$ ``, what to put into a file with ``| ``, anything
 else is a sentence. Nothing is ever run; what needs root or a reboot says so.
 """
 

@@ -38,9 +38,9 @@ class Muted:
 class Diagnosis:
     """What is wrong with a machine, if anything, and what to do about it.
 
-    ``cause`` is the first thing to fix; ``findings`` are all that stand for themselves, the cause first, in the order
+    ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
     to fix them; ``muted`` are those that will go away by themselves. ``status`` is ``ok``, ``broken`` (CUDA or torch
-    does not work), ``degraded`` (it works, and something is wrong) or ``no-gpu`` (there is no accelerator, and torch
+    does not work), ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch
     works without: no fault).
     """
 
@@ -86,7 +86,7 @@ class Diagnosis:
 
 
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
-    """Judge a machine by all rules. One that raises is named in the machine's problems: the others are still heard."""
+    """Judge a machine by all rules. One that raises is named in the machine's problems: the others still count."""
     case = Case.of(machine)
     met: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}

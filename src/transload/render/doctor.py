@@ -86,7 +86,7 @@ def _subject(diagnosis: Diagnosis) -> str:
 
 
 def _is_unexamined(diagnosis: Diagnosis) -> bool:
-    """Whether the cause is that nobody could be asked."""
+    """Whether the cause is that nothing could be asked."""
     return diagnosis.cause is not None and diagnosis.cause.code == "X13"
 
 
@@ -128,7 +128,7 @@ def _code(finding: Finding) -> tuple[str, str]:
 
 
 def _explained(finding: Finding) -> Iterator[Block]:
-    """The evidence for a cause, and how to mend it."""
+    """The evidence for a cause, and how to repair it."""
     yield from _evidence(finding, "  ")
     if finding.fix:
         yield BLANK
@@ -180,7 +180,7 @@ def _layers(diagnosis: Diagnosis) -> Mapping[str, Sequence[Finding]]:
 
 
 def _complete(links: Sequence[Link], layers: Mapping[str, Sequence[Finding]]) -> list[Link]:
-    """The links, with those added that only a finding speaks of."""
+    """The links, and those that only a finding mentions."""
     by_layer = {link.layer: link for link in links}
     told = {layer for layer, found in layers.items() if any(finding.severity != "note" for finding in found)}
     return [by_layer.get(layer, Link(layer, "idle")) for layer in ORDER if layer in by_layer or layer in told]
@@ -219,7 +219,7 @@ def _unknown(diagnosis: Diagnosis) -> Iterator[Block]:
     told = [f"{probe}: {why}" for probe, why in diagnosis.machine.problems.items()]
     log, cause = diagnosis.machine.kernel.log, diagnosis.cause
     if cause is not None and isinstance(log, Unknown) and _unsure(cause) and log.reason not in " ".join(cause.evidence):
-        told.append(f"the kernel's log: {log.reason}")
+        told.append(f"the kernel log: {log.reason}")
     if told:
         yield BLANK
         yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Unknown  ", "trust"),))

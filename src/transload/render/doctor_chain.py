@@ -101,7 +101,7 @@ def torch_words(install: TorchInstall) -> str:
 
 
 def _there(machine: Machine) -> bool:
-    """Whether a GPU is there for the layers above it to speak of."""
+    """Whether there is a GPU, so that the layers above it matter."""
     return machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
 
 

@@ -1,8 +1,8 @@
-"""Every cause we know, in the order in which they are asked; pure functions, a module for each layer or two."""
+"""All rules, in the order in which they are checked: pure functions, one module for each layer or two."""
 
 from __future__ import annotations
 
-from transload.diagnose.rules import (  # noqa: F401  each fills RULES with its own
+from transload.diagnose.rules import (  # noqa: F401  each registers its rules
     driver,
     fit,
     hardware,

@@ -1,4 +1,4 @@
-"""The CUDA driver at its start: what must be ready before it, what keeps it from answering, and what is unexplained."""
+"""The start of the CUDA driver: what must be ready before, what prevents it, and what remains unexplained."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 @rule("C11", "driver", "the sandbox does not pass the GPU through", likely=True)
 def sandboxed(m: Case) -> Match | None:
-    """A sandbox, a GPU in sight, and an answer that a sandbox gives; not one with a driver of its own inside.
+    """A sandbox without a driver of its own, a visible GPU, and an error that sandboxes cause.
 
-    It is a rule of this layer, after the nodes: where one of them is at fault, the sandbox is not.
+    It belongs to this layer, after the nodes: if one of them is at fault, the sandbox is not.
     """
     sandbox = m.surroundings.sandbox
     if not sandbox or (m.kernel.loaded and sandbox != "gvisor"):
@@ -44,7 +44,7 @@ def sandboxed(m: Case) -> Match | None:
     return Match((f"the kernel is {sandbox}'s", m.answer), fix)
 
 
-# -- what joins or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
+# -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
 
 
 def _not_ready(m: Case) -> bool:
@@ -84,7 +84,7 @@ def _install_manager(m: Case) -> Lines:
 
 @rule("S01", "driver", "the NVSwitch fabric is down: the fabric manager is not running")
 def fabric(m: Case) -> Match | None:
-    """802 for none of the other reasons; sure where a switch, the fabric's state or the stopped service shows it."""
+    """802 without another reason; certain if a switch, the fabric's state or the stopped service shows it."""
     if not _not_ready(m) or m.fires("S03", "S02"):
         return None
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_nvswitch(d.device)]
@@ -166,7 +166,7 @@ def _closed_caps(m: Case) -> list[Node]:
 
 
 @rule("M01", "driver", "MIG is enabled but no instance exists")
-def undivided(m: Case) -> Match | None:
+def no_mig_instance(m: Case) -> Match | None:
     """MIG on every card, no MIG device, and no CUDA device."""
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in m.driver.nvml.gpus)
     if not m.broken or m.code != 100 or not whole or _closed_caps(m):
@@ -184,8 +184,8 @@ def undivided(m: Case) -> Match | None:
 
 
 @rule("M03", "variables", "the MIG instance is not accessible")
-def unreachable(m: Case) -> Match | None:
-    """An old name under a driver from 470 on, or a closed node of an instance where every card is divided."""
+def mig_unreachable(m: Case) -> Match | None:
+    """An old name with a driver from 470 on, or an instance's node that cannot be opened."""
     if not m.fails or m.code != 100:
         return None
     value = m.env(CVD) or ""
@@ -252,7 +252,7 @@ def address_space(m: Case) -> Match | None:
 def hangs(m: Case) -> Match | None:
     """The driver or NVML gave no answer in time: an error, or a warning where CUDA works and NVML hangs."""
     cuda, nvml = m.driver.cuda.answer.state == "hung", m.driver.nvml.answer.state == "hung"
-    if not (cuda or nvml) or m.relieved or (cuda and m.torch_run.cuda_works):
+    if not (cuda or nvml) or m.works_without or (cuda and m.torch_run.cuda_works):
         return None
     too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
     stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
@@ -278,7 +278,7 @@ page_only("X03", "driver", "a second attempt to start CUDA hangs")
 
 @rule("U12", "driver", "NVML does not work, but CUDA does")
 def nvml_only(m: Case) -> Match | None:
-    """CUDA works, NVML answers with an error or cannot be loaded: a note."""
+    """CUDA works, and NVML returns an error or cannot be loaded: a note."""
     nvml = m.driver.nvml
     answered = nvml.answer.answered and nvml.init > 0
     if not m.driver.cuda.works or not (answered or nvml.answer.state in ("not-loadable", "no-symbol", "crashed")):
@@ -291,7 +291,7 @@ def nvml_only(m: Case) -> Match | None:
 
 @rule("X08", "driver", "the CUDA driver does not start, for an unknown reason", symptom=True)
 def unexplained(m: Case) -> Match | None:
-    """CUDA fails where a GPU is; last of all, and told only where no other rule explains it."""
+    """CUDA fails although there is a GPU; reported only if no other rule explains it."""
     state, lib = m.driver.cuda.answer.state, m.libcuda
     if not m.fails or state in ("hung", "unasked") or not _expected(m) or m.withheld:
         return None
@@ -326,9 +326,9 @@ def unexplained(m: Case) -> Match | None:
 
 
 def _expected(m: Case) -> bool:
-    """Whether a GPU is surely there; where the bus could not be read, any answer but "no device" speaks for one."""
+    """Whether there is a GPU; if the bus could not be read, any error but "no device" indicates one."""
     if m.driver.cuda.answer.state == m.torch_run.answer.state == "crashed":
-        return True  # whatever stands in for the driver, it is what ends torch as well
+        return True  # whatever is loaded as the driver crashes torch too
     if m.no_gpu:
         return False
     nodes = bool(m.nodes.found) and not m.nodes_absent
@@ -336,7 +336,7 @@ def _expected(m: Case) -> bool:
 
 
 def _ruled_out(m: Case) -> Lines:
-    """What was looked at and is in order."""
+    """What was examined and is in order."""
     kernel, lib = m.kernel, m.libcuda
     nodes = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
     sound = m.nodes.found and m.card_nodes and all(node.exists and not node.error for node in nodes)
@@ -350,7 +350,7 @@ def _ruled_out(m: Case) -> Lines:
 
 
 def _unknown(m: Case) -> Lines:
-    """What could not be looked at, and would have told more."""
+    """What could not be examined and might have explained it."""
     unread = m.kernel.log.reason if isinstance(m.kernel.log, Unknown) else ""
     log = f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else ""
     return (log, *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]))

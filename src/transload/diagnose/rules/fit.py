@@ -1,4 +1,4 @@
-"""Whether the driver, the cards and the packages beside torch fit the torch that is installed."""
+"""Whether the driver, the cards and other packages are compatible with the installed torch."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _enough(driver: int, wheel: tuple[int, int]) -> bool:
 
 
 def _system(m: Case) -> System:
-    """Whose driver it is: under WSL that of Windows."""
+    """Whose driver it is: under WSL it is the Windows driver."""
     return "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
 
 
 @rule("V05", "fit", "another library replaces the driver's libcuda.so.1", likely=True)
 def stand_in(m: Case) -> Match | None:
-    """torch calls a driver too old that is not."""
+    """torch calls a driver too old although it is new enough."""
     told, wheel = _TOO_OLD.search(m.complaint(_TOO_OLD.pattern)), m.built_with
     if told is None or wheel is None or not _enough(int(told[1]), wheel) or m.computes:
         return None
@@ -68,7 +68,7 @@ def stand_in(m: Case) -> Match | None:
 
 @rule("V01", "fit", "the driver is too old for this torch")
 def too_old(m: Case) -> Match | None:
-    """The driver announces a lower major version than torch was built with, and torch was not seen to work."""
+    """The driver supports only an older major version than torch was built with, and torch was not seen to work."""
     wheel = m.built_with
     if not m.driver_cuda or wheel is None or _enough(m.driver_cuda, wheel) or m.torch_run.cuda_works:
         return None
@@ -81,7 +81,7 @@ def too_old(m: Case) -> Match | None:
         quoted(m.complaint(_TOO_OLD.pattern)),
     )
     install = fixes.wheel(m)
-    # only one way out, where the card needs a newer driver anyway or has no code in this torch
+    # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
     if not floor or fixes.wheel_choice(m).needs_driver or _misfit(m):
         return Match(evidence, install)
     update = (f"Or update the driver to {floor} or newer:", *fixes.install_driver(m, at_least=branch_of(floor)))
@@ -94,7 +94,7 @@ def _toolkit_driver(m: Case) -> str:
 
 @rule("V02", "fit", "the driver cannot compile this PTX")
 def newer_ptx(m: Case) -> Match | None:
-    """torch failed that way; or was not run, the card is served by PTX alone, and the driver is older than it."""
+    """torch failed in this way; or it was not run, has only PTX for the card, and the driver is older."""
     told = m.complaint(r"unsupported toolchain")
     if not told and not (m.torch_not_run and _ptx_only(m)):
         return None
@@ -118,7 +118,7 @@ def _ptx_only(m: Case) -> bool:
 
 @rule("V03", "fit", "the driver lacks a function that torch calls")
 def missing_call(m: Case) -> Match | None:
-    """torch failed that way."""
+    """torch failed in this way."""
     told = m.complaint(r"API call is not supported in the installed CUDA driver")
     if not told or not m.failed():
         return None
@@ -148,7 +148,7 @@ class _Misfit(NamedTuple):
 
 
 def _misfit(m: Case) -> _Misfit | None:
-    """The cards without code in this torch, by its binaries or else by the tables; nothing where that is not known."""
+    """The cards that this torch has no code for, by its binaries or else the tables; ``None`` if unknown."""
     cuda, (known, proven) = m.built_with, _codes(m)
     if cuda is None or not known or not m.cards or m.torch.shadow:
         return None
@@ -175,7 +175,7 @@ def _numbers(code: str) -> tuple[int, int]:
 
 
 def _no_code(m: Case, found: _Misfit, fix: Lines) -> Match:
-    """What to say of cards without code: an error, but a warning where torch works on another card."""
+    """A match for cards without code: an error, but a warning if torch works on another card."""
     spared = m.torch_run.cuda_works or (not found.all and not m.complaint(_NO_KERNEL))
     listed = " ".join(sorted(set(found.codes), key=_numbers))
     source = "has code for" if found.proven else "should have code for"
@@ -190,21 +190,21 @@ def _on_jetson(m: Case, found: _Misfit) -> bool:
 
 @rule("A05", "fit", "this torch has no code for the GPU of a Jetson")
 def jetson(m: Case) -> Match | None:
-    """The card without code is a Tegra's."""
+    """The card without code is a Jetson's."""
     found = _misfit(m)
     return _no_code(m, found, jetson_wheel(m)) if found and _on_jetson(m, found) else None
 
 
 @rule("A01", "fit", "the card is too new for this torch")
 def newer_card(m: Case) -> Match | None:
-    """A card is beyond all that the build has code for."""
+    """A card is newer than everything the build has code for."""
     found = _misfit(m)
     return _no_code(m, found, fixes.wheel(m)) if found and not _on_jetson(m, found) and found.newer else None
 
 
 @rule("A02", "fit", "the card is too old for this torch")
 def older_card(m: Case) -> Match | None:
-    """A card is below, or between, what the build has code for."""
+    """A card is older than what the build has code for, or in between."""
     found = _misfit(m)
     return _no_code(m, found, fixes.wheel(m)) if found and not _on_jetson(m, found) and not found.newer else None
 
@@ -227,13 +227,13 @@ def other_gfx(m: Case) -> Match | None:
     return Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
 
 
-# -- packages beside torch: what is wrong with them leaves torch alone, so it is a warning
+# -- other packages: torch works without them, so these are warnings
 
 _TRIO = ("torchvision", "torchaudio", "torchtext", "torchcodec")
 _PIN = re.compile(r"==\s*(?P<version>\d[\w.]*)")
 _BITSANDBYTES = re.compile(r"_cuda(?P<cuda>\d+)\w*\.(?:so|dll)$")
 _OF_DRIVER = ("libcuda.so", "libnvidia-")
-# Without its dependencies: an installer that may touch torch would replace the build that works.
+# Without dependencies: an installer that may change torch would replace the build that works.
 _COMPILE = ("--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", ":all:")
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
 
@@ -270,7 +270,7 @@ def companions(m: Case) -> Match | None:
 
 
 def _with_torch(m: Case, packages: set[str]) -> Lines:
-    """Install companions of torch anew, in the wheels that were built with it."""
+    """Reinstall companions of torch, from the index of torch's own build."""
     release, _, build = m.torch_version.partition("+")
     index = f"{INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
     names = sorted(packages)
@@ -278,7 +278,7 @@ def _with_torch(m: Case, packages: set[str]) -> Lines:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether two releases differ; of versions between releases only the numbers are compared."""
+    """Whether two releases differ; for development versions only major and minor numbers count."""
     first, second = numbers_of(one), numbers_of(other)
     unstable = _UNSTABLE.search(one) or _UNSTABLE.search(other)
     length = 2 if unstable else min(len(first), len(second))
@@ -287,7 +287,7 @@ def _differ(one: str, other: str) -> bool:
 
 @rule("P06", "extensions", "a package was compiled against another torch")
 def other_torch(m: Case) -> Match | None:
-    """Symbols of torch's, or whole libraries, that a package needs are not there."""
+    """Symbols of torch, or libraries, that a package needs do not exist."""
     lines: list[str] = []
     packages = set()
     for each in _examined(m):
@@ -311,7 +311,7 @@ def other_torch(m: Case) -> Match | None:
 
 @rule("A03", "extensions", "a package has no code for this card")
 def no_code(m: Case) -> Match | None:
-    """None of a package's architectures runs on any card that this process gets."""
+    """None of a package's architectures runs on any card of this process."""
     found, cuda = [card for card in m.cards if card.sure], m.built_with
     if not found or cuda is None:
         return None

@@ -1,4 +1,4 @@
-"""The card itself: whether there is one, and whether it is alive."""
+"""The card itself: whether there is one, and whether it works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ECC = 214
 
 
 def _bus(m: Case) -> str:
-    """What the PCI bus holds, in a line."""
+    """What is on the PCI bus, in one line."""
     pci = m.hardware.pci
     if isinstance(pci, Unknown):
         return f"the PCI bus could not be read: {pci.reason}"
@@ -29,7 +29,7 @@ def _bus(m: Case) -> str:
 
 @rule("N01", "hardware", "this notebook's runtime has no GPU")
 def notebook(m: Case) -> Match | None:
-    """A notebook service that gives GPUs on demand, and no GPU in sight."""
+    """A notebook service that provides GPUs on request, and no GPU."""
     where = m.surroundings.notebook
     steps = {
         "colab": "Choose Runtime › Change runtime type › a GPU, and connect again.",
@@ -42,7 +42,7 @@ def notebook(m: Case) -> Match | None:
 
 @rule("H06", "hardware", "the laptop's NVIDIA card is switched off")
 def switched_off(m: Case) -> Match | None:
-    """prime-select chose another card, and no NVIDIA driver is loaded although nothing is missing."""
+    """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
     built = m.platform.kernel in (m.kernel.built_for or ())
     off = m.platform.prime in ("intel", "amd", "off") and m.kernel.loaded is False
     if not off or not (built or m.no_gpu) or m.works:
@@ -54,8 +54,8 @@ def switched_off(m: Case) -> Match | None:
 
 
 @rule("H02", "hardware", "a GPU has fallen off the bus")
-def lost(m: Case) -> Match | None:
-    """A card that reads all ones or that NVML calls lost; where CUDA fails, also the log's word."""
+def fallen_off_bus(m: Case) -> Match | None:
+    """A card that reads all ones or that NVML calls lost; if CUDA fails, also a message in the kernel log."""
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
@@ -68,14 +68,14 @@ def lost(m: Case) -> Match | None:
 
 
 def _unstarted(m: Case) -> bool:
-    """Whether NVIDIA's module is loaded and fits a card that is there, and NVML does not see the card."""
+    """Whether NVIDIA's module is loaded and supports the card, but NVML does not see it."""
     waits = m.broken and m.kernel.loaded is True and bool(m.unseen_cards) and not m.nvml_works
     return waits and not m.driver_misfit
 
 
 @rule("H05", "hardware", "the firmware assigned no address space to the card")
-def no_window(m: Case) -> Match | None:
-    """A region of a card that the driver cannot start was not assigned."""
+def no_address_space(m: Case) -> Match | None:
+    """A memory region of a card that the driver cannot initialize is not assigned."""
     if not _unstarted(m):
         return None
     said = m.logged(r"BAR\d is 0M")
@@ -90,8 +90,8 @@ def no_window(m: Case) -> Match | None:
 
 
 @rule("H04", "hardware", "the driver cannot initialize the card")
-def stillborn(m: Case) -> Match | None:
-    """RmInitAdapter failed, EIO, or a card that the module lists and NVML does not count."""
+def not_initialized(m: Case) -> Match | None:
+    """RmInitAdapter failed, EIO, or a card that the module lists and NVML does not."""
     if not _unstarted(m) or m.fires("H05"):
         return None
     said = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
@@ -112,7 +112,7 @@ def stillborn(m: Case) -> Match | None:
 
 @rule("H03", "hardware", "the GPU's memory has uncorrectable errors")
 def ecc(m: Case) -> Match | None:
-    """A pending or failed remapping or retirement; an error where a program already died of it."""
+    """A pending or failed remapping or retirement; an error if a program already failed because of it."""
     marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
     if not (marked or died or m.code == _ECC):
@@ -135,7 +135,7 @@ def ecc(m: Case) -> Match | None:
 
 @rule("H01", "hardware", "there is no NVIDIA GPU in this machine")
 def no_gpu(m: Case) -> Match | None:
-    """No card by any road we know; where the bus could not be read, a note that says so."""
+    """No sign of a card; if the bus could not be read, a note that says so."""
     around = m.surroundings
     if around.wsl or m.platform.system == "Darwin" or m.works or m.fires("N01", "H06"):
         return None

@@ -1,4 +1,4 @@
-"""NVIDIA's kernel driver: whether it was made for the card, is there, is loaded, and is healthy."""
+"""NVIDIA's kernel driver: whether it supports the card, is installed and loaded, and works."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
 
 
-def _applies(m: Case) -> bool:
-    """Whether a card on the bus waits for NVIDIA's kernel driver; under WSL and on a Jetson none does."""
+def _needs_driver(m: Case) -> bool:
+    """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
     return bool(m.hardware.gpus) and m.broken and not m.surroundings.wsl
 
 
 def _branch(m: Case) -> int:
-    """The branch of the installed driver: of the loaded module, else of its libraries; 0 where neither tells."""
+    """The branch of the installed driver: of the loaded module, else of its libraries; 0 if unknown."""
     lib = m.libcuda
     beside = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
     found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", beside)
@@ -46,8 +46,8 @@ def _rebuild_initramfs(m: Case) -> str:
     return fixes.sudo(m, command) if command else "Rebuild the initial RAM disk."
 
 
-def _strangers(m: Case) -> Iterator[tuple[PciDevice, Chip, Generation]]:
-    """The cards that the driver does not serve, with what is known of them."""
+def _unsupported(m: Case) -> Iterator[tuple[PciDevice, Chip, Generation]]:
+    """The cards that the driver does not handle, with what is known about them."""
     for card in m.unseen_cards:
         chip = chip_of(card.device)
         known = generation(chip.generation) if chip else None
@@ -55,20 +55,20 @@ def _strangers(m: Case) -> Iterator[tuple[PciDevice, Chip, Generation]]:
             yield card, chip, known
 
 
-def _is(card: PciDevice, chip: Chip) -> str:
+def _described(card: PciDevice, chip: Chip) -> str:
     sure = "judging by neighbouring ids " if chip.inferred else ""
     return f"{card.address} is 10de:{card.device:04x}, {sure}{chip.code} of the {chip.generation} generation"
 
 
-# -- a driver that was not made for the card: first, since it explains why none is loaded
+# -- a driver that does not support the card: first, since it explains why none is loaded
 
 
 @rule("K06", "kernel", "the driver is too new for this card and ignores it")
-def legacy(m: Case) -> Match | None:
-    """The branch of the driver is past the last one of the card's generation."""
+def driver_too_new(m: Case) -> Match | None:
+    """The driver's branch is newer than the last one for the card's generation."""
     branch = _branch(m)
-    for card, chip, known in _strangers(m):
-        if not (known.last_branch and branch > known.last_branch and (m.works or _applies(m))):
+    for card, chip, known in _unsupported(m):
+        if not (known.last_branch and branch > known.last_branch and (m.works or _needs_driver(m))):
             continue
         said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
         last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {branch} is installed"
@@ -83,13 +83,15 @@ def legacy(m: Case) -> Match | None:
             spared = "The other cards work. To use this one as well:" if m.works else ""
             fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
         inferred = chip.inferred and not said
-        return Match((_is(card, chip), last, said), fix, severity="note" if m.works else "error", likely=inferred)
+        return Match(
+            (_described(card, chip), last, said), fix, severity="note" if m.works else "error", likely=inferred
+        )
     return None
 
 
 @rule("K07", "kernel", "the open kernel module cannot drive this card")
 def open_too_early(m: Case) -> Match | None:
-    """The open flavour, and a card of before Turing."""
+    """The open flavour, and a card older than Turing."""
     said = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
     return _wrong_flavour(m, "open", "impossible", said)
 
@@ -102,36 +104,36 @@ def open_required(m: Case) -> Match | None:
 
 def _wrong_flavour(m: Case, flavour: str, open_module: str, message: str) -> Match | None:
     said = m.logged(message)
-    for card, chip, known in _strangers(m):
-        if known.open_module == open_module and _applies(m) and (m.kernel.flavour == flavour or said):
+    for card, chip, known in _unsupported(m):
+        if known.open_module == open_module and _needs_driver(m) and (m.kernel.flavour == flavour or said):
             fix = fixes.install_driver(m, at_least=_branch(m) if open_module == "required" else 0)
-            return Match((_is(card, chip), m.kernel_line, said), fix, likely=chip.inferred and not said)
+            return Match((_described(card, chip), m.kernel_line, said), fix, likely=chip.inferred and not said)
     return None
 
 
 @rule("K09", "kernel", "the driver is too old for this card")
-def too_new(m: Case) -> Match | None:
-    """The branch of the driver is before the first one of the card, or the log says so."""
-    if not _applies(m):
+def driver_too_old(m: Case) -> Match | None:
+    """The driver's branch is older than the first one for the card, or the kernel log says so."""
+    if not _needs_driver(m):
         return None
     branch = _branch(m)
-    for card, chip, _ in _strangers(m):
+    for card, chip, _ in _unsupported(m):
         first = first_branch(chip.capability) if chip.capability else 0
         if 0 < branch < first:
             since = f"its first driver branch is {first}, and branch {branch} is installed"
-            return Match((_is(card, chip), since), fixes.install_driver(m), likely=chip.inferred)
+            return Match((_described(card, chip), since), fixes.install_driver(m), likely=chip.inferred)
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     return Match((*m.card_lines, said), fixes.install_driver(m)) if said else None
 
 
 @rule("K12", "kernel", "the driver's firmware file is missing")
 def firmware(m: Case) -> Match | None:
-    """The log names the file; or its folder is not there and the driver cannot initialize the card."""
+    """The kernel log names the file; or its directory does not exist and the card is not initialized."""
     said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
     kernel = m.kernel
     gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
-    if not _applies(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
+    if not _needs_driver(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
         return None
     missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
     evidence = (m.kernel_line, missing, said, m.nvml_answer)
@@ -142,15 +144,15 @@ def firmware(m: Case) -> Match | None:
     return Match(evidence, (*again, _rebuild_initramfs(m), fixes.reboot(m)), likely=not said)
 
 
-# -- a driver that is not there, or not loaded
+# -- a driver that is not installed, or not loaded
 
 
 @rule("K04", "kernel", "the card is bound to nouveau, not to NVIDIA's driver")
 def nouveau(m: Case) -> Match | None:
-    """No card is bound to nvidia, and one to nouveau or nova."""
+    """No card is bound to nvidia, but one to nouveau or nova."""
     drivers = {card.driver for card in m.hardware.gpus}
     held = drivers.intersection(_NOUVEAU)
-    if not _applies(m) or not held or "nvidia" in drivers:
+    if not _needs_driver(m) or not held or "nvidia" in drivers:
         return None
     if m.surroundings.container or m.platform.kernel not in (m.kernel.built_for or ()):
         return Match(m.card_lines, fixes.install_driver(m))
@@ -166,7 +168,7 @@ def nouveau(m: Case) -> Match | None:
 @rule("K05", "kernel", "the card is reserved for virtual machines (vfio-pci)")
 def vfio(m: Case) -> Match | None:
     """Every NVIDIA card is bound to vfio-pci."""
-    if not _applies(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
+    if not _needs_driver(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
         return None
     ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
     fix = (
@@ -175,13 +177,13 @@ def vfio(m: Case) -> Match | None:
         "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
         "Then rebuild the initial RAM disk and reboot (needs root).",
     )
-    return Match(m.card_lines, (*fixes.on_host(m), *fix), severity=m.withholding)
+    return Match(m.card_lines, (*fixes.on_host(m), *fix), severity=m.no_gpu_severity)
 
 
-def _idle(m: Case) -> bool:
-    """Whether the module is not loaded, and for no reason that an earlier rule knows."""
+def _module_missing(m: Case) -> bool:
+    """Whether the module is not loaded, without a reason that an earlier rule reports."""
     held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
-    return _applies(m) and m.kernel.loaded is False and not held and not m.driver_misfit
+    return _needs_driver(m) and m.kernel.loaded is False and not held and not m.driver_misfit
 
 
 def _there(m: Case) -> str:
@@ -190,9 +192,9 @@ def _there(m: Case) -> str:
 
 @rule("K02", "kernel", "the NVIDIA module is built for another kernel, not the running one")
 def other_kernel(m: Case) -> Match | None:
-    """nvidia.ko exists, and not for the running kernel."""
+    """nvidia.ko exists, but not for the running kernel."""
     built, running = m.kernel.built_for, m.platform.kernel
-    if not _idle(m) or not built or not running or running in built:
+    if not _module_missing(m) or not built or not running or running in built:
         return None
     others = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}"
     newer = [version for version in built if _numbers(version) > _numbers(running)]
@@ -209,7 +211,7 @@ def _numbers(kernel: str) -> tuple[int, ...]:
 
 
 def _build_module(m: Case) -> Lines:
-    """Have the module built for the running kernel, in the distribution's way."""
+    """Build the module for the running kernel, with the distribution's tools."""
     like = (m.platform.distribution, *m.platform.distribution_like)
     headers = fixes.system_package(
         m,
@@ -235,7 +237,7 @@ def secure_boot(m: Case) -> Match | None:
     """Secure Boot is on, the module is built for this kernel, and it is not loaded."""
     said = m.logged(_REJECTED)
     here = m.platform.kernel in (m.kernel.built_for or ())
-    if not _idle(m) or not m.kernel.secure_boot or not (here or said):
+    if not _module_missing(m) or not m.kernel.secure_boot or not (here or said):
         return None
     keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
     key = keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub")
@@ -252,8 +254,8 @@ def secure_boot(m: Case) -> Match | None:
 
 @rule("K01", "kernel", "NVIDIA's kernel driver is not installed")
 def not_loaded(m: Case) -> Match | None:
-    """The module is not loaded, for none of the reasons that other rules know."""
-    if not _idle(m) or m.fires("K02", "K03"):
+    """The module is not loaded, without a reason that other rules report."""
+    if not _module_missing(m) or m.fires("K02", "K03"):
         return None
     built = m.kernel.built_for
     evidence = (*m.card_lines, m.kernel_line)
@@ -276,12 +278,12 @@ def not_loaded(m: Case) -> Match | None:
     return Match((*evidence, _there(m)), load, "NVIDIA's kernel driver is installed but not loaded")
 
 
-# -- a driver that is loaded, and not healthy
+# -- a driver that is loaded, but does not work
 
 
 @rule("K10", "kernel", "heterogeneous memory management (HMM) prevents the CUDA driver from starting")
 def hmm(m: Case) -> Match | None:
-    """CuInit 3, NVML at work, the open module with HMM on, and KASLR not known to be off."""
+    """CuInit 3, a working NVML, the open module with HMM, and KASLR not known to be off."""
     kernel = m.kernel
     on = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
     if not m.broken or m.code != 3 or not m.nvml_works or not on:
@@ -294,7 +296,7 @@ def hmm(m: Case) -> Match | None:
 
 @rule("K11", "kernel", "the nvidia_uvm module is broken after a suspend", likely=True)
 def suspended(m: Case) -> Match | None:
-    """CuInit 999, NVML at work, a sound /dev/nvidia-uvm, and a suspend since boot."""
+    """CuInit 999, a working NVML, a correct /dev/nvidia-uvm, and a suspend since boot."""
     node, times = m.nodes.at(UVM), m.platform.suspends
     sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
     if not m.broken or m.code != 999 or not m.nvml_works or not sound or not times:
@@ -313,7 +315,7 @@ def suspended(m: Case) -> Match | None:
 
 @rule("W01", "kernel", "Windows has no NVIDIA driver", likely=True)
 def windows_driver(m: Case) -> Match | None:
-    """On Windows the driver's library is not found; without knowing of a card only a note."""
+    """On Windows the driver's library is not found; only a note if no card is known."""
     first = m.torch.first
     if m.platform.system != "Windows" or not m.no_libcuda or first is None or not first.cuda:
         return None

@@ -1,4 +1,4 @@
-"""The user's half of the driver: which libcuda.so.1 a process gets, and whether it fits the kernel's half."""
+"""The driver's libraries: which libcuda.so.1 a process gets, and whether it matches the kernel driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _folder(lib: Library) -> str:
 
 
 def library_line(lib: Library | None) -> str:
-    """Which libcuda.so.1 a process gets, and how the loader comes to it."""
+    """Which libcuda.so.1 a process gets, and how the loader finds it."""
     if lib is None:
         return ""
     leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
@@ -34,7 +34,7 @@ def library_line(lib: Library | None) -> str:
 
 
 def drop_library(m: Case, lib: Library) -> Lines:
-    """Keep the loader from taking a library."""
+    """Prevent the loader from using a library."""
     folder = _folder(lib)
     systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
     if lib.via == "LD_LIBRARY_PATH":
@@ -74,7 +74,7 @@ def _search(m: Case, folder: str, file: str) -> Lines:
     return (write, fixes.sudo(m, "ldconfig"), "Or, for this shell only:", *shell)
 
 
-# -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are to be seen
+# -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
 
 
 @rule("U11", "libraries", "WSL 1 does not support GPUs")
@@ -108,7 +108,7 @@ def second_driver(m: Case) -> Match | None:
 
 @rule("U08", "libraries", "WSL does not get the GPU from Windows")
 def not_given(m: Case) -> Match | None:
-    """WSL 2 outside a container: a library the loader misses, no /dev/dxg, or a driver that has no device."""
+    """WSL 2 outside a container: a library the loader does not find, no /dev/dxg, or a driver without a device."""
     if m.surroundings.wsl != 2 or m.surroundings.container or not m.broken or m.fires("U09"):
         return None
     own = next((lib for lib in m.driver.libraries.cuda or () if lib.kind == "wsl"), None)
@@ -117,7 +117,7 @@ def not_given(m: Case) -> Match | None:
     if m.no_libcuda and own:
         there = f"{own.path} exists, but the loader does not search {_folder(own)}"
         return Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
-    if m.no_libcuda:  # a fault only where torch was installed to use one
+    if m.no_libcuda:  # only an error if torch was installed to use one
         meant = m.torch.first is not None and not m.torch.first.cpu_only
         title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
         evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
@@ -135,7 +135,7 @@ def not_given(m: Case) -> Match | None:
 
 @rule("U04", "libraries", "libcuda.so.1 is the toolkit's stub")
 def stub(m: Case) -> Match | None:
-    """The driver answered 34, or the library in use is a stub."""
+    """The driver returned 34, or the library in use is a stub."""
     lib = m.libcuda
     if not m.refused or not (m.code == 34 or (lib is not None and lib.kind == "stub")):
         return None
@@ -150,7 +150,7 @@ def compat(m: Case) -> Match | None:
     lib = m.libcuda
     if lib is None or lib.kind != "compat" or not m.refused or m.code == 804:
         return None
-    if m.code != 803 and "LD_LIBRARY_PATH" not in m.relieved:
+    if m.code != 803 and "LD_LIBRARY_PATH" not in m.works_without:
         return None
     evidence = (library_line(lib), _versions(m, lib), m.answer, _better(m, lib), m.relief)
     return Match(evidence, drop_library(m, lib))
@@ -158,7 +158,7 @@ def compat(m: Case) -> Match | None:
 
 @rule("U03", "libraries", "forward compatibility does not work on this card")
 def forward(m: Case) -> Match | None:
-    """804, by a compat library or by one that is not known."""
+    """804, with a compat library or an unknown one."""
     lib = m.libcuda
     if not m.refused or m.code != 804 or m.fires("U01"):
         return None
@@ -178,8 +178,8 @@ def mismatch(m: Case) -> Match | None:
     if not m.refused or m.surroundings.wsl or (lib is not None and lib.kind in ("compat", "stub")):
         return None
     told = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
-    # nothing but the version explains the answer: no variable does, or it is the one that names the folder
-    telling = not m.relieved or "LD_LIBRARY_PATH" in m.relieved
+    # only the version explains the error: no variable does, or it is the one that names the directory
+    telling = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
     if not told and (other is None or not telling):
         return None
     evidence = (library_line(lib), _versions(m, lib), m.answer, m.nvml_answer, m.relief)
@@ -200,12 +200,12 @@ def _align(m: Case, lib: Library | None) -> Lines:
 
 @rule("U13", "libraries", "libcuda.so.1 is not a usable library")
 def unusable(m: Case) -> Match | None:
-    """The library cannot be loaded or lacks its functions; or the driver works once its folder is not searched."""
+    """The library cannot be loaded or lacks its functions; or the driver works once its directory is not searched."""
     lib, answer = m.libcuda, m.driver.cuda.answer
     if not m.fails or m.no_gpu or m.withheld:
         return None
     if answer.state not in ("not-loadable", "no-symbol"):
-        proven = "LD_LIBRARY_PATH" in m.relieved and lib is not None and lib.via == "LD_LIBRARY_PATH"
+        proven = "LD_LIBRARY_PATH" in m.works_without and lib is not None and lib.via == "LD_LIBRARY_PATH"
         if lib is None or not proven or m.fires("U04", "U02", "U03", "U01"):
             return None
         title = "another libcuda.so.1 is loaded instead of the driver's"
@@ -215,7 +215,7 @@ def unusable(m: Case) -> Match | None:
     if lib is None:
         return Match(evidence, fixes.install_driver(m))
     if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
-        # the driver's own, and whole: something else is missing
+        # the driver's own, and complete: something else is missing
         noexec = (
             "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids running code from it."
         )
@@ -230,7 +230,7 @@ def unusable(m: Case) -> Match | None:
 
 
 def _on_disk(m: Case) -> Library | None:
-    """A good libcuda.so.1 that the loader does not see, where it finds none."""
+    """A usable libcuda.so.1 that the loader does not find."""
     found = m.driver.libraries.cuda or ()
     return next((lib for lib in found if lib.via == "disk" and lib.kind == "driver" and not lib.problem), None)
 
@@ -241,18 +241,18 @@ def _not_found(m: Case) -> bool:
 
 @rule("U05", "libraries", "libcuda.so.1 is installed where the loader does not look")
 def unlisted(m: Case) -> Match | None:
-    """No libcuda.so.1 for the loader, and a good one on the disk."""
+    """The loader finds no libcuda.so.1, but a usable one is on the disk."""
     lib = _on_disk(m)
     if lib is None or not _not_found(m):
         return None
     there = f"{lib.path} exists, but the loader does not search {_folder(lib)}"
-    # a torch of NixOS or conda may have that folder in its own RUNPATH
+    # a torch of NixOS or conda may have that directory in its own RUNPATH
     return Match((there, m.answer), _search(m, _folder(lib), "nvidia.conf"), likely=m.torch_not_run)
 
 
 @rule("U06", "libraries", "only part of the driver is installed")
 def partial(m: Case) -> Match | None:
-    """The module is loaded and libcuda.so.1 is nowhere; or CUDA works and libnvidia-ml.so.1 is nowhere, a note."""
+    """The module is loaded, but there is no libcuda.so.1; or CUDA works without libnvidia-ml.so.1, a note."""
     own_nvml = m.surroundings.wsl or m.hardware.tegra
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.works and no_nvml and not own_nvml:
@@ -285,7 +285,7 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
 
 @rule("U07", "libraries", "the driver's PTX compiler is missing")
 def no_compiler(m: Case) -> Match | None:
-    """The compiler is nowhere: a note, or an error where something failed for want of it."""
+    """There is no compiler: a note, or an error if something failed without it."""
     errors = " ".join(step.error for step in m.torch_run.steps)
     failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
     gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra

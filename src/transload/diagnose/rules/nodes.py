@@ -13,14 +13,14 @@ from transload.machine import AMD
 if TYPE_CHECKING:
     from transload.machine import Node
 
-_NVIDIA_MAJOR = 195  # assigned for good; only nvidia-uvm's is given out anew at each boot
+_NVIDIA_MAJOR = 195  # fixed; only nvidia-uvm gets a new one at each boot
 _MEM_MAJOR = 1  # /dev/null, /dev/zero …
 _STUB = 34
 _OURS = "/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*"
 
 
-def _culprit(m: Case) -> Node | None:  # noqa: PLR0911 - one case after another, each with its reason
-    """The node that keeps the driver from starting: one that is bad, and whose lack gives the answer that was seen.
+def _faulty_node(m: Case) -> Node | None:  # noqa: PLR0911 - one case after another, each with its reason
+    """The node that prevents the driver from starting: it is faulty, and that causes the error that was seen.
 
     Seen on a live card: without /dev/nvidiactl or the card's node cuInit answers 100, without /dev/nvidia-uvm 999.
     """
@@ -46,18 +46,18 @@ def _culprit(m: Case) -> Node | None:  # noqa: PLR0911 - one case after another,
 
 
 def _bad(m: Case, node: Node) -> bool:
-    return _missing(m, node) or (node.exists and (node.error not in ("", "EIO") or _foreign(m, node)))
+    return _missing(m, node) or (node.exists and (node.error not in ("", "EIO") or _wrong_device(m, node)))
 
 
 def _missing(m: Case, node: Node) -> bool:
-    """Whether a node is not there, and the driver's library cannot make it: as root it does, outside a container."""
+    """Whether a node does not exist and the driver's library cannot create it, as it does for root on a host."""
     module = "nvidia_uvm" in m.kernel.modules or "nvidia-uvm" in m.nodes.majors
     makes = m.platform.root and not m.surroundings.container
     return not node.exists and not (makes and (module or node.path != UVM))
 
 
-def _foreign(m: Case, node: Node) -> bool:
-    """Whether a node leads to something that is not NVIDIA's driver."""
+def _wrong_device(m: Case, node: Node) -> bool:
+    """Whether a node points to something that is not NVIDIA's driver."""
     if not node.exists or not node.path.startswith("/dev/nvidia"):
         return False
     if node.kind != "char":
@@ -77,22 +77,22 @@ def _evidence(m: Case, node: Node, *more: str) -> Lines:
     return (line, *more, m.answer, m.nvml_answer)
 
 
-def _anew(m: Case) -> str:
+def _recreate(m: Case) -> str:
     return "Then recreate the container." if m.surroundings.container else ""
 
 
 @rule("D02", "nodes", "a device node points to the wrong device")
 def wrong_device(m: Case) -> Match | None:
-    """The culprit is no device of the driver's, or nothing answers behind it."""
-    node = _culprit(m)
-    if node is None or not (_foreign(m, node) or node.error in ("ENXIO", "ENODEV")):
+    """The faulty node is not the driver's device, or there is no device behind it."""
+    node = _faulty_node(m)
+    if node is None or not (_wrong_device(m, node) or node.error in ("ENXIO", "ENODEV")):
         return None
     name = "nvidia-uvm" if node.path == UVM else "nvidia"
     major = m.nodes.majors.get(name, 0 if node.path == UVM else _NVIDIA_MAJOR)
     should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
     what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
     title = f"{node.path} points to the wrong device"
-    return Match(_evidence(m, node, what), _remake(m, node), title, likely=not _foreign(m, node))
+    return Match(_evidence(m, node, what), _remake(m, node), title, likely=not _wrong_device(m, node))
 
 
 def _remake(m: Case, node: Node) -> Lines:
@@ -102,7 +102,7 @@ def _remake(m: Case, node: Node) -> Lines:
         rules = (f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
         return (*fixes.on_host(m), "In the container's configuration; then bind the nodes again:", *rules)
     if container:
-        return (*m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), _anew(m))
+        return (*m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), _recreate(m))
     made = "nvidia-modprobe -u -c=0" if node.path == UVM else "nvidia-modprobe -c 0"
     return (fixes.sudo(m, f"rm -r {node.path}"), fixes.sudo(m, made))
 
@@ -110,8 +110,8 @@ def _remake(m: Case, node: Node) -> Lines:
 @rule("D04", "nodes", "the container is not allowed to open the device nodes")
 def forbidden(m: Case) -> Match | None:
     """EPERM."""
-    node = _culprit(m)
-    if node is None or node.error != "EPERM" or _foreign(m, node):
+    node = _faulty_node(m)
+    if node is None or node.error != "EPERM" or _wrong_device(m, node):
         return None
     rules = m.nodes.cgroup
     evidence = _evidence(m, node, f"the devices cgroup allows: {', '.join(rules[:4])}" if rules else "")
@@ -135,8 +135,8 @@ def _mode_allows(m: Case, node: Node) -> bool:
 
 @rule("D06", "nodes", "SELinux denies access to the device nodes", likely=True)
 def selinux(m: Case) -> Match | None:
-    """EACCES against the mode, SELinux enforcing."""
-    node = _culprit(m)
+    """EACCES although the mode allows it, and SELinux is enforcing."""
+    node = _faulty_node(m)
     enforcing = m.surroundings.selinux == "enforcing"
     if node is None or node.error != "EACCES" or node.nodev or not enforcing or not _mode_allows(m, node):
         return None
@@ -148,8 +148,8 @@ def selinux(m: Case) -> Match | None:
 
 @rule("D03", "nodes", "no permission to open the device nodes")
 def denied(m: Case) -> Match | None:
-    """EACCES, by mode, by a nodev mount, or for a reason not seen."""
-    node = _culprit(m)
+    """EACCES because of the mode, a nodev mount, or an unknown reason."""
+    node = _faulty_node(m)
     if node is None or node.error != "EACCES" or m.fires("D06"):
         return None
     if node.nodev:
@@ -184,20 +184,20 @@ def _let_in(m: Case, node: Node) -> Lines:
 
 @rule("D01", "nodes", "a device node of the driver is missing")
 def missing(m: Case) -> Match | None:
-    """ENOENT, where nobody can make the node."""
-    node = _culprit(m)
+    """ENOENT, and nothing creates the node."""
+    node = _faulty_node(m)
     if node is None or node.exists:
         return None
     module = node.path == UVM and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
     stay = "sh -c 'echo nvidia_uvm > /etc/modules-load.d/nvidia-uvm.conf'  # to have it after each start"
     make = ("nvidia-modprobe -u -c=0", stay) if node.path == UVM else ("nvidia-modprobe -c 0",)
     evidence = _evidence(m, node, "the module nvidia_uvm is not loaded" if module else "")
-    return Match(evidence, (*m.on_host(*make), _anew(m)), f"{node.path} is missing")
+    return Match(evidence, (*m.on_host(*make), _recreate(m)), f"{node.path} is missing")
 
 
 @rule("R01", "nodes", "the AMD compute device cannot be opened")
 def kfd(m: Case) -> Match | None:
-    """A ROCm build, a card of AMD's, and a node that does not open."""
+    """A ROCm build, an AMD card, and a node that cannot be opened."""
     first, node = m.torch.first, m.nodes.at("/dev/kfd")
     amd = any(card.vendor == AMD for card in m.hardware.pci or ())
     if first is None or not first.hip or not amd or m.torch_run.available:

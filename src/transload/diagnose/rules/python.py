@@ -1,4 +1,4 @@
-"""The Python environment and the torch in it: which one an import takes, what it was built for, whether it is whole."""
+"""The Python environment and its torch: which one is imported, what it is built for, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROCM_CARDS = frozenset(
 
 
 def _no_torch(m: Case) -> bool:
-    """Whether the examined Python surely has no torch at all."""
+    """Whether the examined Python certainly has no torch at all."""
     return m.torch.installs == () and not (m.torch.shadow or m.torch.dangling or m.python.problem)
 
 
@@ -44,8 +44,8 @@ def _interpreter(m: Case) -> str:
 
 
 @rule("P09", "python", "the Python interpreter does not respond")
-def unanswering(m: Case) -> Match | None:
-    """The interpreter could not be asked, and torch was not seen to work in it either."""
+def no_interpreter(m: Case) -> Match | None:
+    """The interpreter did not respond, and torch was not seen to work in it either."""
     if not m.python.problem or m.imported:
         return None
     others = (f"another Python has torch: {other}" for other in m.python.others)
@@ -56,7 +56,7 @@ def unanswering(m: Case) -> Match | None:
 
 @rule("P03", "python", "another file is imported instead of torch")
 def shadowed(m: Case) -> Match | None:
-    """Something that is no torch is found first, and nobody saw the real one being imported."""
+    """Something other than torch is found first, and the real one was not seen to be imported."""
     shadow, run = m.torch.shadow, m.torch_run
     if not shadow or (m.imported and run.version and run.file != shadow):
         return None
@@ -77,7 +77,7 @@ def shadowed(m: Case) -> Match | None:
 
 @rule("P08", "python", "no torch wheel runs on this system")
 def wrong_system(m: Case) -> Match | None:
-    """torch is absent and could not be installed, or its import was refused by the C library."""
+    """torch is absent and could not be installed, or the C library rejected it."""
     libc = m.platform.libc
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
     if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
@@ -134,8 +134,8 @@ def _has_wheel(m: Case, release: str) -> bool:
 
 
 @rule("P02", "python", "a torch from outside this environment is imported first")
-def outranked(m: Case) -> Match | None:
-    """Error where a CPU-only torch hides one with CUDA from a GPU; else a note that there are two."""
+def hidden_install(m: Case) -> Match | None:
+    """An error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two."""
     installs = m.torch.installs or ()
     if len(installs) < 2 or m.torch.shadow:
         return None
@@ -153,8 +153,8 @@ def outranked(m: Case) -> Match | None:
 
 
 @rule("P04", "python", "files of two torch versions are mixed")
-def overlaid(m: Case) -> Match | None:
-    """Error where such a torch cannot be imported; a warning where it can; leftovers alone are a note."""
+def mixed_versions(m: Case) -> Match | None:
+    """An error if such a torch cannot be imported; a warning if it can; leftovers alone are a note."""
     first, error = m.torch.first, m.import_error
     if first is None or m.torch.shadow:
         return None
@@ -167,7 +167,7 @@ def overlaid(m: Case) -> Match | None:
     repeat = "Repeat that until it finds nothing to uninstall."
     again = (*fixes.uninstall(m, "torch"), repeat, delete, *m.reinstall)
     library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
-    of_cuda = library is not None and is_nvidia_library(library[1])  # no fault of torch's own files
+    of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
     if error and (mixed or first.unlisted or first.altered) and not of_cuda:
         unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
         return Match((mixed, *unlisted, *leftovers, quoted(error)), again, likely=not mixed)
@@ -181,7 +181,7 @@ def overlaid(m: Case) -> Match | None:
 
 @rule("P01", "python", "torch is not installed in this Python")
 def not_installed(m: Case) -> Match | None:
-    """No torch on the path of the examined Python, nor anything that passes for one."""
+    """Neither torch nor anything of that name is on the path of the examined Python."""
     if not _no_torch(m) or m.imported:
         return None
     elsewhere = m.python.others
@@ -212,17 +212,17 @@ def _built(install: TorchInstall) -> str:
 
 
 def _cpu_build(m: Case) -> TorchInstall | None:
-    """The torch without CUDA that an import takes on a machine whose NVIDIA card some torch could use."""
+    """The torch without CUDA that is imported on a machine whose NVIDIA card another build could use."""
     first = m.torch.first
     if first is None or m.torch.shadow or not first.cpu_only or not m.has_nvidia:
         return None
-    if m.platform.system == "Darwin" or m.computes or _hopeless(m) or m.withheld:
+    if m.platform.system == "Darwin" or m.computes or _never_supported(m) or m.withheld:
         return None
     return first
 
 
-def _hopeless(m: Case) -> bool:
-    """Whether no torch has ever had code for any of the cards: then a build without CUDA is the right one."""
+def _never_supported(m: Case) -> bool:
+    """Whether no torch ever supported any of the cards: then a build without CUDA is the right one."""
     return bool(m.cards) and not m.hardware.tegra and not any(_served(card.capability) for card in m.cards)
 
 
@@ -234,11 +234,11 @@ def _served(capability: Capability) -> bool:
 
 
 def _cpu_match(m: Case, first: TorchInstall, *more: str, fix: Lines = ()) -> Match:
-    """What to say of a build without CUDA, and how to keep the next installation from bringing it back."""
+    """A match for a build without CUDA, with a way to prevent the next installation from bringing it back."""
     beside = ", ".join(first.replaced_by[:4])
     together = f"it was installed together with {beside}" if beside else ""
     keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
-    # a card of no known chip may be one that CUDA never drove
+    # a card with an unknown chip may be one that CUDA never supported
     known = m.cards or m.hardware.dxg or m.driver.cuda.works
     gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
     install = fix or (*fixes.wheel(m, driver=not m.driver_misfit), keep if beside else "")
@@ -290,7 +290,7 @@ def conda_cpu(m: Case) -> Match | None:
 
 
 def _unexplained(m: Case) -> TorchInstall | None:
-    """A build without CUDA for which none of the rules above has a reason."""
+    """A build without CUDA that none of the rules above explains."""
     first = _cpu_build(m)
     explained = first is None or m.hardware.tegra or "cpu" in first.conda_build or m.fires("T02", "T03")
     return None if explained else first
@@ -298,14 +298,14 @@ def _unexplained(m: Case) -> TorchInstall | None:
 
 @rule("T04", "build", "installing another package brought in a torch without CUDA", likely=True)
 def replaced(m: Case) -> Match | None:
-    """A build without CUDA, installed together with something else, and no better reason for it."""
+    """A build without CUDA, installed together with something else, without a better explanation."""
     first = _unexplained(m)
     return _cpu_match(m, first) if first and first.replaced_by else None
 
 
 @rule("T01", "build", "torch was built without CUDA")
 def cpu_only(m: Case) -> Match | None:
-    """A build without CUDA, and no reason known for it; a note where the card is too old, or not for this process."""
+    """A build without CUDA, for an unknown reason; a note if the card is too old or not for this process."""
     if _cpu_build(m) is not None:
         first = _unexplained(m)
         return _cpu_match(m, first) if first and not first.replaced_by else None
@@ -316,7 +316,7 @@ def cpu_only(m: Case) -> Match | None:
         title = "torch was built without CUDA, and this process has no GPU"
         get = "To use a GPU, request one first and run transload doctor again: it then names the torch to install."
         return Match((_built(found),), (f"Nothing is wrong if this is intended. {get}",), title, "note")
-    if not _hopeless(m):
+    if not _never_supported(m):
         return None
     title = "torch has no CUDA, and no build ever supported this card"
     return Match(tuple(map(str, m.cards)), ("The CPU build is the right one.",), title, "note")
@@ -324,7 +324,7 @@ def cpu_only(m: Case) -> Match | None:
 
 @rule("T09", "build", "files of torch are missing or truncated")
 def damaged(m: Case) -> Match | None:
-    """Error where torch cannot be imported or was not tried; a note where a whole library only has another size."""
+    """An error if torch cannot be imported or was not run; a note if a library only has another size."""
     torch, first = m.torch, m.torch.first
     if first is None:
         gone = tuple(f"{name} exists, but the files it lists do not" for name in torch.dangling)

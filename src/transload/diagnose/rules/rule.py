@@ -1,4 +1,4 @@
-"""What a rule is: a cause with a stable code, and a pure function from a machine to what shows it there."""
+"""A rule: a cause with a stable code, and a pure function that looks for it on a machine."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ LAYERS: tuple[Layer, ...] = (
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` stands in for the
-    rule's where the check knows more. ``likely`` says that the evidence fits and does not prove.
+    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` replaces the
+    rule's if the check knows more. ``likely`` says that the evidence fits but does not prove it.
     """
 
     evidence: Lines
@@ -65,7 +65,7 @@ Check = Callable[["Case"], Match | None]
 class Rule(NamedTuple):
     """A cause: its stable code and the layer it breaks. Its page is docs/doctor/CODE.md.
 
-    A ``symptom`` is only told where no fault explains it: it says what happened, not why. ``check`` is ``None`` for
+    A ``symptom`` is reported only if no fault explains it: it says what happened, not why. ``check`` is ``None`` for
     what a machine cannot show (a program's own fault, another system): the page is all there is.
     """
 
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
         return section(self.code, "Fix")
 
     def finding(self, case: Case) -> Finding | None:
-        """What it has to say about a machine."""
+        """What it says about a machine."""
         match = case.match(self)
         if match is None:
             return None
@@ -94,7 +94,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {}
-"""Every rule by its code, in the order in which they are asked: ``catalogue`` imports the modules that fill it."""
+"""Every rule by its code, in the order in which they are checked: ``catalogue`` imports the modules that fill it."""
 
 
 def rule(code: str, layer: str, title: str, *, symptom: bool = False, likely: bool = False) -> Callable[[Check], Check]:
@@ -108,5 +108,5 @@ def rule(code: str, layer: str, title: str, *, symptom: bool = False, likely: bo
 
 
 def page_only(code: str, layer: str, title: str) -> None:
-    """A cause that no machine shows by itself: only its page exists."""
+    """Add a cause that the facts of a machine cannot show: only its page exists."""
     RULES[code] = Rule(code, layer, title)

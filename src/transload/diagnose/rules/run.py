@@ -1,4 +1,4 @@
-"""Torch at work: what goes wrong although the driver and the build are right, and what no rule explains."""
+"""Running torch: what goes wrong although the driver and the build are right, and what no rule explains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BUSY = r"busy or unavailable"
 _STICKY = r"device-side assert|illegal memory access|unspecified launch failure|misaligned address"
-_ENOUGH = 1 << 30  # bytes free on a card with which a small tensor must find room: a context takes half of it
+_ENOUGH = 1 << 30  # free bytes that are enough for a small tensor: a context takes half of it
 _MODULE = re.compile(r"No module named '(?P<name>[\w.]+)'")
 _WORK = ("kernel", "matmul", "convolution")
 _STEPS = {
@@ -28,7 +28,7 @@ _STEPS = {
 
 
 def _gpus(m: Case) -> tuple[NvmlGpu, ...]:
-    """The cards that this process gets, as NVML sees them; all of them where CUDA did not say which."""
+    """The cards of this process, as NVML sees them; all of them if CUDA did not say which."""
     given = {gpu.uuid for gpu in m.driver.cuda.gpus if gpu.uuid}
     known = tuple(gpu for gpu in m.driver.nvml.gpus if gpu.uuid in given)
     return known or m.driver.nvml.gpus
@@ -36,7 +36,7 @@ def _gpus(m: Case) -> tuple[NvmlGpu, ...]:
 
 @rule("S06", "run", "the virtual GPU has no licence")
 def unlicensed(m: Case) -> Match | None:
-    """Error where torch fails; a warning where it still works."""
+    """An error if torch fails; a warning if it still works."""
     found = [gpu for gpu in _gpus(m) if gpu.licence == "unlicensed"]
     if not found:
         return None
@@ -49,7 +49,7 @@ def unlicensed(m: Case) -> Match | None:
 
 @rule("S05", "run", "the card's compute mode excludes this process")
 def reserved(m: Case) -> Match | None:
-    """torch was refused and the mode explains it; or was not run, and every card is closed or taken."""
+    """torch was refused and the mode explains it; or it was not run, and no card is usable."""
     gpus, told = _gpus(m), m.complaint(_BUSY)
     closed = [gpu for gpu in gpus if gpu.compute_mode == "prohibited"]
     taken = [gpu for gpu in gpus if gpu.compute_mode.startswith("exclusive") and gpu.processes]
@@ -67,7 +67,7 @@ def reserved(m: Case) -> Match | None:
 
 @rule("X06", "run", "the GPU's memory is full")
 def no_memory(m: Case) -> Match | None:
-    """A small tensor found no room; likely only, where the card seems to have some."""
+    """There was no memory for a small tensor; only likely if the card seems to have some."""
     step = m.failed("init", *_WORK)
     if step is None or "out of memory" not in step.error.lower():
         return None
@@ -86,7 +86,7 @@ def no_memory(m: Case) -> Match | None:
 
 @rule("X05", "run", "a kernel crashes on the GPU")
 def dead_kernel(m: Case) -> Match | None:
-    """Our own few operations died that way."""
+    """Our own small operations failed in this way."""
     step = m.failed("init", *_WORK)
     if step is None or not re.search(_STICKY, step.error):
         return None
@@ -100,7 +100,7 @@ def dead_kernel(m: Case) -> Match | None:
 
 @rule("X07", "run", "two versions of a CUDA library are loaded in one process")
 def two_versions(m: Case) -> Match | None:
-    """torch alone has loaded two of one library; an error only where it fails."""
+    """torch alone loaded two versions of one library; an error only if it fails."""
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
         name = path.rpartition("/")[2]
@@ -120,7 +120,7 @@ page_only("S08", "run", "the memory of a GH200 or GB200 seems wrong")
 page_only("S09", "run", "several GPUs fail together, but each works alone")
 
 
-# -- symptoms: told as they were seen, and only where no rule explains them
+# -- symptoms: reported as they were seen, and only if no rule explains them
 
 
 def _lines(error: str) -> Lines:
@@ -129,7 +129,7 @@ def _lines(error: str) -> Lines:
 
 @rule("X11", "run", "torch hangs or crashes", symptom=True)
 def no_return(m: Case) -> Match | None:
-    """The torch child did not end well."""
+    """The torch child hung or crashed."""
     answer, step = m.torch_run.answer, m.failed()
     hung = answer.state == "hung"
     if not hung and answer.state != "crashed":
@@ -145,7 +145,7 @@ def no_return(m: Case) -> Match | None:
 
 
 def _other_driver(m: Case) -> Lines:
-    """Torch is not to blame, and is not to be installed anew."""
+    """torch is not the reason, so reinstalling it does not help."""
     lib = m.libcuda
     if lib is None or not lib.via.startswith("LD_"):
         return (
@@ -206,7 +206,7 @@ def fails_at_work(m: Case) -> Match | None:
 
 @rule("X13", "run", "the machine could not be examined", symptom=True)
 def unexamined(m: Case) -> Match | None:
-    """A child could not be started: an error where a GPU is and nothing tells whether it works; else a warning."""
+    """A child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning."""
     not_asked = m.driver.cuda.answer.detail or m.problems.get("cuda", "")
     not_run = m.torch_run.answer.detail or m.problems.get("torch run", "")
     driver = m.driver_unasked and m.hardware.present and not m.works

@@ -1,4 +1,4 @@
-"""What surrounds the process and keeps the GPU from it: a scheduler, a service, a container."""
+"""What surrounds the process and withholds the GPU: a scheduler, a service, a container."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from transload.diagnose.case import CONTROL, CVD, UVM, Case
 from transload.diagnose.rules.rule import Lines, Match, page_only, rule
 
 _APPTAINER = ("apptainer", "singularity")
-_SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with an init and packages of their own: what is inside is theirs to update
+_SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: their libraries must be updated inside
 
 
 def _without_nodes(m: Case) -> bool:
-    """Whether this process was given no node of any card. A forbidden /dev/nvidiactl alone was made by the library."""
+    """Whether this process has no node of any card. A forbidden /dev/nvidiactl alone was created by the library."""
     made = m.nodes.at(CONTROL).error == "EPERM" and not (m.card_nodes or m.nodes.at(UVM).exists)
     return m.broken and (m.nodes_absent or made)
 
 
 def _forbidden(m: Case) -> str:
-    """The node that a device cgroup forbids, if one does."""
+    """The node that a device cgroup forbids, if there is one."""
     nodes = (m.nodes.at(CONTROL), *m.card_nodes)
     return next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
 
@@ -51,7 +51,7 @@ def slurm(m: Case) -> Match | None:
         f"{CVD} is {visible!r}" if hidden else "",
         m.answer,
     )
-    return Match(evidence, fixes.give_slurm(m), severity=m.withholding, likely=not forbidden)
+    return Match(evidence, fixes.give_slurm(m), severity=m.no_gpu_severity, likely=not forbidden)
 
 
 @rule("D05", "surroundings", "the systemd service is not allowed to use the GPU")
@@ -83,7 +83,7 @@ def apptainer(m: Case) -> Match | None:
     none = m.no_libcuda and not m.driver.libraries.cuda
     if m.surroundings.container not in _APPTAINER or not none or not m.broken or not m.host_has_gpu:
         return None
-    return Match((_inside(m), *_host(m), m.answer), fixes.give_gpu(m), severity=m.withholding)
+    return Match((_inside(m), *_host(m), m.answer), fixes.give_gpu(m), severity=m.no_gpu_severity)
 
 
 @rule("C05", "surroundings", "the pod did not request a GPU")
@@ -92,11 +92,11 @@ def pod(m: Case) -> Match | None:
     if not m.surroundings.kubernetes or not _without_nodes(m) or not m.host_has_gpu:
         return None
     evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host(m))
-    return Match(evidence, fixes.give_gpu(m), severity=m.withholding)
+    return Match(evidence, fixes.give_gpu(m), severity=m.no_gpu_severity)
 
 
 @rule("C04", "surroundings", "NVIDIA_VISIBLE_DEVICES hides the GPUs from the container")
-def void(m: Case) -> Match | None:
+def hidden_by_variable(m: Case) -> Match | None:
     """A container without a card's node whose NVIDIA_VISIBLE_DEVICES is empty, void or none."""
     visible, around = m.env("NVIDIA_VISIBLE_DEVICES"), m.surroundings
     value = "all" if visible is None else visible.strip().lower()
@@ -108,7 +108,7 @@ def void(m: Case) -> Match | None:
     where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
     fix = ("Start the container with another value, or without the variable:", *fixes.give_gpu(m), where)
     evidence = (_inside(m), f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
-    return Match((*evidence, *_host(m)), fix, severity=m.withholding, likely=value == "void")
+    return Match((*evidence, *_host(m)), fix, severity=m.no_gpu_severity, likely=value == "void")
 
 
 @rule("C03", "surroundings", "the container has the GPU but not the compute libraries")
@@ -127,7 +127,7 @@ def no_compute(m: Case) -> Match | None:
 
 
 def _versions(m: Case) -> Lines:
-    """The evidence of a library that is not of the host's release; empty where it is, or where CUDA works."""
+    """Evidence that a library does not have the host driver's version; empty if it has, or if CUDA works."""
     lib = m.mismatched
     if lib is None or not m.surroundings.container or not m.broken or lib.via.startswith("LD_"):
         return ()
@@ -150,8 +150,8 @@ def lxc_version(m: Case) -> Match | None:
 
 
 @rule("C07", "surroundings", "the container has the libraries of another host driver version")
-def stale(m: Case) -> Match | None:
-    """A container with libraries of another release; on a host, a note that its CDI file is of one."""
+def other_host_version(m: Case) -> Match | None:
+    """A container with libraries of another release; on a host, a note that its CDI file names another one."""
     around, version = m.surroundings, m.kernel.version
     regenerate = m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
     if not around.container and around.cdi and version and version not in around.cdi:
@@ -182,7 +182,7 @@ def no_devices(m: Case) -> Match | None:
     )
     visible = m.env("NVIDIA_VISIBLE_DEVICES")
     said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
-    return Match((_inside(m), nodes, said, *_host(m)), fixes.give_gpu(m), severity=m.withholding, likely=jetson)
+    return Match((_inside(m), nodes, said, *_host(m)), fixes.give_gpu(m), severity=m.no_gpu_severity, likely=jetson)
 
 
 @rule("C02", "surroundings", "containers on this host cannot use the GPU")
@@ -208,7 +208,7 @@ page_only("C06", "surroundings", "Podman does not find the CDI device")
 
 
 @rule("N02", "surroundings", "the image's torch was chosen while no GPU was visible", likely=True)
-def built_blind(m: Case) -> Match | None:
+def cpu_image(m: Case) -> Match | None:
     """A CPU build that uv or conda chose, in a container where CUDA works: a note beside the CPU build itself."""
     first = m.torch.first
     if not m.surroundings.container or first is None or not first.cpu_only or not m.driver.cuda.works:

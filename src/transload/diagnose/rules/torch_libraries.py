@@ -1,4 +1,4 @@
-"""The libraries torch loads: which files the loader takes for them, and whether these belong together."""
+"""The libraries torch loads: which files the loader finds, and whether they belong together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _folder(path: str) -> str:
 
 
 def _line(lib: Resolved) -> str:
-    """Which file the loader takes, and why."""
+    """Which file the loader finds, and how."""
     via = f", found through {lib.via}" if lib.via else ""
     version = f" ({lib.version})" if lib.version else ""
     return f"{lib.name} is taken from {lib.path}{version}{via}"
@@ -52,7 +52,7 @@ def _own(lib: Resolved) -> str:
 
 
 def _drop(m: Case, lib: Resolved) -> Lines:
-    """Keep the loader from taking a file that is not torch's own."""
+    """Prevent the loader from using a file that is not torch's own."""
     if lib.via == "LD_LIBRARY_PATH":
         return fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib.path))
     if lib.via == "LD_PRELOAD":
@@ -61,7 +61,7 @@ def _drop(m: Case, lib: Resolved) -> Lines:
 
 
 def _bring(m: Case, blamed: Iterable[Resolved]) -> Lines:
-    """Install the packages that should hold some libraries."""
+    """Install the packages that contain some libraries."""
     blamed = list(blamed)
     packages = sorted({lib.package for lib in blamed if lib.package})
     if not packages or "torch" in packages:
@@ -73,13 +73,13 @@ def _bring(m: Case, blamed: Iterable[Resolved]) -> Lines:
 
 @rule("L04", "torch-libraries", "a library that torch needs is missing")
 def missing(m: Case) -> Match | None:
-    """The import failed over it; or torch was not run, and the loader would find it nowhere."""
+    """The import failed because of it; or torch was not run, and the loader would not find it."""
     told = _MISSING.search(m.import_error)
     name = told["name"] if told else ""
     if name.startswith(("libcuda.so", "libnvidia-ml.so")):
-        return None  # the driver's, and no fault of torch's
+        return None  # the driver's library, not torch's
     gone = [lib for lib in m.torch_libraries.needed if not lib.path or lib.problem]
-    words = r"file too short|invalid ELF header|SIGBUS"  # the last where pages of a file are not there
+    words = r"file too short|invalid ELF header|SIGBUS"  # the last if pages of a file are missing
     spoilt = m.complaint(words) if m.import_error else ""
     if not (name or spoilt) and not (m.torch_not_run and gone):
         return None
@@ -101,7 +101,7 @@ def missing(m: Case) -> Match | None:
 
 @rule("L01", "torch-libraries", "an older CUDA library is loaded instead of torch's own")
 def older(m: Case) -> Match | None:
-    """The import failed over a symbol of CUDA's; or torch was not run, and a symbol would be missing."""
+    """The import failed because of a CUDA symbol; or torch was not run, and a symbol would be missing."""
     told = _SYMBOL.search(m.import_error)
     library = (told["library"] or "") if told else ""
     found = ((each, _SYMBOL_OF.search(each)) for each in m.torch_libraries.unresolved)
@@ -122,7 +122,7 @@ def older(m: Case) -> Match | None:
 
 @rule("L03", "torch-libraries", "parts of two cuDNN versions are mixed")
 def split_cudnn(m: Case) -> Match | None:
-    """A convolution failed that way; or torch was not run, and the parts would be mixed."""
+    """A convolution failed in this way; or torch was not run, and the parts would be mixed."""
     parts = m.torch_libraries.split_cudnn
     told = m.complaint(r"CUDNN_STATUS_SUBLIBRARY")
     if not told and not (parts and m.torch_not_run):
@@ -143,7 +143,7 @@ def split_cudnn(m: Case) -> Match | None:
 
 @rule("L02", "torch-libraries", "the cuDNN that is loaded is not the one torch was built with")
 def other_cudnn(m: Case) -> Match | None:
-    """torch complained; or was not run, and the one it would take is too old. A note where it works."""
+    """torch complained; or was not run, and the one it would load is too old. A note if it works."""
     told = m.complaint(r"cuDNN version incompatibility|CUDNN_STATUS_(?:NOT_INITIALIZED|VERSION_MISMATCH)")
     lib = next((lib for lib in m.torch_libraries.needed if lib.name.startswith("libcudnn.so")), None)
     if lib is None:
@@ -164,7 +164,7 @@ def other_cudnn(m: Case) -> Match | None:
 
 @rule("L07", "torch-libraries", "CUDA libraries from conda and pip are mixed")
 def conda_mix(m: Case) -> Match | None:
-    """A library of torch's is taken from conda's folder in place of pip's; error only where torch fails over it."""
+    """A library is loaded from conda's directory instead of pip's; an error only if torch fails because of it."""
     mixed = _from_conda(m)
     if not mixed:
         return None
@@ -188,7 +188,7 @@ def _from_conda(m: Case) -> list[Resolved]:
 
 @rule("L06", "torch-libraries", "two packages own the same CUDA library")
 def overlaps(m: Case) -> Match | None:
-    """Error where torch fails with them; else a warning."""
+    """An error if torch fails with them; else a warning."""
     shared = [each for each in m.torch_libraries.overlaps if ".so" in each or ".dll" in each]
     if not shared:
         return None
@@ -202,7 +202,7 @@ def overlaps(m: Case) -> Match | None:
 
 @rule("L05", "torch-libraries", "a system library replaces a missing library of torch")
 def filled_in(m: Case) -> Match | None:
-    """The loader passed over the wheel's own place, which is searched before the system's: the file is gone."""
+    """The loader did not find the wheel's own file, which it looks for before the system's."""
     ours = [lib for lib in m.torch_libraries.needed if lib.shadowed and is_nvidia_library(lib.name)]
     lost = [lib for lib in ours if lib.via in _BEHIND and lib not in _from_conda(m)]
     if not lost:
@@ -214,7 +214,7 @@ def filled_in(m: Case) -> Match | None:
 
 @rule("L08", "torch-libraries", "a preloaded library intercepts CUDA")
 def preloaded(m: Case) -> Match | None:
-    """Without it the driver works; or torch fails and what is preloaded is about GPUs. Silent where torch works."""
+    """Without it the driver works; or torch fails and the library is about GPUs. Silent if torch works."""
     value = m.env("LD_PRELOAD") or ""
     names = [*value.replace(":", " ").split(), *m.driver.libraries.preload]
     proof = any(tried.change == ("LD_PRELOAD",) and tried.cuda.works for tried in m.driver.experiments)
@@ -234,7 +234,7 @@ def preloaded(m: Case) -> Match | None:
 
 @rule("L12", "torch-libraries", "the libstdc++ that is loaded is too old for torch")
 def old_stdcpp(m: Case) -> Match | None:
-    """The import failed over it; or torch was not run, and a version would be missing."""
+    """The import failed because of it; or torch was not run, and a version would be missing."""
     told = _STDCPP.search(m.import_error)
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
     if told is None and not (lacking and m.torch_not_run):
@@ -249,7 +249,7 @@ def old_stdcpp(m: Case) -> Match | None:
 
 @rule("L13", "torch-libraries", "MKL is newer than this torch can use")
 def newer_mkl(m: Case) -> Match | None:
-    """The import failed over that very symbol."""
+    """The import failed because of exactly this symbol."""
     if "undefined symbol: iJIT_" not in m.import_error:
         return None
     return Match((quoted(m.import_error),), ('$ conda install "mkl<2024.1"',))
@@ -257,7 +257,7 @@ def newer_mkl(m: Case) -> Match | None:
 
 @rule("L10", "torch-libraries", "Windows cannot load one of torch's libraries")
 def missing_dll(m: Case) -> Match | None:
-    """The import failed that way."""
+    """The import failed in this way."""
     told, first = _DLL.search(m.import_error), m.torch.first
     if told is None:
         return None
@@ -285,7 +285,7 @@ def dll_from_path(m: Case) -> Match | None:
 
 @rule("L09", "torch-libraries", "the loader also searches the current directory")
 def current_directory(m: Case) -> Match | None:
-    """A note; an error where torch fails and took a library from there."""
+    """A note; an error if torch fails and loaded a library from there."""
     reasons = tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason)
     if not reasons or m.platform.system != "Linux":
         return None

@@ -28,7 +28,7 @@ _WHY = {
 
 
 def _inventory(m: Case) -> tuple[Lines, Lines]:
-    """UUIDs of the GPUs and of the MIG devices before any variable hides one; an empty UUID is one not known."""
+    """UUIDs of the GPUs and MIG devices, including hidden ones; an empty UUID is unknown."""
     nvml = [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
     freed = next((tried.cuda for tried in m.driver.experiments if CVD in tried.change and tried.cuda.works), None)
     if nvml:
@@ -39,7 +39,7 @@ def _inventory(m: Case) -> tuple[Lines, Lines]:
 
 
 def _filtered(m: Case) -> Visible | None:
-    """What CUDA_VISIBLE_DEVICES leaves, where it is set, was not set by Slurm for want of a GPU, and can be judged."""
+    """What CUDA_VISIBLE_DEVICES leaves visible, unless Slurm set it for a job without a GPU, or it cannot be judged."""
     value, (gpus, mig) = m.env(CVD), _inventory(m)
     if value is None or not gpus or not m.has_nvidia or (m.surroundings.slurm and not m.slurm_granted):
         return None
@@ -48,7 +48,7 @@ def _filtered(m: Case) -> Visible | None:
 
 
 def _hidden(m: Case, reasons: Lines) -> Match | None:
-    """An error where the variable leaves no GPU and none was seen; otherwise what it leaves out."""
+    """An error if the variable leaves no GPU visible; otherwise what it hides."""
     seen = _filtered(m)
     if seen is None or seen.why not in reasons or (seen.error and m.works):
         return None
@@ -60,7 +60,7 @@ def _hidden(m: Case, reasons: Lines) -> Match | None:
         return Match(evidence, _correct(m))
     if seen.why == "negative":
         return None  # -1 at the end of a list is a known way to end it
-    # a warning where that costs a GPU
+    # a warning if that hides a GPU
     rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
     severity: Severity = "warning" if rest.count > 0 else "note"
     left = f"{seen.count} of {len(gpus)} GPUs are visible"
@@ -85,7 +85,7 @@ def _correct(m: Case) -> Lines:
 
 
 def _hiding(code: str, title: str, *reasons: str) -> None:
-    """A rule of what CUDA_VISIBLE_DEVICES hides, for some reasons of ``visible_devices``."""
+    """Add a rule about CUDA_VISIBLE_DEVICES, for some reasons of ``visible_devices``."""
     RULES[code] = Rule(code, "variables", title, lambda m: _hidden(m, reasons))
 
 
@@ -129,13 +129,13 @@ def bad_order(m: Case) -> Match | None:
 
 @rule("A04", "variables", "a variable forces or forbids PTX compilation")
 def jit_switch(m: Case) -> Match | None:
-    """Set, and torch failed over it or must; a note where it did no harm."""
+    """It is set, and torch failed because of it or must fail; a note if it did no harm."""
     names = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     name = next((name for name in names if (m.env(name) or "0").strip() not in ("", "0")), "")
     if not name or not m.has_nvidia:
         return None
     told = m.complaint(r"no kernel image is available|PTX JIT compil")
-    # whether torch's own kernels cannot run so on any of the cards
+    # whether none of torch's own kernels can run on any of the cards
     codes = tuple(m.torch_libraries.cubins or ())
     usable = [code for code in codes if code.startswith("compute_") == ("FORCE" in name)]
     must_fail = bool(codes and m.cards) and not any(covers(usable, card.capability) for card in m.cards)

@@ -187,7 +187,7 @@ def chips() -> dict[int, Chip]:
 
 
 def chip_of(device_id: int) -> Chip | None:
-    """The chip of a PCI device id of vendor 0x10de; nothing where it cannot be told.
+    """The chip of a PCI device id of vendor 0x10de; ``None`` if it is unknown.
 
     >>> chip_of(0x2204)
     Chip(code='GA102', generation='Ampere', capability=(8, 6), inferred=False, data_centre=False)
