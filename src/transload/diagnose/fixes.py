@@ -214,6 +214,31 @@ def _where_set(machine: Machine, names: Lines) -> Lines:
 # -- how to start a container or a job with a GPU
 
 
+_DOCKER: Lines = (
+    "Start the container with GPUs:",
+    "$ docker run --gpus all …",
+    "In a compose file, under the service:",
+    "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
+    "This needs the nvidia-container-toolkit on the host.",
+)
+_APPTAINER: Lines = ("Start it with the host's driver:", "$ apptainer exec --nv IMAGE COMMAND")
+_START: dict[str, Lines] = {
+    "podman": (
+        "On the host, once, and again after each driver update (needs root):",
+        "$ sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+        "Then start the container with GPUs:",
+        "$ podman run --device nvidia.com/gpu=all …",
+    ),
+    "apptainer": _APPTAINER,
+    "singularity": _APPTAINER,
+    "lxc": (
+        "On the host, give the container the device nodes (major 195, and that of nvidia-uvm in /proc/devices):",
+        "$ lxc config device add CONTAINER gpu gpu",
+        "Inside, install the driver's libraries of the host's version, without its kernel module.",
+    ),
+}
+
+
 def give_gpu(machine: Machine) -> Lines:
     """How to start this kind of container or job with a GPU."""
     around = machine.surroundings
@@ -225,59 +250,20 @@ def give_gpu(machine: Machine) -> Lines:
         )
     if around.slurm and not around.container:
         return give_slurm(machine)
-    return _GIVE.get(around.container, _give_docker)()
+    return _START.get(around.container, _DOCKER)
 
 
 def give_slurm(machine: Machine) -> Lines:
-    """How to ask Slurm for a GPU, and how to hand it on to the container that the job runs in."""
-    around = machine.surroundings
-    inner = _GIVE.get(around.container, _give_docker)() if around.container else ()
+    """How to ask Slurm for a GPU, and how to pass it to the container that the job runs in."""
+    container = machine.surroundings.container
+    inner = ("Then pass it to the container:", *_START.get(container, _DOCKER)) if container else ()
     return (
         "Ask Slurm for a GPU:",
         "$ srun --gres=gpu:1 --pty bash",
         "Or in the batch script:",
         "| #SBATCH --gres=gpu:1",
-        *(("Then pass it to the container:", *inner) if inner else ()),
+        *inner,
     )
-
-
-def _give_docker() -> Lines:
-    return (
-        "Start the container with GPUs:",
-        "$ docker run --gpus all …",
-        "In a compose file, under the service:",
-        "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
-        "This needs the nvidia-container-toolkit on the host.",
-    )
-
-
-def _give_podman() -> Lines:
-    return (
-        "On the host, once, and again after each driver update (needs root):",
-        "$ sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
-        "Then start the container with GPUs:",
-        "$ podman run --device nvidia.com/gpu=all …",
-    )
-
-
-def _give_apptainer() -> Lines:
-    return ("Start it with the host's driver:", "$ apptainer exec --nv IMAGE COMMAND")
-
-
-def _give_lxc() -> Lines:
-    return (
-        "On the host, give the container the device nodes (major 195, and that of nvidia-uvm in /proc/devices):",
-        "$ lxc config device add CONTAINER gpu gpu",
-        "Inside, install the driver's libraries of the host's version, without its kernel module.",
-    )
-
-
-_GIVE = {
-    "podman": _give_podman,
-    "apptainer": _give_apptainer,
-    "singularity": _give_apptainer,
-    "lxc": _give_lxc,
-}
 
 
 # -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it

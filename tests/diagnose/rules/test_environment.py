@@ -18,7 +18,8 @@ from tests.diagnose.machines import (
     nvml_gpu,
     refused,
 )
-from tests.diagnose.rules.torch_rows import FINE, alarms, amd, cause, failing, seen, told, tried, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import FINE, amd, failing, told, tried, variables
 
 from transload.machine import Accelerator, Driver, Experiment, Machine, Torch
 

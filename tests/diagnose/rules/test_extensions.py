@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.cases import cases
 from tests.diagnose.machines import bare, changed, healthy
-from tests.diagnose.rules.torch_rows import alarms, seen, told
+from tests.diagnose.rules.machine_rows import alarms, seen
+from tests.diagnose.rules.torch_rows import told
 
 from transload.machine import Extension, Machine
 

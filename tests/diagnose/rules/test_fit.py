@@ -19,7 +19,8 @@ from tests.diagnose.machines import (
     no_torch_run,
     nvml_gpu,
 )
-from tests.diagnose.rules.torch_rows import alarms, cause, failing, seen, told, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import failing, told, variables
 
 from transload.diagnose.tables import index_builds, numbers_of, releases
 from transload.machine import Driver, Hardware, Machine, Unknown

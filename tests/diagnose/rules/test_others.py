@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.cases import cases
 from tests.diagnose.machines import bare, changed, healthy, in_container, install, no_torch_run
-from tests.diagnose.rules.torch_rows import alarms, amd, cause, seen, told, variables, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import amd, told, variables, without_torch
 
 from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevice, Torch
 

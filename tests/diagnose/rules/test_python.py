@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from tests.cases import cases
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
-from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, variables, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import told, unimportable, variables, without_torch
 
 from transload.diagnose import judge_machine
 from transload.machine import Machine, Torch, Unknown

@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.cases import cases
 from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
-from tests.diagnose.rules.torch_rows import alarms, amd, cause, ended, failing, seen, told, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import amd, ended, failing, told, unimportable, variables
 
 from transload.diagnose import judge_machine
 from transload.machine import Machine, Step, Torch

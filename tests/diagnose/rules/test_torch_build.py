@@ -18,7 +18,8 @@ from tests.diagnose.machines import (
     install,
     no_torch_run,
 )
-from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import told, unimportable
 
 from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.cases import cases
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
-from tests.diagnose.rules.torch_rows import alarms, cause, ended, failing, seen, told, tried, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import ended, failing, told, tried, unimportable, variables
 
 from transload.machine import Machine, Resolved
 

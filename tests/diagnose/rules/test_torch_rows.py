@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.cases import cases
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install
-from tests.diagnose.rules.torch_rows import FINE, alarms
+from tests.diagnose.rules.machine_rows import alarms
+from tests.diagnose.rules.torch_rows import FINE
 
 from transload.diagnose.case import Case
 from transload.machine import Machine, Torch
