@@ -54,9 +54,8 @@ from transload.machine import (
     Variables,
 )
 from transload.render import doctor_chain
-from transload.render.doctor import as_text, report
+from transload.render.doctor import as_text, page, report
 from transload.render.doctor_facts import facts, source_of
-from transload.render.doctor_page import page
 from transload.render.lines import layout, plain
 from transload.render.style import Style
 from transload.render.terminal import emit

@@ -191,7 +191,7 @@ def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
 def _explain(word: str, colour: str) -> int:
     from transload.diagnose.pages import page
     from transload.diagnose.rules.catalogue import BY_CODE
-    from transload.render.doctor_page import page as shown
+    from transload.render.doctor import page as shown
 
     code = word.strip().upper()
     if code not in BY_CODE:

@@ -41,7 +41,7 @@ class Diagnosis:
     ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
     to fix them; ``muted`` are those that will go away by themselves. ``status`` is ``ok``, ``broken`` (CUDA or torch
     does not work), ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch
-    works without: no fault).
+    works without one: nothing to repair).
     """
 
     status: Status
@@ -99,7 +99,7 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
             met += [(rule, _heeding(machine, rule, found))] if found else []
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the rules
     faults = [(rule, found) for rule, found in met if found.severity == "error"]
-    faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only where no fault of any layer is
+    faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
     for rule, found in faults:

@@ -1,4 +1,4 @@
-"""The report of ``transload doctor``: the verdict and the fix first, then all that led to them."""
+"""The report of ``transload doctor``: the verdict and the fix first, then everything that led to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transload.diagnose.verdict import Diagnosis
     from transload.findings import Finding
 
-__all__ = ["as_text", "headline", "report", "steps"]
+__all__ = ["as_text", "headline", "page", "report", "steps"]
 
 _WORDS = {layer.name: layer.words for layer in LAYERS}
 _WIDTH = max(map(len, _WORDS.values()))
@@ -240,3 +240,24 @@ def _hints(diagnosis: Diagnosis) -> Iterator[Block]:
     more = f"transload doctor --explain {diagnosis.cause.code} explains more; " if diagnosis.cause else ""
     yield BLANK
     yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))
+
+
+def page(markdown: str) -> Iterator[Block]:
+    """The page of a cause, from its Markdown: prose folds, what is there to be copied does not."""
+    from transload.diagnose.pages import parts
+
+    before = ""
+    for kind, text in parts(markdown):
+        if kind == "heading":
+            yield from heading(text)
+        elif kind == "title":
+            code, _, title = text.partition(": ")
+            yield Prose(((code, "dim"), (f"  {title}", "strong")))
+        else:
+            if before not in ("title", "heading", "item"):
+                yield BLANK
+            copied = kind == "code"
+            for line in text.split("\n"):
+                role = "dim" if before == "title" else ""  # the layer
+                yield Prose(((line, role),), lead=(("  ", ""),) if copied else (), whole=kind != "prose")
+        before = kind

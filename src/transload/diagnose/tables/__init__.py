@@ -88,7 +88,7 @@ def parse_version(text: str) -> Version:
 
 
 def numbers_of(text: str) -> Version:
-    """As ``parse_version``, but empty for what is no version: text found on a machine may be anything.
+    """Like ``parse_version``, but empty if it is not a version: text found on a machine may be anything.
 
     >>> numbers_of("12.8"), numbers_of("N/A")
     ((12, 8), ())

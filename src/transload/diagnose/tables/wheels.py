@@ -182,7 +182,7 @@ def choose_wheel(  # noqa: PLR0913 - each is a fact of the machine, and named wh
     """The newest torch that has code for every card, runs with the driver, and has wheels for Python and platform.
 
     ``driver`` is its version and ``driver_cuda`` what ``cuDriverGetVersion`` returned, which wins; either may be None,
-    not known, and so is a text that is no version. ``torch`` limits the choice to a release (``2.13.0``, or ``2.13``
+    not known, and so is a text that is not a version. ``torch`` limits the choice to a release (``2.13.0``, or ``2.13``
     for any of its patches). ``driver_sees_cards`` is for a driver that named the cards itself: then no table says that
     it cannot drive them.
 
