@@ -61,6 +61,13 @@ def test_every_page_says_what_it_is_and_what_to_do() -> None:
         assert all(source.startswith("https://") for source in sources), code
 
 
+def test_no_text_of_a_page_is_taken_for_emphasis() -> None:
+    for code in BY_CODE:
+        for paragraph in re.sub(r"`[^`]*`", "", page(code)).split("\n\n"):
+            assert paragraph.count("*") < 2, code
+            assert len(re.findall(r"(?<![\w`])_+\w", paragraph)) < 2, code
+
+
 def test_symptoms_come_last_of_their_layer() -> None:
     for layer in LAYERS:
         symptoms = [rule.symptom for rule in BY_CODE.values() if rule.layer == layer.name and rule.check]
