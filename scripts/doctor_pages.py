@@ -1,4 +1,4 @@
-"""Write what the manual says of the causes, from the rules' own text: docs/doctor/*.md and docs/doctor.schema.json.
+"""Write what the manual takes from the code: the list of causes, the head of each one's page, docs/doctor.schema.json.
 
 Usage: python scripts/doctor_pages.py [--check]
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import re
 import sys
-import textwrap
-from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -19,36 +16,40 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import transload.machine
-from transload.diagnose.rules.catalogue import ROWS
-from transload.diagnose.rules.row import LAYERS, Row
+from transload.diagnose.rules.catalogue import BY_CODE
+from transload.diagnose.rules.rule import LAYERS, Rule
 from transload.diagnose.verdict import Status
 from transload.findings import Severity
 from transload.machine import Machine, Unknown
-from transload.render.doctor_page import how_told, paragraphs
 
 DOCS = Path(__file__).parent.parent / "docs"
 WIDTH = 118
 INDEX = """\
 # Causes
 
-Everything that [`transload doctor`](../doctor.md) can name as the reason why PyTorch does not see the GPU, by the layer
-it breaks; layers in the order in which to mend them. Codes are stable between releases. `transload doctor --explain
-CODE` prints a page in the terminal. Written by `scripts/doctor_pages.py` from the text of the rules themselves.
+Everything that [`transload doctor`](../doctor.md) can name as the reason why PyTorch does not see the GPU, by layer, in
+the order in which to repair them. Codes are stable between releases. `transload doctor --explain CODE` prints a page in
+the terminal. `scripts/doctor_pages.py` writes this list.
 
-Causes in *italics* the doctor does not find by itself, because the facts of a machine do not show them.
+The doctor cannot detect the causes in *italics*: the facts of a machine do not show them.
+"""
+EMPTY = """\
+What it is, which errors it causes (their exact texts), and how it is detected.
+
+## Fix
+
+What to do.
+
+[All causes](README.md)
 """
 
 
 def main() -> int:
-    """Write all files, or with ``--check`` say whether they are up to date."""
-    files = {**pages(), DOCS / "doctor.schema.json": schema_text()}
-    stale = [path for path in (DOCS / "doctor").glob("*.md") if path not in files]
+    """Write what is out of date, or with ``--check`` say whether anything is."""
+    stale = {path: text for path, text in files().items() if text_of(path) != text}
     if "--check" in sys.argv[1:]:
-        return int(bool(stale) or any(text_of(path) != text for path, text in files.items()))
-    for path in stale:
-        path.unlink()
-    for path, text in files.items():
-        path.parent.mkdir(exist_ok=True)
+        return int(bool(stale))
+    for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
     return 0
 
@@ -58,64 +59,43 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-# -- pages -------------------------------------------------------------------------------------------------------------
+def files() -> dict[Path, str]:
+    """Every file with what it must hold: the body of a page is its own, the head is the rule's."""
+    pages = {DOCS / "doctor" / f"{rule.code}.md": rule for rule in BY_CODE.values()}
+    return {
+        DOCS / "doctor" / "README.md": index(),
+        DOCS / "doctor.schema.json": schema_text(),
+        **{path: with_head(rule, text_of(path)) for path, rule in pages.items()},
+    }
 
 
-def pages(rows: tuple[Row, ...] = ROWS) -> dict[Path, str]:
-    """Every page and the list of them, by path."""
-    made = {DOCS / "doctor" / f"{row.code}.md": page(row) for row in rows}
-    return {DOCS / "doctor" / "README.md": index(rows), **made}
-
-
-def index(rows: tuple[Row, ...]) -> str:
+def index() -> str:
     """The list of all causes by layer."""
     lines = [INDEX]
     for layer in LAYERS:
-        own = sorted((row for row in rows if row.layer == layer.name), key=lambda row: row.code)
-        if own:
-            lines += [f"## {layer.words[0].upper()}{layer.words[1:]}", "", "| code | cause |", "|---|---|"]
-            lines += [f"| [{row.code}]({row.code}.md) | {_entry(row)} |" for row in own]
-            lines.append("")
+        own = sorted((rule for rule in BY_CODE.values() if rule.layer == layer.name), key=lambda rule: rule.code)
+        lines += [f"## {layer.words[0].upper()}{layer.words[1:]}", "", "| code | cause |", "|---|---|"]
+        for rule in own:
+            title = rule.title if rule.check is not None else f"*{rule.title}*"
+            lines.append(f"| [{rule.code}]({rule.code}.md) | {title} |")
+        lines.append("")
     return "\n".join(lines)
 
 
-def _entry(row: Row) -> str:
-    title = escaped(row.title).replace("|", "\\|")
-    return title if row.check is not None else f"*{title}*"
+def with_head(rule: Rule, page: str) -> str:
+    """A page with the title, the layer and the certainty of its rule; of a new rule, a page to be written."""
+    body = page.split("\n\n", 2)[2] if page.count("\n\n") > 1 else EMPTY
+    return f"# {rule.code}: {rule.title}\n\n{certainty(rule)}\n\n{body}"
 
 
-def page(row: Row) -> str:
-    """All that is known of one cause."""
-    parts = [f"# {row.code}: {escaped(row.title)}", how_told(row), *_markdown(row.about), "## Fix", *_markdown(row.fix)]
-    if row.avoid:
-        parts += ["## What not to do", *_markdown(row.avoid)]
-    if row.sources:
-        parts += ["## Sources", "\n".join(f"- <{source}>" for source in row.sources)]
-    return "\n\n".join([*parts, "[All causes](README.md)"]) + "\n"
-
-
-def _markdown(text: str) -> Iterator[str]:
-    for copied, lines in paragraphs(text):
-        if copied:
-            yield "\n".join(f"    {line.removeprefix('| ')}" for line in lines)
-        else:
-            yield textwrap.fill(escaped(lines[0]), WIDTH, break_on_hyphens=False, break_long_words=False)
-
-
-def escaped(text: str) -> str:
-    r"""Plain text as Markdown shows it unchanged; what stands in backticks is code already.
-
-    >>> escaped("*a* <b> __c, `<d>`")
-    '\\*a\\* &lt;b> \\_\\_c, `<d>`'
-    """
-    pieces = re.split(r"(`[^`]*`)", text)
-    return "".join(
-        piece if piece.startswith("`") else re.sub(r"([\\*<\[]|(?<!\w)_+)", _slashed, piece) for piece in pieces
-    )
-
-
-def _slashed(match: re.Match[str]) -> str:
-    return "".join("&lt;" if char == "<" else f"\\{char}" for char in match[0])  # `\<` is not known to all readers
+def certainty(rule: Rule) -> str:
+    """Where a cause belongs, and with what certainty the doctor names it."""
+    layer = next(f"Layer: {layer.words}." for layer in LAYERS if layer.name == rule.layer)
+    if rule.check is None:
+        return f"{layer} The doctor cannot detect it: the facts of a machine do not show it."
+    if rule.symptom:
+        return f"{layer} A symptom: reported only if no cause is found."
+    return f"{layer} Reported as probable: the facts fit but do not prove it." if rule.likely else layer
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------

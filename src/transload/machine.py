@@ -1,10 +1,10 @@
-"""What a host is: plain, frozen facts, layer by layer, from the card on the bus to the kernel that torch launches.
+"""A host as plain, frozen facts, layer by layer, from the card on the bus to the kernel that torch launches.
 
 Probes fill these and rules judge them; ``diagnose.saved`` reads back what ``to_dict`` wrote, so that a machine can be
-judged elsewhere. Nothing here touches the host. What could not be found out is an ``Unknown`` with the reason,
-which is false in a condition: ``if kernel.loaded`` asks whether it is known to be loaded.
+judged elsewhere. Nothing here touches the host. What could not be determined is an ``Unknown`` with the reason,
+which is false in a condition: ``if kernel.loaded`` is true only if it is known to be loaded.
 
-Text is text as the host gave it: strangers' words, escaped by whoever shows them.
+Text is as the host provided it: untrusted, and escaped by whatever displays it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 
 @facts(frozen=True)
 class Unknown:
-    """A fact that could not be found out, and why. False, so that only what is known counts.
+    """A fact that could not be determined, and why. It is false, so that only known facts count.
 
     >>> bool(Unknown("/proc is not readable"))
     False
@@ -67,7 +67,7 @@ class Unknown:
 
 @facts(frozen=True)
 class Platform:
-    """The operating system and who asks."""
+    """The operating system and the user."""
 
     system: str = "Linux"
     """As ``os.uname().sysname`` or ``platform.system()``: ``Linux``, ``Windows``, ``Darwin``."""
@@ -81,7 +81,7 @@ class Platform:
     distribution_name: str = ""
     """``PRETTY_NAME`` of os-release."""
     libc: str = ""
-    """``glibc 2.36``, ``musl 1.2``, or empty where it is not known."""
+    """``glibc 2.36``, ``musl 1.2``, or empty if unknown."""
     package_manager: str = ""
     """``apt``, ``dnf``, ``pacman``, ``zypper``, ``apk``, ``nix``, or empty."""
     shell: str = ""
@@ -91,11 +91,11 @@ class Platform:
     """Names of the groups of this process."""
     laptop: bool | Unknown = Unknown("not asked")
     address_space: int | None = None
-    """``ulimit -v`` in bytes; ``None`` where there is no limit."""
+    """``ulimit -v`` in bytes; ``None`` if there is no limit."""
     memory: int = -1
-    """Bytes of memory this process may have: the machine's, or less where a container is given less. -1: not known."""
+    """Bytes of memory this process may use: the machine's, or the container's limit. -1: unknown."""
     memory_free: int = -1
-    """How many of them are to be had without swapping."""
+    """How many of them are available without swapping."""
     suspends: int = 0
     """How often the machine was suspended since it booted."""
     prime: str = ""
@@ -114,15 +114,15 @@ class Surroundings:
     wsl: int = 0
     """1 or 2 under the Windows Subsystem for Linux."""
     service: str = ""
-    """The systemd unit the process runs in, where that is a service and no user session."""
+    """The systemd unit the process runs in, if it is a service and not a user session."""
     notebook: str = ""
     """``colab``, ``kaggle``, ``runpod`` …, or empty."""
     sandbox: str = ""
     """``gvisor``, ``kata``, ``firecracker`` …: a kernel that is not the host's."""
     selinux: str = ""
-    """``enforcing``, ``permissive``, or empty where there is none."""
+    """``enforcing``, ``permissive``, or empty if there is none."""
     private_dev: bool = False
-    """/dev is a file system of this process's own with no devices of hardware in it."""
+    """/dev is private to this process and contains no hardware devices."""
     cdi: tuple[str, ...] = ()
     """Driver versions named by the CDI files of this host or container (``/etc/cdi``, ``/var/run/cdi``)."""
     container_toolkit: bool | Unknown = Unknown("not asked")
@@ -130,7 +130,7 @@ class Surroundings:
     docker: str = ""
     """``installed``, ``snap``, or empty: how Docker is installed on this host."""
     evidence: tuple[str, ...] = ()
-    """What each of the above was concluded from, a line each."""
+    """How each of the above was detected, one line each."""
 
 
 @facts(frozen=True)
@@ -159,14 +159,14 @@ class PciDevice:
 
 @facts(frozen=True)
 class Hardware:
-    """What is built in."""
+    """The devices in the machine."""
 
     pci: tuple[PciDevice, ...] | Unknown = Unknown("not asked")
-    """Display devices and accelerators (class ``0x12``) of any vendor, and every device of NVIDIA."""
+    """Display devices and accelerators (class ``0x12``) of any vendor, and every NVIDIA device."""
     dxg: bool = False
-    """/dev/dxg, the road to the GPU under WSL 2."""
+    """Whether /dev/dxg exists, the way to the GPU under WSL 2."""
     tegra: str = ""
-    """What a Jetson says of itself; empty elsewhere."""
+    """The model of a Jetson; empty elsewhere."""
 
     @property
     def gpus(self) -> tuple[PciDevice, ...]:
@@ -175,7 +175,7 @@ class Hardware:
 
     @property
     def present(self) -> bool:
-        """Whether there is an NVIDIA GPU, by any road we know."""
+        """Whether there is an NVIDIA GPU of any kind."""
         return bool(self.gpus or self.dxg or self.tegra)
 
 
@@ -197,41 +197,41 @@ class Kernel:
     loaded: bool | Unknown = Unknown("not asked")
     version: str = ""
     flavour: str = ""
-    """``open`` or ``proprietary``; empty where it is not known."""
+    """``open`` or ``proprietary``; empty if unknown."""
     modules: tuple[str, ...] = ()
-    """Loaded modules of concern: ``nvidia``, ``nvidia_uvm``, ``nvidia_modeset``, ``nouveau``, ``nova_core`` …"""
+    """Loaded modules that matter here: ``nvidia``, ``nvidia_uvm``, ``nvidia_modeset``, ``nouveau``, ``nova_core`` …"""
     built_for: tuple[str, ...] | Unknown = Unknown("not asked")
     """Kernel releases under /lib/modules that have an nvidia.ko."""
     secure_boot: bool | Unknown = Unknown("not asked")
     uvm_disable_hmm: str = ""
-    """The parameter of nvidia_uvm: ``Y``, ``N``, or empty where it is not there."""
+    """The parameter of nvidia_uvm: ``Y``, ``N``, or empty if there is none."""
     kaslr: bool | Unknown = Unknown("not asked")
     parameters: dict[str, str] = field(default_factory=dict)
     """/proc/driver/nvidia/params."""
     gpus: tuple[ProcGpu, ...] = ()
     firmware: bool | Unknown = Unknown("not asked")
-    """Whether /lib/firmware/nvidia holds the folder of the loaded version."""
+    """Whether /lib/firmware/nvidia contains a directory for the loaded version."""
     log: tuple[str, ...] | Unknown = Unknown("not asked")
-    """Lines of the kernel's log that speak of NVRM, nvidia, nouveau or Xid; the last of them."""
+    """The last lines of the kernel log that mention NVRM, nvidia, nouveau or Xid."""
     daemons: tuple[str, ...] = ()
     """Of ``nv-fabricmanager``, ``nvidia-persistenced``, ``nvidia-cuda-mps-control``, ``nvidia-cuda-mps-server``,
-    ``nvidia-gridd``: those that run."""
+    ``nvidia-gridd``: those that are running."""
     stuck: tuple[str, ...] = ()
     """Processes in uninterruptible sleep that have an NVIDIA device open, or wait in its driver: ``name (pid)``."""
     fabric_manager: str = ""
-    """Version of the installed fabric manager; empty where there is none."""
+    """Version of the installed fabric manager; empty if there is none."""
     mps_directory: str = ""
-    """The directory of the MPS control pipe, where it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``."""
+    """The directory of the MPS control pipe, if it exists: ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``."""
 
 
 @facts(frozen=True)
 class Node:
-    """A file under /dev and what became of opening it for reading and writing."""
+    """A file under /dev, and the result of opening it for reading and writing."""
 
     path: str
     exists: bool = True
     kind: str = "char"
-    """``char``, ``file``, ``directory``, ``link``, or empty where it does not exist."""
+    """``char``, ``file``, ``directory``, ``link``, or empty if it does not exist."""
     mode: int = 0o666
     uid: int = 0
     gid: int = 0
@@ -239,9 +239,9 @@ class Node:
     major: int = 0
     minor: int = 0
     error: str = ""
-    """Name of the errno of opening it: ``EACCES``, ``EPERM``, ``ENXIO`` …; empty where it opened."""
+    """Name of the errno of opening it: ``EACCES``, ``EPERM``, ``ENXIO`` …; empty if it could be opened."""
     nodev: bool = False
-    """It lies on a file system mounted with ``nodev``."""
+    """It is on a file system mounted with ``nodev``."""
 
 
 @facts(frozen=True)
@@ -254,10 +254,10 @@ class Nodes:
     majors: dict[str, int] = field(default_factory=dict)
     """From /proc/devices: ``nvidia``, ``nvidiactl``, ``nvidia-uvm``, ``nvidia-caps``, ``nvidia-nvswitch``, ``kfd``."""
     cgroup: tuple[str, ...] = ()
-    """The rules of the devices cgroup (version 1) that allow something; empty where it cannot be read."""
+    """The rules of the devices cgroup (version 1) that allow something; empty if it cannot be read."""
 
     def at(self, path: str) -> Node:
-        """The node at ``path``; one that does not exist, where nobody looked."""
+        """The node at ``path``; a missing one if it was not examined."""
         return next((n for n in self.found if n.path == path), Node(path, exists=False, kind="", error="ENOENT"))
 
 
@@ -266,16 +266,16 @@ Kind = Literal["driver", "stub", "compat", "wsl", "other"]
 
 @facts(frozen=True)
 class Library:
-    """A shared library the loader could take."""
+    """A shared library that the loader could use."""
 
     name: str
-    """The name it is asked for by: ``libcuda.so.1``."""
+    """The name under which programs request it: ``libcuda.so.1``."""
     path: str
     target: str = ""
-    """What the path leads to in the end: ``/usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06``."""
+    """The file after following all links: ``/usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06``."""
     via: str = ""
-    """How the loader gets to it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; or
-    ``disk`` for one the loader does not see."""
+    """How the loader finds it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; or
+    ``disk`` for one that the loader does not find."""
     version: str = ""
     kind: Kind = "driver"
     problem: str = ""
@@ -284,26 +284,26 @@ class Library:
 
 @facts(frozen=True)
 class DriverLibraries:
-    """The user's half of the driver. In each list the first whose ``via`` is not ``disk`` is what a process gets."""
+    """The driver's libraries. In each list a process gets the first one whose ``via`` is not ``disk``."""
 
     cuda: tuple[Library, ...] | Unknown = Unknown("not asked")
     nvml: tuple[Library, ...] | Unknown = Unknown("not asked")
     ptx_compiler: tuple[Library, ...] | Unknown = Unknown("not asked")
     smi: str = ""
-    """Where nvidia-smi is. It is never run: it may hang, and says less than the libraries."""
+    """Path of nvidia-smi. It is never run: it may hang, and reports less than the libraries."""
     preload: tuple[str, ...] = ()
     """What /etc/ld.so.preload lists."""
     cwd_searched: tuple[str, ...] = ()
-    """Why the loader also looks into the current directory: ``LD_LIBRARY_PATH has an empty element`` …"""
+    """Why the loader also searches the current directory: ``LD_LIBRARY_PATH has an empty element`` …"""
 
     @property
     def libcuda(self) -> Library | None:
-        """The libcuda.so.1 that the loader takes, by simulation; see also ``Cuda.library``."""
+        """The libcuda.so.1 that the loader should find; see also ``Cuda.library``."""
         return next((lib for lib in self.cuda or () if lib.via != "disk"), None)
 
     @property
     def libnvml(self) -> Library | None:
-        """The libnvidia-ml.so.1 that the loader takes."""
+        """The libnvidia-ml.so.1 that the loader should find."""
         return next((lib for lib in self.nvml or () if lib.via != "disk"), None)
 
 
@@ -312,29 +312,29 @@ State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "
 
 @facts(frozen=True)
 class Answer:
-    """What became of a question asked in a child process."""
+    """The outcome of asking something in a child process."""
 
     state: State = "unasked"
     """``no-library``: the loader did not find it. ``not-loadable``: it found something it could not load.
     ``no-symbol``: the library lacks a function every release has. ``hung``: no answer within the deadline.
     ``crashed``: a signal, or an exit without an answer."""
     detail: str = ""
-    """The loader's or the system's own words; for ``hung`` and ``crashed`` also how far it got."""
+    """The message of the loader or the system; for ``hung`` and ``crashed`` also how far it got."""
     seconds: float = 0.0
 
     @property
     def answered(self) -> bool:
-        """Whether there is an answer at all; its codes may still say no."""
+        """Whether there is an answer; its codes may still be errors."""
         return self.state == "answered"
 
 
 @facts(frozen=True)
 class NvmlGpu:
-    """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: not told."""
+    """A card as NVML sees it. CUDA_VISIBLE_DEVICES does not apply here. -1 and empty: unknown."""
 
     index: int
     code: int = 0
-    """The result of getting its handle: 0, or 15 for a lost card, 4 for one we may not use …"""
+    """The result of getting its handle: 0, or 15 for a lost card, 4 for one without permission …"""
     name: str = ""
     uuid: str = ""
     capability: tuple[int, ...] = ()
@@ -345,11 +345,11 @@ class NvmlGpu:
     compute_mode: str = ""
     """``default``, ``exclusive-thread``, ``prohibited``, ``exclusive-process``."""
     mig: str = ""
-    """``enabled``, ``disabled``, or empty where the card has none."""
+    """``enabled``, ``disabled``, or empty if the card does not support it."""
     mig_devices: tuple[str, ...] = ()
     """UUIDs of its MIG devices."""
     fabric: str = ""
-    """``not-supported``, ``not-started``, ``in-progress``, ``completed``, or empty where it was not told."""
+    """``not-supported``, ``not-started``, ``in-progress``, ``completed``, or empty if unknown."""
     fabric_status: int = 0
     retired_pending: bool = False
     remap_pending: bool = False
@@ -357,14 +357,14 @@ class NvmlGpu:
     virtualization: str = ""
     """``none``, ``passthrough``, ``vgpu``, ``host-vgpu``, ``host-vsga``."""
     licence: str = ""
-    """``licensed``, ``unlicensed``, or empty where none is needed."""
+    """``licensed``, ``unlicensed``, or empty if none is needed."""
     processes: tuple[str, ...] = ()
-    """Processes that compute on it, other than our own: ``name (pid), 3.2 GB``."""
+    """Other processes that compute on it: ``name (pid), 3.2 GB``."""
 
 
 @facts(frozen=True)
 class Nvml:
-    """What libnvidia-ml says."""
+    """What libnvidia-ml reports."""
 
     answer: Answer = Answer()
     library: str = ""
@@ -378,12 +378,12 @@ class Nvml:
     count_code: int = -1
     gpus: tuple[NvmlGpu, ...] = ()
     confidential: str = ""
-    """``ready``, ``not-ready`` where confidential computing is on; empty elsewhere."""
+    """``ready``, ``not-ready`` if confidential computing is enabled; else empty."""
 
 
 @facts(frozen=True)
 class CudaGpu:
-    """A card as the CUDA driver gives it to this process."""
+    """A card as the CUDA driver shows it to this process."""
 
     ordinal: int
     name: str = ""
@@ -397,7 +397,7 @@ class CudaGpu:
 
 @facts(frozen=True)
 class Cuda:
-    """What libcuda says: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
+    """What libcuda reports: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
     answer: Answer = Answer()
     library: str = ""
@@ -417,10 +417,10 @@ class Cuda:
 
 @facts(frozen=True)
 class Experiment:
-    """The same question to the CUDA driver with something changed: a fix tried before it is told."""
+    """The CUDA driver asked again with something changed: a fix that is tried before it is recommended."""
 
     change: tuple[str, ...]
-    """Names of the variables that were left out, such as ``CUDA_VISIBLE_DEVICES``."""
+    """Names of the variables that were removed, such as ``CUDA_VISIBLE_DEVICES``."""
     cuda: Cuda
 
 
@@ -438,7 +438,7 @@ class Toolkit:
 
 @facts(frozen=True)
 class Python:
-    """The interpreter examined, which need not be the one we run in."""
+    """The examined interpreter, which need not be the one that runs transload."""
 
     executable: str = ""
     version: str = ""
@@ -457,18 +457,18 @@ class Python:
     tool: str = "pip"
     """What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``."""
     project: bool = False
-    """Whether it is the environment of a project whose packages that tool keeps in a lock file."""
+    """Whether it belongs to a project whose packages that tool keeps in a lock file."""
     pip: bool = True
     """Whether pip is installed in it."""
     externally_managed: bool = False
     why: str = ""
-    """Why this interpreter is examined, where that needs to be said."""
+    """Why this interpreter is examined, if that is not obvious."""
     others: tuple[str, ...] = ()
-    """Other interpreters of this host that have a torch: ``/usr/bin/python3: torch 2.8.0+cu128``."""
+    """Other interpreters on this host that have torch: ``/usr/bin/python3: torch 2.8.0+cu128``."""
     problem: str = ""
-    """Why it could not be asked; the rest is then empty."""
+    """Why it did not respond; the rest is then empty."""
     packages: dict[str, str] = field(default_factory=dict)
-    """Name → version of what matters here: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …"""
+    """Name → version of the relevant packages: torch*, nvidia-*, cuda-*, triton, flash-attn, xformers, tensorflow …"""
 
 
 @facts(frozen=True)
@@ -476,15 +476,15 @@ class TorchInstall:
     """One torch on the path."""
 
     location: str
-    """The folder ``torch``."""
+    """The directory ``torch``."""
     version: str = ""
     """From torch/version.py: ``2.15.0+cu132``."""
     cuda: str = ""
-    """``13.2``; empty where it is not built with CUDA, see ``known``."""
+    """``13.2``; empty if it is built without CUDA, see ``known``."""
     hip: str = ""
     xpu: str = ""
     known: bool = True
-    """Whether version.py could be read; where not, ``problem`` says why."""
+    """Whether version.py could be read; if not, ``problem`` says why."""
     problem: str = ""
     dist_info: str = ""
     dist_version: str = ""
@@ -495,22 +495,22 @@ class TorchInstall:
     tags: tuple[str, ...] = ()
     """Of the WHEEL file: ``cp311-cp311-manylinux_2_28_x86_64``."""
     missing: tuple[str, ...] = ()
-    """Files that RECORD lists and that are absent or cut off: ``lib/libtorch_cuda.so: absent`` …"""
+    """Files that RECORD lists and that are absent or truncated: ``lib/libtorch_cuda.so: absent`` …"""
     unlisted: tuple[str, ...] = ()
     """Libraries in torch/lib that RECORD does not list."""
     installed: float = 0.0
     """Time stamp of the dist-info."""
     replaced_by: tuple[str, ...] = ()
-    """Packages installed within a minute of it, the likely reason for its being there: ``ultralytics 8.3``."""
+    """Packages installed within a minute of it, the likely reason for its installation: ``ultralytics 8.3``."""
     altered: tuple[str, ...] = ()
-    """Libraries that are whole and yet of another size than RECORD says: stripped or patched, which is no fault, or of
+    """Complete libraries with another size than RECORD says: stripped or patched, which is harmless, or from
     another release: ``lib/libc10.so: 18 bytes instead of 20``."""
     origin: str = ""
     """Where it was installed from, if not from an index: the URL in direct_url.json, without credentials."""
 
     @property
     def cpu_only(self) -> bool:
-        """Whether it was certainly built for no accelerator."""
+        """Whether it was certainly built without support for any accelerator."""
         return self.known and not (self.cuda or self.hip or self.xpu)
 
 
@@ -520,88 +520,89 @@ class Torch:
 
     installs: tuple[TorchInstall, ...] | Unknown = Unknown("not asked")
     shadow: str = ""
-    """A file or folder that is imported as torch and is none: ``/home/user/project/torch.py``."""
+    """A file or directory that is imported as torch but is not PyTorch: ``/home/user/project/torch.py``."""
     leftovers: tuple[str, ...] = ()
     """Paths of ``~orch-2.8.0.dist-info`` and the like, left by an interrupted pip."""
     dangling: tuple[str, ...] = ()
-    """Paths of dist-infos of a torch whose files are gone, or were overwritten by another's."""
+    """Paths of dist-infos of a torch whose files are missing, or were overwritten by another."""
     shadow_kind: str = ""
-    """``file``; ``package``, a folder that is not PyTorch; or ``source``, PyTorch's own source tree, not built."""
+    """``file``; ``package``, a directory that is not PyTorch; or ``source``, PyTorch's own source tree, not built."""
     shadow_via: str = ""
-    """How it comes first on the path: ``the current directory``, ``PYTHONPATH``, ``sys.path``."""
+    """Why it is found first: ``the current directory``, ``PYTHONPATH``, ``sys.path``."""
 
     @property
     def first(self) -> TorchInstall | None:
-        """The one that an import takes, unless something shadows it."""
+        """The one that is imported, unless something shadows it."""
         return self.installs[0] if self.installs else None
 
 
 @facts(frozen=True)
 class Resolved:
-    """A library that torch needs, and what the loader would take for it."""
+    """A library that torch needs, and what the loader finds for it."""
 
     name: str
     """``libcudnn.so.9``"""
     path: str = ""
-    """Empty where it is found nowhere."""
+    """Empty if it is not found."""
     via: str = ""
     """``RUNPATH``, ``RPATH``, ``LD_LIBRARY_PATH``, ``LD_PRELOAD``, ``ld.so.cache``, ``default folder``, ``loaded``
-    (an earlier one has brought it in under that name)."""
+    (another library already loaded it under that name)."""
     needed_by: str = ""
     """``libtorch_cuda.so``"""
     version: str = ""
-    """From its file's name or the package that owns it."""
+    """From the file's name or the package that owns it."""
     expected: str = ""
-    """The path in site-packages that the wheel means; empty where it means none."""
+    """The path in site-packages that the wheel expects; empty if it expects none."""
     package: str = ""
-    """The distribution that should hold it: ``nvidia-cudnn-cu13``."""
+    """The distribution that should contain it: ``nvidia-cudnn-cu13``."""
     problem: str = ""
     """Why the file at ``path`` cannot be loaded: ``empty``, ``not an ELF file`` …"""
 
     @property
     def shadowed(self) -> bool:
-        """Whether another file takes the place of the wheel's own."""
+        """Whether another file is loaded instead of the wheel's own."""
         return bool(self.expected and self.path and self.path != self.expected)
 
 
 @facts(frozen=True)
 class TorchLibraries:
-    """What torch's own binaries say."""
+    """What torch's own binaries contain."""
 
     architectures: tuple[str, ...] | Unknown = Unknown("not asked")
-    """The list baked into libtorch_python: what ``torch.cuda.get_arch_list()`` returns."""
+    """The list compiled into libtorch_python: what ``torch.cuda.get_arch_list()`` returns."""
     cubins: dict[str, int] | Unknown = Unknown("not asked")
-    """Architecture → how many kernels of it libtorch_cuda holds: ``{"sm_90": 4711, "compute_90": 12}``."""
+    """Architecture → number of kernels for it in libtorch_cuda: ``{"sm_90": 4711, "compute_90": 12}``."""
     needed: tuple[Resolved, ...] = ()
-    """NVIDIA's libraries, directly or indirectly needed; and any other that is found nowhere or cannot be loaded."""
+    """NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded."""
     unresolved: tuple[str, ...] = ()
-    """Versioned symbols that the library to be taken does not define:
+    """Versioned symbols that the library to be loaded does not define:
     ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12, needed by libcusparse.so.12``; and whole versions:
     ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by libtorch_cpu.so``."""
     overlaps: tuple[str, ...] = ()
     """Files that two installed distributions both own: ``nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12, …``."""
     split_cudnn: tuple[str, ...] = ()
-    """Parts of cuDNN that would be taken from elsewhere, and of another release, because the wheel lacks them or the
-    loader looks there first: ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``."""
+    """Parts of cuDNN that would be loaded from elsewhere, in another release, because the wheel lacks them or the
+    loader searches there first:
+    ``libcudnn_ops.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_ops.so.9, by LD_LIBRARY_PATH``."""
     cwd_searched: tuple[str, ...] = ()
-    """Libraries for which the loader also looks into the current directory:
+    """Libraries for which the loader also searches the current directory:
     ``libcusparseLt.so.0: RUNPATH has an empty element``."""
 
 
 @facts(frozen=True)
 class Extension:
-    """A package with compiled code of its own that runs on the GPU beside torch."""
+    """A package with its own compiled code for the GPU."""
 
     package: str
     version: str = ""
     library: str = ""
-    """The file examined; the worst one where there are several."""
+    """The examined file; the worst one if there are several."""
     architectures: tuple[str, ...] = ()
-    """What its fatbins hold; empty where it has no code for a GPU."""
+    """What its fatbins contain; empty if it has no code for a GPU."""
     undefined: tuple[str, ...] = ()
     """Symbols it needs from torch that torch does not define."""
     missing: tuple[str, ...] = ()
-    """Libraries it needs that are found nowhere."""
+    """Libraries it needs that are not found."""
     wants_torch: str = ""
     """The torch its metadata pins: ``==2.8.0``."""
     local: str = ""
@@ -610,23 +611,23 @@ class Extension:
 
 @facts(frozen=True)
 class Variables:
-    """Environment variables that decide something."""
+    """Environment variables that affect CUDA or torch."""
 
     values: dict[str, str] = field(default_factory=dict)
     origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Name → files that set it, as far as found: ``/etc/environment:3``."""
     cache_problem: str = ""
-    """Why CUDA cannot keep what it compiles: ``/home/user/.nv/ComputeCache: EACCES``; empty where it can, or was not
-    looked."""
+    """Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; empty if it can, or
+    was not examined."""
 
     def get(self, name: str) -> str | None:
-        """The value, or ``None`` where it is not set."""
+        """The value, or ``None`` if it is not set."""
         return self.values.get(name)
 
 
 @facts(frozen=True)
 class Accelerator:
-    """An accelerator that is no NVIDIA card."""
+    """An accelerator other than an NVIDIA card."""
 
     kind: str
     """``rocm``, ``xpu``, ``mps``, ``npu`` …: the torch build it needs."""
@@ -634,9 +635,9 @@ class Accelerator:
     detail: str = ""
     """``gfx1100``, ``Apple M2`` …"""
     usable: bool = False
-    """Whether its compute driver is there: /dev/kfd with a GPU behind it, and so on."""
+    """Whether its compute driver works: /dev/kfd with a GPU, and so on."""
     integrated: bool = False
-    """It is part of the processor: in most machines there, and seldom what torch is meant to run on."""
+    """It is part of the processor: common, and seldom what torch should run on."""
 
 
 @facts(frozen=True)
@@ -672,12 +673,12 @@ class TorchRun:
     warnings: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     libraries: tuple[str, ...] = ()
-    """CUDA libraries really mapped into the process."""
+    """CUDA libraries that were mapped into the process."""
     backends: tuple[str, ...] = ()
     """Other backends of torch that work here: ``mps``, ``xpu``."""
 
     def step(self, name: str) -> Step | None:
-        """The step of that name, where it came to it."""
+        """The step of that name, if it was reached."""
         return next((step for step in self.steps if step.name == name), None)
 
     @property
@@ -689,7 +690,7 @@ class TorchRun:
 
 @facts(frozen=True)
 class Driver:
-    """The user's side of the driver: its files and what they answered."""
+    """The driver's libraries, and what they reported."""
 
     libraries: DriverLibraries = DriverLibraries()
     nvml: Nvml = Nvml()
@@ -703,7 +704,7 @@ class Machine:
 
     transload: str = ""
     taken: str = ""
-    """When it was looked at, UTC: ``2026-11-15T04:57:54Z``."""
+    """When it was examined, UTC: ``2026-11-15T04:57:54Z``."""
     platform: Platform = Platform()
     surroundings: Surroundings = Surroundings()
     hardware: Hardware = Hardware()
@@ -723,7 +724,7 @@ class Machine:
 
     @property
     def capabilities(self) -> dict[str, tuple[int, int]]:
-        """Compute capability of each card, by name: as CUDA says, else NVML; empty where neither answered."""
+        """Compute capability of each card, by name: from CUDA, else NVML; empty if neither works."""
         cards: tuple[CudaGpu | NvmlGpu, ...] = (*self.driver.cuda.gpus, *self.driver.nvml.gpus)
         return {gpu.name: (gpu.capability[0], gpu.capability[1]) for gpu in reversed(cards) if len(gpu.capability) == 2}
 

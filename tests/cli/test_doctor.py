@@ -64,7 +64,7 @@ def valid(text: str) -> dict[str, Any]:
     ("machine", "status", "words"),
     [
         (healthy(), "ok", "CUDA works: torch 2.13.0+cu130 computed on NVIDIA H200"),
-        (bare(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. That is no fault."),
+        (bare(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
         (STUBBED, "broken", "CUDA does not work: "),
         (refused(healthy(), 999), "broken", "CUDA does not work: "),
     ],
@@ -103,7 +103,7 @@ def test_require_asks_for_more_than_no_fault(
     assert main(["doctor", "--from", saved(machine), "--require", "cuda", "--json"]) == code
     shown = capsys.readouterr()
     assert valid(shown.out)["cuda_usable"] == (code == 0)
-    assert shown.err == ("transload: CUDA is required, and is not usable here\n" if code else "")
+    assert shown.err == ("transload: CUDA is required but not usable here\n" if code else "")
 
 
 # -- machines from elsewhere ------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from tests.diagnose.machines import card, changed, healthy, in_container, in_slurm, in_wsl
 from tests.diagnose.machines import install as installed
+from tests.each import each
 
 from transload.diagnose import fixes
 from transload.machine import Machine, NvmlGpu, Surroundings
@@ -38,7 +38,7 @@ def holding(machine: Machine, *devices: int, flavour: str = "") -> Machine:
     return changed(machine, hardware__pci=cards, kernel__flavour=flavour)
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "expected"),
     [
         (on("ubuntu", "apt"), "sudo apt install nvidia-driver-580-open"),
@@ -53,7 +53,7 @@ def holding(machine: Machine, *devices: int, flavour: str = "") -> Machine:
         (NIXOS, "sudo nixos-rebuild switch"),
     ],
 )
-@pytest.mark.parametrize("floor", [525, 570, 580])
+@each("floor", [525, 570, 580])
 def test_a_floor_is_met_by_the_distributions_current_driver(machine: Machine, expected: str, floor: int) -> None:
     lines = fixes.install_driver(machine, at_least=floor)
     assert expected in commands(lines)
@@ -61,7 +61,7 @@ def test_a_floor_is_met_by_the_distributions_current_driver(machine: Machine, ex
     assert not any("legacy" in line or "570" in line for line in lines)
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "expected"),
     [
         (healthy(), "$ sudo apt install nvidia-driver-580"),
@@ -76,8 +76,8 @@ def test_a_card_before_turing_gets_its_last_branch_and_never_the_open_module(mac
     assert not any("-open" in line for line in lines)
 
 
-@pytest.mark.parametrize("machine", [healthy(), DEBIAN, ROCKY, FEDORA, ARCH, SUSE, NIXOS, on("plan9", "")])
-@pytest.mark.parametrize("asked", [{}, {"at_least": 525}, {"at_least": 580}, {"exactly": 580}])
+@each("machine", [healthy(), DEBIAN, ROCKY, FEDORA, ARCH, SUSE, NIXOS, on("plan9", "")])
+@each("asked", [{}, {"at_least": 525}, {"at_least": 580}, {"exactly": 580}])
 def test_no_distribution_gives_an_open_module_to_a_card_that_has_no_use_for_it(
     machine: Machine, asked: dict[str, int]
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_kepler_gets_branch_470_where_it_is_alone() -> None:
     assert any("legacy_470" in line for line in fixes.install_driver(holding(NIXOS, KEPLER)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("devices", "said"),
     [
         ((ADA, KEPLER), "Ada and Kepler"),
@@ -221,9 +221,7 @@ def test_packages_for_another_cuda_go_with_the_torch_they_came_with() -> None:
 
 def test_a_build_that_is_guessed_is_called_likely() -> None:
     unknown = changed(with_card((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
-    assert any(
-        line.startswith("Why this build, which is likely to fit and not certain: ") for line in fixes.wheel(unknown)
-    )
+    assert any(line.startswith("Why this build (likely, but not certain, to work): ") for line in fixes.wheel(unknown))
     assert any(line.startswith("Why this build: ") for line in fixes.wheel(healthy()))
 
 
@@ -236,7 +234,7 @@ def test_pip_is_made_before_it_is_used_and_only_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("tool", "start"),
     [
         ("pip", "/opt/venv/bin/python -m pip install "),
@@ -318,7 +316,7 @@ def test_a_path_with_blanks_is_quoted() -> None:
 # -- the shell
 
 
-@pytest.mark.parametrize(
+@each(
     ("shell", "line"),
     [("bash", "unset A B"), ("", "unset A B"), ("fish", "set -e A; set -e B"), ("tcsh", "unsetenv A; unsetenv B")],
 )
@@ -363,7 +361,7 @@ def test_a_module_goes_after_those_that_use_it() -> None:
 # -- containers
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "words"),
     [
         (in_container(healthy()), "docker run --gpus all"),

@@ -26,6 +26,7 @@ from tests.diagnose.machines import (
 
 from transload.diagnose import judge_machine
 from transload.diagnose.tables import (
+    TEGRA,
     Build,
     chip_of,
     cuda_of_branch,
@@ -36,7 +37,6 @@ from transload.diagnose.tables import (
     parse_version,
     releases,
 )
-from transload.diagnose.tables.cubins import TEGRA
 from transload.machine import Machine
 
 PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}

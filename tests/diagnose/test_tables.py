@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.each import each
 
 from transload.diagnose import tables
-from transload.diagnose.tables._data import table
-from transload.diagnose.tables.chips import chips
-from transload.diagnose.tables.wheels import INDEX, choose_wheel
+from transload.diagnose.tables import INDEX, chips, table
+from transload.diagnose.tables.wheels import choose_wheel
 
 FOLDER = Path(tables.__file__).parent
 DRIVERS = table("drivers")
@@ -41,7 +41,7 @@ def ascending(values: list[Any]) -> bool:
 # ── the files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+@each("path", sorted(FOLDER.glob("*.json")))
 def test_every_file_says_what_it_is_from_where_and_when(path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     assert data["about"].endswith(".")
@@ -75,13 +75,13 @@ def test_driver_rows_are_in_order_and_unique() -> None:
     assert {row["sure"] for row in rated} <= SURE
 
 
-@pytest.mark.parametrize("system", ["linux", "windows"])
+@each("system", ["linux", "windows"])
 def test_a_later_toolkit_never_has_an_older_driver(system: str) -> None:
     drivers = [number(row[system]) for row in DRIVERS["toolkits"] if row[system]]
     assert drivers == sorted(drivers)
 
 
-@pytest.mark.parametrize("system", ["linux", "windows"])
+@each("system", ["linux", "windows"])
 def test_the_floor_of_a_family_is_not_above_its_toolkits(system: tables.System) -> None:
     # The first toolkit of a family came with a driver older than the one that later became the floor.
     for row in DRIVERS["toolkits"]:
@@ -114,7 +114,7 @@ def test_open_modules_begin_with_turing_and_are_a_must_from_blackwell() -> None:
     assert [each.open_module for each in found if each] == ["impossible", "possible", "possible", "required"]
 
 
-@pytest.mark.parametrize("text", ["", "R580", "not a version"])
+@each("text", ["", "R580", "not a version"])
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a version"):
         tables.parse_version(text)
@@ -129,7 +129,7 @@ def test_what_the_driver_table_does_not_hold_is_empty() -> None:
     assert tables.generation_of((99, 9)) is None
 
 
-@pytest.mark.parametrize("text", ["", "N/A", "[Not Supported]", "\x00"])
+@each("text", ["", "N/A", "[Not Supported]", "\x00"])
 def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
     assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
     assert (tables.branch_of(text), tables.branch_of_cuda(text)) == (0, 0)
@@ -168,7 +168,7 @@ def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> Non
             assert found.name == chip.generation, chip
 
 
-@pytest.mark.parametrize(
+@each(
     ("device", "code", "generation", "capability", "data_centre"),
     [
         (0x102D, "GK210", "Kepler", (3, 7), True),  # K80
@@ -208,7 +208,7 @@ def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
         assert tables.chip_of(between) is None, hex(between)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "Tesla V100-SXM2-16GB",
@@ -227,7 +227,7 @@ def test_data_centre_names(name: str) -> None:
     assert tables.is_data_centre(name)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "",
@@ -248,7 +248,7 @@ def test_other_names(name: str) -> None:
 # ── cubins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "card", "cuda", "runs"),
     [
         ("sm_60", (6, 1), None, True),
@@ -299,7 +299,7 @@ def test_which_code_runs_where(code: str, card: tuple[int, int], cuda: tuple[int
 # ── result codes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("library", ["cuda", "nvml"])
+@each("library", ["cuda", "nvml"])
 def test_result_codes_are_in_order_and_complete(library: str) -> None:
     rows = table("results")[library]
     assert ascending([row["code"] for row in rows])
@@ -312,7 +312,7 @@ DECIDING = {0, 2, 3, 34, 35, 36, 46, 100, 101, 102, 103, 209, 214, 218, 221, 222
 DECIDING |= {*range(800, 811), 999}
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "name", "text"),
     [
         (34, "CUDA_ERROR_STUB_LIBRARY", "CUDA driver is a stub library"),
@@ -355,7 +355,7 @@ def test_rows_of_builds_are_well_formed() -> None:
             assert tables.driver_floor(entry["cuda"])
 
 
-@pytest.mark.parametrize("release", tables.releases())
+@each("release", tables.releases())
 def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
     for platform in tables.PLATFORMS:
         default = tables.default_build(release, platform)
@@ -370,7 +370,7 @@ def test_what_pypi_has_is_one_of_the_builds(release: str) -> None:
     assert windows.build == mac.build == "cpu"
 
 
-@pytest.mark.parametrize(
+@each(
     ("release", "build", "first", "last", "python"),
     [
         ("1.13.1", "cu117", "sm_37", "sm_86", (3, 11)),
@@ -391,7 +391,7 @@ def test_what_was_seen_in_the_wheels_on_pypi(
     assert found.python[1] == python
 
 
-@pytest.mark.parametrize(("release", "build"), [("2.10.0", "cpu"), ("2.11.0", "cu130"), ("2.15.0", "cu132")])
+@each(("release", "build"), [("2.10.0", "cpu"), ("2.11.0", "cu130"), ("2.15.0", "cu132")])
 def test_arm_wheels_on_pypi_have_cuda_since_2_11(release: str, build: str) -> None:
     found = tables.default_build(release, "linux-aarch64")
     assert found is not None
@@ -437,8 +437,8 @@ def raw_builds(platform: str, python: tuple[int, int]) -> list[tuple[str, dict[s
     ]
 
 
-@pytest.mark.parametrize("platform", ["linux-x86_64", "linux-aarch64"])
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: f"{card[0]}.{card[1]}")
+@each("platform", ["linux-x86_64", "linux-aarch64"])
+@each("card", CARDS)
 def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, int], platform: str) -> None:
     builds = raw_builds(platform, (3, 11))
     for branch in BRANCHES:
@@ -455,7 +455,7 @@ def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, i
         assert (choice.index == "") == ((newest, default.build) in fitting)
 
 
-@pytest.mark.parametrize("release", tables.releases())
+@each("release", tables.releases())
 def test_a_choice_among_the_builds_of_one_release_covers_card_and_driver(release: str) -> None:
     builds = [(version, entry) for version, entry in raw_builds("linux-x86_64", (3, 11)) if version == release]
     for card in CARDS:
@@ -499,7 +499,7 @@ def test_a_new_card_with_an_old_driver_is_told_to_update_the_driver() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("driver", "card", "torch", "build", "pypi"),
     [
         ("470.82.01", (3, 7), "2.3.1", "cu118", False),  # newer ones have cuDNN 9, which left Kepler
@@ -525,7 +525,7 @@ def test_kepler_gets_what_was_seen_as_an_alternative() -> None:
     assert [(each.torch_version, each.build, each.index) for each in choice.alternatives] == [("2.0.1", "cu117", "")]
 
 
-@pytest.mark.parametrize(("driver", "card", "branch"), [("595.58.03", (6, 1), "580"), ("580.65.06", (3, 7), "470")])
+@each(("driver", "card", "branch"), [("595.58.03", (6, 1), "580"), ("580.65.06", (3, 7), "470")])
 def test_a_driver_that_dropped_the_card_must_become_older(driver: str, card: tuple[int, int], branch: str) -> None:
     choice = choose(driver=driver, capabilities=[card])
     assert (choice.direction, choice.needs_driver) == ("older", branch)
@@ -541,7 +541,7 @@ def test_several_cards_must_all_be_covered() -> None:
     assert [each.build for each in choice.alternatives] == ["cu126", "cu132"]
     choice = choose(driver="470.82.01", capabilities=[(3, 7), (9, 0)])
     assert choice.torch_version == ""
-    assert choice.reason.startswith("No driver drives all of capability 3.7 and 9.0")
+    assert choice.reason.startswith("No driver supports all of capability 3.7 and 9.0")
 
 
 def test_what_the_driver_says_of_itself_wins_over_its_version() -> None:
@@ -570,14 +570,12 @@ def test_arm_takes_the_index_before_2_11_and_pypi_after() -> None:
     assert arm(torch="2.4.1").reason == "There is no CUDA build of torch 2.4.1 for linux-aarch64."
 
 
-@pytest.mark.parametrize(
-    ("python", "torch"), [((3, 8), "2.4.1"), ((3, 9), "2.8.0"), ((3, 10), "2.14.1"), ((3, 15), "2.15.0")]
-)
+@each(("python", "torch"), [((3, 8), "2.4.1"), ((3, 9), "2.8.0"), ((3, 10), "2.14.1"), ((3, 15), "2.15.0")])
 def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> None:
     assert choose(driver="580.65.06", capabilities=[(8, 6)], python=python).torch_version == torch
 
 
-@pytest.mark.parametrize(
+@each(
     ("facts", "reason"),
     [
         ({"capabilities": [(3, 5)]}, "No build of torch since 1.13.0 has code for capability 3.5."),

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
+from tests.each import each
 
-from transload.diagnose.rules.row import LAYERS, Row, Seen
+from transload.diagnose.case import Case
+from transload.diagnose.rules.rule import LAYERS, Match, Rule
 from transload.diagnose.verdict import Diagnosis, decide
 from transload.findings import Severity
-from transload.machine import Machine
 
 
-def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Row:
-    def check(machine: Machine) -> Seen | None:
-        del machine
-        return Seen((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
+def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
+    def check(_: Case) -> Match | None:
+        return Match((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
 
-    return Row(code, f"title of {code}", "about", "fix", layer, check, symptom=symptom, likely=likely)
+    return Rule(code, layer, f"title of {code}", check, symptom, likely)
 
 
-def silent(code: str, layer: str) -> Row:
-    return Row(code, "title", "about", "fix", layer, lambda _: None)
+def silent(code: str, layer: str) -> Rule:
+    return Rule(code, layer, "title", lambda _: None)
 
 
 def codes(diagnosis: Diagnosis) -> list[str]:
@@ -61,7 +60,7 @@ def test_faults_of_different_chains_are_both_told_in_the_order_to_fix_them() -> 
     assert diagnosis.muted == ()
 
 
-@pytest.mark.parametrize("earlier", ["build", "kernel", "libraries"])
+@each("earlier", ["build", "kernel", "libraries"])
 def test_whether_driver_and_build_fit_cannot_be_told_before_both_are_there(earlier: str) -> None:
     diagnosis = decide(BROKEN, [row("Z01", earlier), row("V01", "fit")])
     assert codes(diagnosis) == ["Z01"]
@@ -109,7 +108,7 @@ def test_warnings_come_before_notes_and_only_degrade() -> None:
     assert diagnosis.cause is not None
 
 
-@pytest.mark.parametrize("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
+@each("layer", [layer.name for layer in LAYERS if layer.name != "extensions"])
 def test_no_rule_overrules_torch_at_work(layer: str) -> None:
     diagnosis = decide(healthy(), [row("Z01", layer)])
     assert diagnosis.status == "ok"
@@ -142,10 +141,10 @@ def test_as_data_it_has_the_promised_keys() -> None:
 
 
 def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
-    def check(machine: Machine) -> Seen | None:
+    def check(machine: Case) -> Match | None:
         raise OverflowError(f"too large: {machine.taken}")
 
-    bad = Row("K99", "title", "about", "fix", "kernel", check)
+    bad = Rule("K99", "kernel", "title", check)
     diagnosis = decide(BROKEN, [bad, row("D01", "nodes")])
     assert codes(diagnosis) == ["D01"]
     assert diagnosis.machine.problems == {"rule K99": "OverflowError: too large: "}

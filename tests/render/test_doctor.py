@@ -9,9 +9,8 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.diagnose.machines import (
@@ -34,7 +33,7 @@ from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.diagnose.redact import redacted
-from transload.diagnose.rules.row import LAYERS, Row
+from transload.diagnose.rules.rule import LAYERS
 from transload.diagnose.verdict import Diagnosis, Muted, Status
 from transload.findings import Finding
 from transload.machine import (
@@ -55,21 +54,23 @@ from transload.machine import (
     Variables,
 )
 from transload.render import doctor_chain
-from transload.render.doctor import as_text, report
+from transload.render.doctor import as_text, page, report
 from transload.render.doctor_facts import facts, source_of
-from transload.render.doctor_page import page, paragraphs
-from transload.render.lines import Block, layout, plain
+from transload.render.lines import layout, plain
 from transload.render.style import Style
 from transload.render.terminal import emit
+
+if TYPE_CHECKING:
+    import pytest
 
 STUB = Finding(
     "U04",
     "error",
     "libcuda.so.1 is the toolkit's stub",
-    ("libcuda.so.1 → /usr/local/cuda/lib64/stubs/libcuda.so, by LD_LIBRARY_PATH", "cuInit answered 34"),
+    ("libcuda.so.1 → /usr/local/cuda/lib64/stubs/libcuda.so, by LD_LIBRARY_PATH", "cuInit returned 34"),
     (
         f"$ export LD_LIBRARY_PATH={':'.join(f'/opt/a-long-name/{n}/lib' for n in range(8))}",
-        "To make it last, change LD_LIBRARY_PATH where it is set: ~/.bashrc:12",
+        "To make it permanent, change LD_LIBRARY_PATH where it is set: ~/.bashrc:12",
         "In a file:",
         "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
     ),
@@ -134,12 +135,12 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
 @each(
     ("machine", "found", "status", "words"),
     [
-        (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. That is no fault."),
-        (no_torch_run(bare()), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu is installed. That is no"),
-        (Machine(), (), "no-gpu", "No GPU was found. That is no fault."),
+        (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
+        (no_torch_run(bare()), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu is installed. Nothing to"),
+        (Machine(), (), "no-gpu", "No GPU was found. Nothing to repair."),
         (no_torch_run(healthy()), (), "ok", "The CUDA driver works, on NVIDIA H200 (9.0), 140 GiB; torch was not run"),
-        (healthy(), (ROOM,), "", "CUDA works, with a fault: the cache cannot be written  [E11]"),
-        (bare(), (ROOM,), "", "torch works, with a fault: the cache cannot be written"),
+        (healthy(), (ROOM,), "", "CUDA works, but there is a problem: the cache cannot be written  [E11]"),
+        (bare(), (ROOM,), "", "torch works, but there is a problem: the cache cannot be written"),
         (dead(healthy()), (BUILD,), "", "torch cannot use the GPU: torch was built without CUDA  [T01]"),
         (changed(healthy(), torch=Torch(()), torch_run=TorchRun()), (BUILD,), "", "torch does not work: "),
         (refused(healthy(), 999), (replace(NODES, title="probably: a node"),), "", "CUDA does not work, probably: a"),
@@ -159,7 +160,7 @@ def test_a_healthy_machine_is_told_in_a_few_lines() -> None:
             changed(bare(), accelerators=(Accelerator("rocm", "Radeon", usable=True),)),
             (),
             "ok",
-            "No NVIDIA GPU, but Radeon; torch 2.13.0+cpu has no fault to tell of",
+            "No NVIDIA GPU, but Radeon; no problem found with torch 2.13.0+cpu",
         ),
         (refused(healthy(), 999), (), "ok", "No cause was found"),
     ],
@@ -182,7 +183,7 @@ def test_further_causes_are_numbered_and_the_rest_follows() -> None:
             "\n    $ export CUDA_CACHE_PATH=/x\n",
             "\n· worth knowing  [H01]\n",
             "\nFrom the card to torch\n",
-            "transload doctor --explain T01 tells more",
+            "transload doctor --explain T01 explains more",
         )
     ]
     assert places == sorted(places)
@@ -201,12 +202,12 @@ def test_long_evidence_is_cut_and_says_so() -> None:
 
 def test_the_cause_and_what_follows_stand_in_the_chain() -> None:
     text = shown(diagnosed(STUBBED, STUB, muted=(Muted(NODES, "U04"),)))
-    assert link(text, "a GPU in the machine").startswith("  ✓ ")
+    assert link(text, "GPU ").startswith("  ✓ ")
     assert link(text, "driver libraries").startswith("  ✗ ")
     assert link(text, "driver libraries").endswith("/c/stubs/libcuda.so, a stub  [U04]")
-    assert link(text, "the CUDA driver starts").startswith("  ✗ ")
-    assert "cuInit answered 34 CUDA_ERROR_STUB_LIBRARY" in link(text, "the CUDA driver starts")
-    assert link(text, "driver and card fit the build").startswith("  – ")
+    assert link(text, "CUDA driver").startswith("  ✗ ")
+    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in link(text, "CUDA driver")
+    assert link(text, "compatibility").startswith("  – ")
     after = text.splitlines()[text.splitlines().index(link(text, "device nodes")) + 1]
     assert after.strip() == "because of U04: a device node of the driver is missing  [D01]"
 
@@ -224,7 +225,7 @@ def test_what_a_machine_does_not_have_is_not_in_its_chain() -> None:
 
 def test_a_layer_that_only_a_finding_speaks_of_is_shown() -> None:
     found = Finding("K01", "error", "the driver is not installed")
-    assert "[K01]" in link(shown(diagnosed(bare(), found)), "its kernel driver")
+    assert "[K01]" in link(shown(diagnosed(bare(), found)), "kernel driver")
 
 
 def test_a_failure_nobody_needs_is_no_cross() -> None:
@@ -260,7 +261,7 @@ UNREADABLE = Unknown("/sys is not there")
         ({"kernel": Kernel()}, "kernel", "ok", "not visible from here"),
         ({"nodes": bare().nodes, "driver": bare().driver}, "nodes", "broken", "/dev/nvidiactl: ENOENT"),
         ({"driver": bare().driver}, "libraries", "broken", "libcuda.so.1 is not found"),
-        ({"driver": bare().driver}, "driver", "idle", "there is no library to ask"),
+        ({"driver": bare().driver}, "driver", "idle", "no library found"),
         ({"driver__cuda__answer": Answer("hung", "in cuInit")}, "driver", "broken", "no answer in time: in cuInit"),
         ({"driver__cuda__answer": Answer("crashed", "signal 6")}, "driver", "broken", "it crashed: signal 6"),
         ({"driver__cuda__count": 0, "driver__cuda__gpus": ()}, "driver", "broken", "no GPU for this process"),
@@ -271,8 +272,8 @@ UNREADABLE = Unknown("/sys is not there")
             "CUDA_VISIBLE_DEVICES=7",
         ),
         ({"python": Python(problem="it does not start")}, "python", "unknown", "it does not start"),
-        ({"torch": Torch(shadow="/x/torch.py")}, "build", "broken", "/x/torch.py is imported in its place"),
-        ({"torch": Torch(())}, "build", "broken", "no torch is installed"),
+        ({"torch": Torch(shadow="/x/torch.py")}, "build", "broken", "/x/torch.py is imported instead"),
+        ({"torch": Torch(())}, "build", "broken", "torch is not installed"),
         ({"torch": Torch((replace(install(), cuda="", hip="6.4"),))}, "build", "ok", "for ROCm 6.4"),
         ({"torch": Torch((replace(install(), known=False, problem="garbage"),))}, "build", "ok", "garbage"),
         (
@@ -282,8 +283,8 @@ UNREADABLE = Unknown("/sys is not there")
             "not found: libcudnn.so.9",
         ),
         ({"torch_libraries": TorchLibraries()}, "torch-libraries", "unknown", "not asked"),
-        ({"driver__cuda__init": 999}, "fit", "idle", "not reached"),
-        ({"torch_run": TorchRun()}, "run", "idle", "torch was not run"),
+        ({"driver__cuda__init": 999}, "fit", "idle", "not checked"),
+        ({"torch_run": TorchRun()}, "run", "idle", "not run"),
         ({"torch_run": TorchRun(Answer("crashed", "signal 11"))}, "run", "broken", "it crashed: signal 11"),
         (
             {"torch_run__steps": (Step("kernel", ok=False, error="no kernel image"),)},
@@ -300,7 +301,7 @@ def test_each_link_says_what_was_seen(facts: dict[str, Any], layer: str, state: 
     assert words in seen.text
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "words"),
     [(in_slurm(healthy()), "Slurm job"), (in_wsl(healthy()), "WSL 2"), (in_container(healthy(), "podman"), "podman")],
 )
@@ -313,9 +314,7 @@ def test_what_could_not_be_found_out_is_said_at_the_end() -> None:
     machine = changed(refused(healthy(), 999), problems={"extensions": "ValueError: oh"})
     likely = diagnosed(machine, replace(STUB, title="probably: something"))
     end = shown(likely).splitlines()[-4:]
-    assert end[1].startswith(
-        "Could not find out  extensions: ValueError: oh; the kernel's log: /dev/kmsg: operation not"
-    )
+    assert end[1].startswith("Unknown  extensions: ValueError: oh; the kernel log: /dev/kmsg: operation not")
     assert "kernel's log" not in shown(diagnosed(machine, STUB))
     assert "Could not find out" not in shown(diagnosed(healthy()))
 
@@ -323,7 +322,7 @@ def test_what_could_not_be_found_out_is_said_at_the_end() -> None:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@each("width", [40, 60, 80, 200])
 def test_prose_fits_and_commands_stay_whole(width: int) -> None:
     diagnosis = diagnosed(STUBBED, BUILD, STUB, ROOM, ASIDE, muted=(Muted(NODES, "U04"),))
     lines = shown(diagnosis, width, cut=True).splitlines()
@@ -374,9 +373,9 @@ def test_ascii_streams_get_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     stream.flush()
     assert isinstance(stream.buffer, io.BytesIO)
     text = stream.buffer.getvalue().decode("ascii")
-    assert "  ok a GPU in the machine" in text
+    assert "  ok GPU" in text
     assert "  x  driver libraries" in text or "  x driver libraries" in text
-    assert "  - driver and card fit the build" in text
+    assert "  - compatibility" in text
 
 
 def test_colour_tells_nothing_that_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,37 +433,45 @@ def _sourced(section: str) -> bool:
     return all(source_of(f"{section}.{name}") for name in inside)
 
 
-ROW = Row(
-    "U04", "a stub", "First\nparagraph.\n\nSecond.", "Do:\n$ ls -l\n| a line\nThen rest.", "libraries", avoid="It."
-)
+PAGE = f"""# U04: a `<stub>`
+
+Layer: driver libraries.
+
+First
+paragraph of \\*it\\*, &lt;so>.
+
+Second.
+
+## Fix
+
+Do this:
+
+    $ {"x " * 60}
+    | a line
+
+Then [rest](README.md).
+
+## What not to do
+
+It.
+
+## Sources
+
+- <https://example.org/issue/1>
+- <https://example.org/issue/2>
+
+[All causes](README.md)
+"""
 
 
 def test_a_page_tells_all_and_breaks_no_command() -> None:
-    row = replace(ROW, fix=f"Do this:\n$ {'x ' * 60}\nThen rest.", sources=("https://example.org/issue/1",))
-    lines = lines_of(page(row), Style(width=60, cut=True))
-    assert lines[0] == "U04  a stub"
-    assert "First paragraph." in lines
-    assert f"  $ {'x ' * 60}".rstrip() in lines
-    assert lines.index("Fix") < lines.index("What not to do") < lines.index("Sources")
-    assert lines[-1] == "https://example.org/issue/1"
-
-
-def test_paragraphs_tell_prose_from_what_is_copied() -> None:
-    assert list(paragraphs(ROW.fix)) == [(False, ("Do:",)), (True, ("$ ls -l", "| a line")), (False, ("Then rest.",))]
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (ROW, "does not find it by itself"),
-        (replace(ROW, check=lambda _: None), "Layer: driver libraries."),
-        (replace(ROW, check=lambda _: None, symptom=True), "told only where no cause is found"),
-        (replace(ROW, check=lambda _: None, likely=True), "Told as probable"),
-    ],
-)
-def test_a_page_says_how_sure_the_doctor_is(row: Row, words: str) -> None:
-    blocks: list[Block] = list(page(row))
-    assert words in "\n".join(lines_of(blocks))
+    lines = lines_of(page(PAGE), Style(width=60, cut=True))
+    command = f"  $ {'x ' * 60}".rstrip()
+    assert lines == [
+        *("U04  a <stub>", "Layer: driver libraries.", "", "First paragraph of *it*, <so>.", "", "Second.", ""),
+        *("Fix", "Do this:", "", command, "  | a line", "", "Then rest.", "", "What not to do", "It.", ""),
+        *("Sources", "https://example.org/issue/1", "https://example.org/issue/2"),
+    ]
 
 
 def test_cards_of_one_kind_are_counted_and_cuda_names_them_last() -> None:

@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> int:
     else:
         show(_blocks(diagnosis, verbose=arguments.verbose), arguments.color)
     if arguments.require and not diagnosis.cuda_usable:
-        complain(UsageError("CUDA is required, and is not usable here"))
+        complain(UsageError("CUDA is required but not usable here"))
         return 1
     return int(not diagnosis.ok)
 
@@ -169,13 +169,14 @@ def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
 
 
 def _explain(word: str, colour: str) -> int:
+    from transload.diagnose.pages import page
     from transload.diagnose.rules.catalogue import BY_CODE
-    from transload.render.doctor_page import page
+    from transload.render.doctor import page as shown
 
-    row = BY_CODE.get(word.strip().upper())
-    if row is None:
+    code = word.strip().upper()
+    if code not in BY_CODE:
         raise UsageError(f"there is no cause {word!r}; {_near(word.upper(), sorted(BY_CODE))}")
-    show(page(row), colour)
+    show(shown(page(code)), colour)
     return 0
 
 

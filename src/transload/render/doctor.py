@@ -1,10 +1,10 @@
-"""The report of ``transload doctor``: the verdict and the fix first, then all that led to them."""
+"""The report of ``transload doctor``: the verdict and the fix first, then everything that led to them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.diagnose.rules.row import LAYERS
+from transload.diagnose.rules.rule import LAYERS
 from transload.machine import Unknown
 from transload.render.doctor_chain import ORDER, Link, cards, chain, devices, torch_words
 from transload.render.escape import printable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transload.diagnose.verdict import Diagnosis
     from transload.findings import Finding
 
-__all__ = ["as_text", "headline", "report", "steps"]
+__all__ = ["as_text", "headline", "page", "report", "steps"]
 
 _WORDS = {layer.name: layer.words for layer in LAYERS}
 _WIDTH = max(map(len, _WORDS.values()))
@@ -71,11 +71,11 @@ def _subject(diagnosis: Diagnosis) -> str:
     """What does not work, by what was seen and not by what was concluded."""
     machine, run = diagnosis.machine, diagnosis.machine.torch_run
     if run.cuda_works:
-        return "CUDA works, with a fault"
+        return "CUDA works, but there is a problem"
     if diagnosis.status == "degraded":
-        return "torch works, with a fault" if run.answer.answered else "A fault"
+        return "torch works, but there is a problem" if run.answer.answered else "There is a problem"
     if _is_unexamined(diagnosis):
-        return "Whether CUDA works is not known"
+        return "It is unknown whether CUDA works"
     imported = run.step("import")
     absent = machine.torch.first is None and not isinstance(machine.torch.installs, Unknown)
     if absent or machine.torch.shadow or (run.answer.state != "unasked" and not (imported and imported.ok)):
@@ -86,7 +86,7 @@ def _subject(diagnosis: Diagnosis) -> str:
 
 
 def _is_unexamined(diagnosis: Diagnosis) -> bool:
-    """Whether the cause is that nobody could be asked."""
+    """Whether the cause is that nothing could be asked."""
     return diagnosis.cause is not None and diagnosis.cause.code == "X13"
 
 
@@ -102,7 +102,7 @@ def _well(diagnosis: Diagnosis) -> str:
         given = "was given to this process" if machine.hardware.present else ""
         where = given or ("was found" if unread else "in this machine")
         works = f"; {torch} works on the CPU" if run.answer.answered else f"; {torch} is installed" if first else ""
-        return f"No GPU {where}{works}. That is no fault."
+        return f"No GPU {where}{works}. Nothing to repair."
     if machine.driver.cuda.works:
         return f"The CUDA driver works, on {cards(machine)}; torch was not run"
     return _elsewhere(diagnosis, torch)
@@ -115,7 +115,7 @@ def _elsewhere(diagnosis: Diagnosis, torch: str) -> str:
     if run.backends:
         return f"{torch} works with {' and '.join(map(printable, run.backends))}{f', on {others}' if others else ''}"
     if others:
-        return f"No NVIDIA GPU, but {others}; {torch} has no fault to tell of"
+        return f"No NVIDIA GPU, but {others}; no problem found with {torch}"
     return "No cause was found"
 
 
@@ -128,7 +128,7 @@ def _code(finding: Finding) -> tuple[str, str]:
 
 
 def _explained(finding: Finding) -> Iterator[Block]:
-    """The evidence for a cause, and how to mend it."""
+    """The evidence for a cause, and how to repair it."""
     yield from _evidence(finding, "  ")
     if finding.fix:
         yield BLANK
@@ -180,7 +180,7 @@ def _layers(diagnosis: Diagnosis) -> Mapping[str, Sequence[Finding]]:
 
 
 def _complete(links: Sequence[Link], layers: Mapping[str, Sequence[Finding]]) -> list[Link]:
-    """The links, with those added that only a finding speaks of."""
+    """The links, and those that only a finding mentions."""
     by_layer = {link.layer: link for link in links}
     told = {layer for layer, found in layers.items() if any(finding.severity != "note" for finding in found)}
     return [by_layer.get(layer, Link(layer, "idle")) for layer in ORDER if layer in by_layer or layer in told]
@@ -219,10 +219,10 @@ def _unknown(diagnosis: Diagnosis) -> Iterator[Block]:
     told = [f"{probe}: {why}" for probe, why in diagnosis.machine.problems.items()]
     log, cause = diagnosis.machine.kernel.log, diagnosis.cause
     if cause is not None and isinstance(log, Unknown) and _unsure(cause) and log.reason not in " ".join(cause.evidence):
-        told.append(f"the kernel's log: {log.reason}")
+        told.append(f"the kernel log: {log.reason}")
     if told:
         yield BLANK
-        yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Could not find out  ", "trust"),))
+        yield Prose(((printable("; ".join(told), 600), ""),), lead=(("Unknown  ", "trust"),))
 
 
 def _unsure(cause: Finding) -> bool:
@@ -237,6 +237,27 @@ def _is_symptom(finding: Finding) -> bool:
 
 
 def _hints(diagnosis: Diagnosis) -> Iterator[Block]:
-    more = f"transload doctor --explain {diagnosis.cause.code} tells more; " if diagnosis.cause else ""
+    more = f"transload doctor --explain {diagnosis.cause.code} explains more; " if diagnosis.cause else ""
     yield BLANK
     yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))
+
+
+def page(markdown: str) -> Iterator[Block]:
+    """The page of a cause, from its Markdown: prose folds, what is there to be copied does not."""
+    from transload.diagnose.pages import parts
+
+    before = ""
+    for kind, text in parts(markdown):
+        if kind == "heading":
+            yield from heading(text)
+        elif kind == "title":
+            code, _, title = text.partition(": ")
+            yield Prose(((code, "dim"), (f"  {title}", "strong")))
+        else:
+            if before not in ("title", "heading", "item"):
+                yield BLANK
+            copied = kind == "code"
+            for line in text.split("\n"):
+                role = "dim" if before == "title" else ""  # the layer
+                yield Prose(((line, role),), lead=(("  ", ""),) if copied else (), whole=kind != "prose")
+        before = kind

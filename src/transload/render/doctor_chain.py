@@ -5,8 +5,7 @@ Nothing is judged here: a link is broken where the thing itself was seen to fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transload.machine import Unknown
 from transload.render.escape import printable
@@ -27,8 +26,7 @@ _VALUE = 60
 _ERROR = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """One layer as it was seen. ``idle``: not reached, or there is nothing to do for it."""
 
     layer: str
@@ -57,7 +55,7 @@ def cards(machine: Machine) -> str:
     if named:
         return ", ".join(f"{number} × {name}" if number > 1 else name for name, number in _counted(named).items())
     if machine.hardware.dxg:
-        return "by /dev/dxg, through Windows"
+        return "through Windows (/dev/dxg)"
     return printable(machine.hardware.tegra)
 
 
@@ -67,7 +65,7 @@ def _card(name: str, capability: tuple[int, ...], memory: int) -> str:
 
 
 def _by_number(device: PciDevice) -> str:
-    from transload.diagnose.tables.chips import chip_of
+    from transload.diagnose.tables import chip_of
 
     chip = chip_of(device.device)
     number = f"10de:{device.device:04x} at {printable(device.address)}"
@@ -103,7 +101,7 @@ def torch_words(install: TorchInstall) -> str:
 
 
 def _there(machine: Machine) -> bool:
-    """Whether a GPU is there for the layers above it to speak of."""
+    """Whether there is a GPU, so that the layers above it matter."""
     return machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
 
 
@@ -113,7 +111,7 @@ def _hardware(machine: Machine) -> Seen:
     others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
     if isinstance(machine.hardware.pci, Unknown):
         return "unknown", printable(machine.hardware.pci.reason)
-    return "idle", f"none of NVIDIA; {others}" if others else "none of NVIDIA"
+    return "idle", f"no NVIDIA GPU; {others}" if others else "no NVIDIA GPU"
 
 
 def _kernel(machine: Machine) -> Seen:
@@ -123,9 +121,9 @@ def _kernel(machine: Machine) -> Seen:
     if kernel.loaded:
         return "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")
     if machine.surroundings.wsl or machine.hardware.dxg:
-        return "ok", "that of Windows"
+        return "ok", "provided by Windows"
     if machine.driver.cuda.works:
-        return "ok", "not visible from here, and at work"
+        return "ok", "not visible from here, but works"
     if isinstance(kernel.loaded, Unknown):
         return "unknown", printable(kernel.loaded.reason)
     foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
@@ -156,7 +154,7 @@ def _nodes(machine: Machine) -> Seen:
     if bad and not machine.driver.cuda.works:
         return "broken", printable(", ".join(f"{node.path}: {node.error}" for node in bad))
     good = [node.path for node in nodes if not node.error]
-    return ("ok", printable(", ".join(good))) if good else ("unknown", "none was looked at")
+    return ("ok", printable(", ".join(good))) if good else ("unknown", "not examined")
 
 
 def _libraries(machine: Machine) -> Seen:
@@ -173,13 +171,12 @@ def _libraries(machine: Machine) -> Seen:
     path = printable(mapped or taken.target or taken.path)
     if taken.problem:
         return "broken", f"{path}: {printable(taken.problem)}"
-    kind = {"stub": ", a stub", "compat": ", of a compat folder", "wsl": "", "driver": "", "other": ""}[taken.kind]
+    kind = {"stub": ", a stub", "compat": ", from a compat directory", "wsl": "", "driver": "", "other": ""}[taken.kind]
     return "broken" if taken.kind == "stub" else "ok", f"{path}{kind}"
 
 
 def _driver(machine: Machine) -> Seen:
-    from transload.diagnose.tables.drivers import cuda_text
-    from transload.diagnose.tables.results import cu_result
+    from transload.diagnose.tables import cu_result, cuda_text
 
     cuda = machine.driver.cuda
     if not _there(machine):
@@ -189,8 +186,8 @@ def _driver(machine: Machine) -> Seen:
     if not cuda.answer.answered:
         return _silence(cuda.answer), _answer(cuda.answer.state, cuda.answer.detail)
     if cuda.init:
-        return "broken", f"cuInit answered {cuda.init} {cu_result(cuda.init).name}".rstrip()
-    return "broken", "it starts, and has no GPU for this process"
+        return "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
+    return "broken", "starts, but has no GPU for this process"
 
 
 def _silence(answer: Answer) -> State:
@@ -203,8 +200,8 @@ def _silence(answer: Answer) -> State:
 def _answer(state: str, detail: str) -> str:
     words = {
         "unasked": "not asked",
-        "no-library": "there is no library to ask",
-        "not-loadable": "its library does not load",
+        "no-library": "no library found",
+        "not-loadable": "its library cannot be loaded",
         "no-symbol": "its library lacks a function",
         "hung": "no answer in time",
         "crashed": "it crashed",
@@ -215,9 +212,11 @@ def _answer(state: str, detail: str) -> str:
 def _variables(machine: Machine) -> Seen:
     from transload.diagnose.probes.surroundings import DECIDING
 
-    values = {name: value for name, value in machine.variables.values.items() if name in DECIDING - _SELDOM}
+    hiding = {"PYTHONPATH"} if machine.torch.shadow_via == "PYTHONPATH" else set()  # which hides torch
+    told = DECIDING - (_SELDOM - hiding)
+    values = {name: value for name, value in machine.variables.values.items() if name in told}
     shown = [printable(f"{name}={value}", _VALUE) for name, value in values.items()]
-    return "ok", ", ".join(shown) or "none is set that decides anything"
+    return "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
 
 
 def _python(machine: Machine) -> Seen:
@@ -233,11 +232,11 @@ def _python(machine: Machine) -> Seen:
 def _build(machine: Machine) -> Seen:
     torch = machine.torch
     if torch.shadow:
-        return "broken", printable(f"{torch.shadow} is imported in its place")
+        return "broken", printable(f"{torch.shadow} is imported instead")
     if isinstance(torch.installs, Unknown):
         return "unknown", printable(torch.installs.reason)
     if torch.first is None:
-        return "broken", "no torch is installed"
+        return "broken", "torch is not installed"
     return "ok", f"{torch_words(torch.first)}, {_built_for(torch.first)}"
 
 
@@ -245,7 +244,7 @@ def _built_for(install: TorchInstall) -> str:
     if not install.known:
         return printable(install.problem or "its version.py cannot be read")
     kinds = (("CUDA", install.cuda), ("ROCm", install.hip), ("XPU", install.xpu))
-    return printable(" and ".join(f"for {kind} {version}" for kind, version in kinds if version)) or "for the CPU alone"
+    return printable(" and ".join(f"for {kind} {version}" for kind, version in kinds if version)) or "for the CPU only"
 
 
 def _torch_libraries(machine: Machine) -> Seen:
@@ -258,22 +257,22 @@ def _torch_libraries(machine: Machine) -> Seen:
     if libraries.unresolved:
         return "broken", printable(f"undefined: {libraries.unresolved[0]}")
     if libraries.needed:
-        return "ok", f"{len(libraries.needed)} of NVIDIA's, all found"
+        return "ok", f"all {len(libraries.needed)} NVIDIA libraries found"
     reason = libraries.architectures.reason if isinstance(libraries.architectures, Unknown) else ""
-    return ("unknown", printable(reason)) if reason else ("ok", "its own")
+    return ("unknown", printable(reason)) if reason else ("ok", "bundled with torch")
 
 
 def _fit(machine: Machine) -> Seen:
-    from transload.diagnose.tables.drivers import cuda_text
+    from transload.diagnose.tables import cuda_text
 
     first, cuda = machine.torch.first, machine.driver.cuda
     if first is None or not first.cuda or not _there(machine):
         return None
     if not cuda.works:
-        return "idle", "not reached"
+        return "idle", "not checked"
     levels = {"sm_" + "".join(map(str, level)): None for level in machine.capabilities.values()}
     return "ok", printable(
-        f"CUDA {first.cuda} on a driver for {cuda_text(cuda.version)}, {', '.join(levels)}".rstrip(", ")
+        f"torch for CUDA {first.cuda}, driver for {cuda_text(cuda.version)}, {', '.join(levels)}".rstrip(", ")
     )
 
 
@@ -281,7 +280,7 @@ def _run(machine: Machine) -> Seen:
     run = machine.torch_run
     if run.answer.state == "unasked":
         why = f": {printable(run.answer.detail, _ERROR)}" if run.answer.detail else ""
-        return _silence(run.answer), f"torch was not run{why}"
+        return _silence(run.answer), f"not run{why}"
     failed = next((step for step in run.steps if not step.ok), None)
     if failed is not None:
         return "broken", printable(f"{failed.name}: {failed.error}", _ERROR)
@@ -292,7 +291,7 @@ def _run(machine: Machine) -> Seen:
         return "ok", f"{printable(done)} on {devices(machine)}"
     if _there(machine):
         return "broken", "torch.cuda.is_available() is False"
-    return "ok", printable(f"with {', '.join(run.backends)}") if run.backends else "on the CPU, as there is no GPU"
+    return "ok", printable(f"works with {', '.join(run.backends)}") if run.backends else "works on the CPU"
 
 
 def _extensions(machine: Machine) -> Seen:

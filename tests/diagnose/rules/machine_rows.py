@@ -7,20 +7,19 @@ from typing import Any
 
 from tests.diagnose.machines import changed, dead, healthy, refused
 
-from transload.diagnose.rules import driver, hardware, kernel, libraries, nodes, surroundings
+from transload.diagnose.case import Case
+from transload.diagnose.rules.catalogue import BY_CODE
 from transload.diagnose.verdict import decide
 from transload.findings import Finding
 from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 
-FILES = (hardware, kernel, surroundings, nodes, libraries, driver)
-ROWS = [row for file in FILES for row in file.TABLE.rows]
-BY_CODE = {row.code: row for row in ROWS}
+ROWS = list(BY_CODE.values())
 NO_LIBRARY = Answer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")
 
 
 def seen(code: str, machine: Machine) -> Finding | None:
     """What one row says of a machine."""
-    return BY_CODE[code].finding(machine)
+    return BY_CODE[code].finding(Case.of(machine))
 
 
 def told(code: str, machine: Machine) -> Finding:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import bare, changed, healthy
-from tests.diagnose.rules.torch_rows import alarms, seen, told
+from tests.diagnose.rules.machine_rows import alarms, seen
+from tests.diagnose.rules.torch_rows import told
+from tests.each import each
 
 from transload.machine import Extension, Machine
 
@@ -27,7 +28,7 @@ def test_torchvision_is_made_for_another_torch() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("wants", "local"),
     [
         ("==2.13.0", "cu130"),
@@ -54,8 +55,18 @@ def test_a_package_compiled_against_another_torch() -> None:
     machine = beside("flash-attn", "2.8.3", library="flash_attn_2_cuda.so", undefined=(SYMBOL,))
     assert alarms(machine) == ["P06"]
     found = told("P06", machine, "warning")
-    assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch has not",)
+    assert found.evidence == (f"flash_attn_2_cuda.so needs {SYMBOL}, which torch does not define",)
     assert any("--no-deps" in line and "--no-build-isolation" in line for line in found.fix)
+
+
+def test_torchvision_for_another_cuda_gets_the_wheel_of_torchs_build() -> None:
+    machine = beside("torchvision", "0.28.0", bare(), local="cu132", missing=("libcudart.so.13",))
+    fix = told("P06", machine, "warning").fix
+    assert not any("--no-binary" in line for line in fix)
+    assert any("torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu" in line for line in fix)
+    two = (*machine.extensions, Extension("flash-attn", undefined=(SYMBOL,)))
+    both = told("P06", changed(machine, extensions=two), "warning").fix
+    assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
 
 
 def test_a_package_that_needs_a_missing_library() -> None:
@@ -63,7 +74,7 @@ def test_a_package_that_needs_a_missing_library() -> None:
     assert alarms(beside("xformers", missing=("libcuda.so.1",))) == []  # the driver's
 
 
-@pytest.mark.parametrize(
+@each(
     ("architectures", "poor"),
     [
         (("sm_80", "sm_86"), True),
@@ -83,9 +94,7 @@ def test_code_of_a_package_for_the_card(architectures: tuple[str, ...], poor: bo
         assert "NVIDIA H200 has compute capability 9.0" in found.evidence
 
 
-@pytest.mark.parametrize(
-    ("library", "poor"), [("libbitsandbytes_cuda130.so", True), ("libbitsandbytes_cuda126.so", False)]
-)
+@each(("library", "poor"), [("libbitsandbytes_cuda130.so", True), ("libbitsandbytes_cuda126.so", False)])
 def test_bitsandbytes_is_judged_by_the_library_it_loads(library: str, poor: bool) -> None:
     machine = beside("bitsandbytes", "0.50.2", library=library, architectures=("sm_75",), missing=("libcublas.so.12",))
     assert alarms(machine) == (["P06", "A03"] if poor else [])

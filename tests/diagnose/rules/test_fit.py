@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import (
     bare,
     card,
@@ -19,7 +18,9 @@ from tests.diagnose.machines import (
     no_torch_run,
     nvml_gpu,
 )
-from tests.diagnose.rules.torch_rows import alarms, cause, failing, seen, told, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import failing, told, variables
+from tests.each import each
 
 from transload.diagnose.tables import index_builds, numbers_of, releases
 from transload.machine import Driver, Hardware, Machine, Unknown
@@ -77,7 +78,7 @@ def test_the_driver_is_too_old() -> None:
     machine = driven(dead(healthy(), warning=OLD.format(12080)), 12080, "570.86.10")
     assert cause(machine) == "V01"
     found = told("V01", machine)
-    assert "driver 570.86.10 is for CUDA 12.8" in found.evidence
+    assert "driver 570.86.10 supports CUDA up to 12.8" in found.evidence
     assert "torch 2.13.0+cu130 was built with CUDA 13.0, which needs driver 580.65.06 or newer" in found.evidence
     assert any("--index-url https://download.pytorch.org/whl/cu126" in line for line in found.fix)
     assert any("580" in line for line in found.fix)
@@ -88,7 +89,7 @@ def test_never_against_what_was_seen() -> None:
     assert alarms(driven(healthy(), 12080)) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("driver", "wheel", "old"),
     [
         (12000, "12.8", False),
@@ -124,7 +125,7 @@ def test_a_message_that_is_false() -> None:
     assert seen("V05", dead(healthy(), warning=OLD.format(12080))) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("code", "error"),
     [
         ("V02", "RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain."),
@@ -155,7 +156,7 @@ def test_an_old_card_is_not_offered_a_driver_for_a_build_that_has_no_code_for_it
 # -- the card
 
 
-@pytest.mark.parametrize(
+@each(
     ("capability", "archs", "code"),
     [
         ((12, 0), ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"), "A01"),
@@ -225,7 +226,7 @@ def test_the_kernels_come_before_the_list_and_the_list_before_the_tables() -> No
     assert alarms(unread(built(pascal, "2.13.0+cu126", "12.6"))) == []
 
 
-@pytest.mark.parametrize("version", ["2.99.0+cu130", "2.13.0+git1234", "2.13.0a0+ecf3.nv25.01", "nonsense"])
+@each("version", ["2.99.0+cu130", "2.13.0+git1234", "2.13.0a0+ecf3.nv25.01", "nonsense"])
 def test_of_a_build_that_nobody_knows_nothing_is_claimed(version: str) -> None:
     pascal = carded(no_torch_run(healthy()), (6, 1))
     assert alarms(unread(built(pascal, version, "13.0"))) == []
@@ -253,7 +254,7 @@ FLOORS = {11: 11000, 12: 12000, 13: 13000}
 def fitting() -> Iterator[tuple[str, Machine]]:
     for release in releases():
         for platform, cpu in (("linux-x86_64", "x86_64"), ("linux-aarch64", "aarch64")):
-            for build in (each for each in index_builds(release, platform) if each.cuda):
+            for build in (found for found in index_builds(release, platform) if found.cuda):
                 driver = FLOORS[numbers_of(build.cuda)[0]]
                 machine = built(
                     driven(changed(healthy(), platform__machine=cpu), driver),
@@ -261,7 +262,7 @@ def fitting() -> Iterator[tuple[str, Machine]]:
                     build.cuda,
                     build.archs,
                 )
-                for capability in (each for each in CARDS if build.supports_card(each)):
+                for capability in (card for card in CARDS if build.supports_card(card)):
                     yield f"{release}+{build.build} {cpu} {capability}", carded(machine, capability)
 
 
@@ -269,8 +270,8 @@ def test_no_false_alarm_where_everything_fits(record_property: Callable[[str, ob
     """With the oldest driver, from binaries and from the tables, with torch run and not."""
     judged = 0
     for label, machine in fitting():
-        for each in (machine, no_torch_run(machine), unread(machine)):
-            assert alarms(each) == [], label
+        for variant in (machine, no_torch_run(machine), unread(machine)):
+            assert alarms(variant) == [], label
             judged += 1
     record_property("combinations", judged)
     assert judged > 2500

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, refused
-from tests.diagnose.rules.machine_rows import ROWS, alarms, blind_nvml, cause, node, seen, told, unloaded, with_gpu
+from tests.diagnose.rules.machine_rows import alarms, blind_nvml, cause, node, seen, told, unloaded, with_gpu
+from tests.each import each
 
-from transload.diagnose.verdict import decide
+from transload.diagnose import judge_machine
 from transload.machine import Hardware, Machine, Step, Unknown
 
 DEAD = blind_nvml(refused(healthy(), 100))
 
 
-@pytest.mark.parametrize(
+@each(
     "machine",
     [
         healthy(),
@@ -29,7 +29,6 @@ DEAD = blind_nvml(refused(healthy(), 100))
         in_slurm(bare()),
         Machine(),
     ],
-    ids=lambda machine: f"{machine.surroundings.container or 'host'}-{machine.hardware.present}",
 )
 def test_a_machine_without_fault_raises_no_alarm(machine: Machine) -> None:
     assert alarms(machine) == []
@@ -39,8 +38,8 @@ def test_without_a_card_there_is_a_note_and_no_fault() -> None:
     found = told("H01", bare())
     assert found.severity == "note"
     assert found.evidence == ("display devices on the PCI bus: 0000:00:02.0 Intel",)
-    assert decide(bare(), ROWS).status == "no-gpu"
-    assert [each.code for each in decide(bare(), ROWS).findings] == ["H01"]
+    assert judge_machine(bare()).status == "no-gpu"
+    assert [each.code for each in judge_machine(bare()).findings] == ["H01"]
 
 
 def test_a_login_node_with_the_drivers_libraries_and_no_card_has_no_fault() -> None:
@@ -53,7 +52,7 @@ def test_a_login_node_with_the_drivers_libraries_and_no_card_has_no_fault() -> N
 def test_a_bus_that_cannot_be_read_is_no_proof() -> None:
     blind = changed(bare(), hardware=Hardware(pci=Unknown("/sys is not mounted")), kernel__loaded=Unknown("no /sys"))
     found = told("H01", blind)
-    assert "could not be found out" in found.title
+    assert "could not determine" in found.title
     assert "/sys is not mounted" in found.evidence[0]
     assert alarms(blind) == []
     assert seen("H01", changed(blind, kernel__loaded=True)) is None
@@ -72,7 +71,7 @@ def test_a_sandbox_without_a_card_is_told_as_one() -> None:
     assert "gvisor sandbox" in told("H01", changed(bare(), surroundings__sandbox="gvisor")).title
 
 
-@pytest.mark.parametrize(("service", "word"), [("colab", "Runtime"), ("kaggle", "Accelerator")])
+@each(("service", "word"), [("colab", "Runtime"), ("kaggle", "Accelerator")])
 def test_a_notebook_without_a_gpu_is_told_how_to_get_one(service: str, word: str) -> None:
     machine = changed(bare(), surroundings__notebook=service)
     found = told("N01", machine)
@@ -111,7 +110,7 @@ def test_a_card_that_reads_all_ones_is_lost() -> None:
 def test_nvml_calls_a_card_lost() -> None:
     lost = with_gpu(refused(healthy(), 999), code=15)
     assert cause(lost) == "H02"
-    assert "NVML answers 15 NVML_ERROR_GPU_IS_LOST for GPU 0" in told("H02", lost).evidence
+    assert "NVML returns 15 NVML_ERROR_GPU_IS_LOST for GPU 0" in told("H02", lost).evidence
 
 
 def test_a_lost_card_beside_one_that_works_is_a_warning() -> None:
@@ -129,7 +128,7 @@ def test_the_log_is_believed_only_where_cuda_fails() -> None:
 # -- H03
 
 
-@pytest.mark.parametrize("fact", ["remap_pending", "remap_failure", "retired_pending"])
+@each("fact", ["remap_pending", "remap_failure", "retired_pending"])
 def test_memory_with_errors_is_a_warning_while_cuda_works(fact: str) -> None:
     found = told("H03", with_gpu(healthy(), **{fact: True}))
     assert found.severity == "warning"
@@ -153,7 +152,7 @@ def test_a_card_that_does_not_start_by_the_log() -> None:
     assert cause(machine) == "H04"
     found = told("H04", machine)
     assert not found.title.startswith("probably")
-    assert "the kernel's log says: RmInitAdapter failed! (0x62:0x40:2168)" in found.evidence
+    assert "the kernel log says: RmInitAdapter failed! (0x62:0x40:2168)" in found.evidence
 
 
 def test_a_card_that_does_not_start_by_eio() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from tests.diagnose.machines import (
     bare,
     card,
@@ -16,6 +15,7 @@ from tests.diagnose.machines import (
     refused,
 )
 from tests.diagnose.rules.machine_rows import blind_nvml, cause, node, relieved_by, seen, told, unloaded
+from tests.each import each
 
 from transload.machine import Kernel, Machine, Unknown
 
@@ -54,7 +54,7 @@ def test_a_driver_for_an_old_card_is_of_a_branch_that_knows_it() -> None:
 def test_a_driver_that_is_installed_and_not_loaded() -> None:
     machine = unloaded(healthy(), built_for=(KERNEL,))
     assert cause(machine) == "K01"
-    assert told("K01", machine).title == "NVIDIA's kernel driver is installed and not loaded"
+    assert told("K01", machine).title == "NVIDIA's kernel driver is installed but not loaded"
     assert "$ sudo modprobe nvidia" in told("K01", machine).fix
 
 
@@ -86,10 +86,10 @@ def test_an_update_without_a_reboot_wants_a_reboot_and_nothing_else() -> None:
     machine = changed(unloaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
     found = told("K02", machine)
     assert [line for line in found.fix if line.startswith("$ ")] == ["$ sudo reboot"]
-    assert "still runs" in found.title
+    assert "still running" in found.title
 
 
-@pytest.mark.parametrize(
+@each(
     ("distribution", "like", "manager", "command"),
     [
         ("fedora", (), "dnf", "$ sudo akmods --force"),
@@ -119,7 +119,7 @@ def test_secure_boot_is_likely_until_the_log_says_so() -> None:
     assert cause(changed(machine, kernel__built_for=())) == "K01"
 
 
-@pytest.mark.parametrize("driver", ["nouveau", "nova_core"])
+@each("driver", ["nouveau", "nova_core"])
 def test_another_driver_holds_the_card(driver: str) -> None:
     machine = changed(unloaded(healthy()), hardware__pci=(card(0x2335, driver),))
     assert cause(machine) == "K04"
@@ -150,7 +150,7 @@ def test_none_of_it_applies_under_wsl() -> None:
 # -- made for another card
 
 
-@pytest.mark.parametrize(("device", "version"), [(0x1B06, "595.58.03"), (0x1DB1, "590.44.01"), (0x102D, "550.54.14")])
+@each(("device", "version"), [(0x1B06, "595.58.03"), (0x1DB1, "590.44.01"), (0x102D, "550.54.14")])
 def test_a_driver_too_new_for_the_card(device: int, version: str) -> None:
     machine = driven(device, version, "proprietary")
     assert cause(machine) == "K06"
@@ -174,21 +174,21 @@ def test_an_old_card_beside_one_that_works_is_a_note() -> None:
     machine = changed(healthy(), hardware__pci=pci, kernel__version="595.58.03")
     found = told("K06", machine)
     assert found.severity == "note"
-    assert any(line.startswith("The rest works as it is") for line in found.fix)
+    assert any(line.startswith("The other cards work") for line in found.fix)
 
 
 def test_a_driver_that_would_kill_the_card_at_work_is_not_recommended() -> None:
     pci = (card(0x2684), card(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
     found = told("K06", changed(healthy(), hardware__pci=pci))
     assert found.severity == "note"
-    assert found.fix == ("Leave it: no driver drives both this card and Ada.",)
+    assert found.fix == ("Leave it as it is: no driver supports both this card and Ada.",)
 
 
 def test_no_driver_serves_blackwell_and_pascal_so_the_newer_card_is_chosen() -> None:
     pci = (card(0x2B85, ""), card(0x1B80, "", "0000:01:00.0"))
     found = told("K01", unloaded(changed(healthy(), hardware__pci=pci)))
     assert "$ sudo apt install nvidia-driver-580-open" in found.fix
-    assert found.fix[0] == "No driver drives both Blackwell and Pascal. This is the one for Blackwell:"
+    assert found.fix[0] == "No driver supports both Blackwell and Pascal. This is the one for Blackwell:"
 
 
 def test_the_open_module_on_a_card_before_turing() -> None:
@@ -260,11 +260,7 @@ def test_heterogeneous_memory_management() -> None:
     assert "uvm_disable_hmm=1" in " ".join(told("K10", machine).fix)
 
 
-@pytest.mark.parametrize(
-    "fact",
-    [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}],
-    ids=str,
-)
+@each("fact", [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}])
 def test_what_speaks_against_it(fact: dict[str, object]) -> None:
     machine = changed(refused(healthy(), 3), **fact)
     assert cause(machine) == "X08"

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import (
     bare,
     changed,
@@ -31,6 +30,7 @@ from tests.diagnose.rules.machine_rows import (
     unloaded,
     with_gpu,
 )
+from tests.each import each
 
 from transload.machine import Answer, Cuda, Library, Machine, Nvml, Step
 
@@ -58,13 +58,13 @@ def searching(machine: Machine, value: str) -> Machine:
 # -- U04
 
 
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm], ids=["host", "container", "slurm"])
+@each("around", [lambda m: m, in_container, in_slurm])
 def test_a_stub(around: Any) -> None:
     machine = searching(around(taking(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}")
     assert causes(machine) == ["U04"]
     found = told("U04", machine)
-    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, by LD_LIBRARY_PATH" in found.evidence
-    assert "cuInit answered 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
+    assert f"libcuda.so.1 is {STUBS}/libcuda.so.1 → {STUBS}/libcuda.so, found through LD_LIBRARY_PATH" in found.evidence
+    assert "cuInit returned 34 CUDA_ERROR_STUB_LIBRARY" in found.evidence
     assert found.fix[0] == "$ export LD_LIBRARY_PATH=/opt/x"
 
 
@@ -95,7 +95,7 @@ def test_a_compat_library_that_does_not_fit() -> None:
     machine = searching(in_container(taking(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT)
     assert causes(machine) == ["U02"]
     found = told("U02", machine)
-    assert "it is of 570.26, the kernel driver of 580.159.04" in found.evidence
+    assert "it is version 570.26, but the kernel driver is 580.159.04" in found.evidence
     assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
@@ -112,7 +112,7 @@ def test_a_compat_library_that_works_is_left_alone() -> None:
 def test_forward_compatibility_on_a_plain_card() -> None:
     machine = with_gpu(taking(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
     assert causes(machine) == ["U03"]
-    assert "NVIDIA GeForce RTX 4090 is no data-centre card" in told("U03", machine).evidence
+    assert "NVIDIA GeForce RTX 4090 is not a data-center card" in told("U03", machine).evidence
     assert not told("U03", machine).title.startswith("probably")
 
 
@@ -125,7 +125,7 @@ def test_804_by_a_library_that_is_not_known_is_likely() -> None:
 # -- U01
 
 
-@pytest.mark.parametrize("code", [803, 804, 999, 100])
+@each("code", [803, 804, 999, 100])
 def test_libraries_of_another_release(code: int) -> None:
     machine = taking(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
     assert causes(machine) == ["U01"]
@@ -135,7 +135,7 @@ def test_libraries_of_another_release(code: int) -> None:
 def test_nvml_says_so_itself() -> None:
     machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
     assert causes(machine) == ["U01"]
-    assert "nvmlInit answered 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
+    assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in told("U01", machine).evidence
 
 
 def test_803_means_it_whatever_the_files_are() -> None:
@@ -171,10 +171,8 @@ def test_a_variable_that_hides_the_card_is_no_mismatch() -> None:
 # -- U13
 
 
-@pytest.mark.parametrize(
-    ("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")]
-)
-@pytest.mark.parametrize("around", [lambda m: m, in_container, in_slurm, in_wsl], ids=["host", "box", "slurm", "wsl"])
+@each(("state", "problem"), [("not-loadable", "not an ELF file"), ("not-loadable", "empty"), ("no-symbol", "")])
+@each("around", [lambda m: m, in_container, in_slurm, in_wsl])
 def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> None:
     machine = around(healthy())
     lib = replace(machine.driver.libraries.libcuda, problem=problem)
@@ -184,14 +182,14 @@ def test_a_file_that_is_no_library(state: Any, problem: str, around: Any) -> Non
     assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in told("U13", machine).evidence
 
 
-@pytest.mark.parametrize("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
+@each("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
 def test_an_impostor_on_the_search_path(answer: Answer) -> None:
     other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
     cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
     machine = taking(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
     machine = relieved_by(searching(machine, "/opt/shim"), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U13"]
-    assert "takes the place" in told("U13", machine).title
+    assert "instead of the driver's" in told("U13", machine).title
     assert told("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
     assert seen("U13", changed(machine, driver__experiments=())) is None
 
@@ -208,7 +206,7 @@ def test_a_library_where_the_loader_does_not_look() -> None:
     assert nixos.fix[0] == "$ export LD_LIBRARY_PATH=/opt/nvidia/lib64"
 
 
-@pytest.mark.parametrize("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}], ids=str)
+@each("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}])
 def test_what_lies_on_the_disk_must_be_a_driver(facts: dict[str, Any]) -> None:
     hidden = replace(library("libcuda.so.1", via="disk"), **facts)
     machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
@@ -331,7 +329,7 @@ def test_a_preloaded_library_is_taken_off_the_list_and_not_from_the_disk() -> No
     lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
     fix = told("U04", taking(refused(healthy(), 34), lib)).fix
     assert not any(line.startswith("$") for line in fix)
-    assert "/opt/vgpu/libvgpu.so out of /etc/ld.so.preload" in fix[0]
+    assert "/opt/vgpu/libvgpu.so from /etc/ld.so.preload" in fix[0]
 
 
 def test_a_folder_of_the_toolkit_is_still_taken_out_of_the_configuration() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, library, refused
 from tests.diagnose.rules.machine_rows import (
     ROWS,
@@ -21,8 +20,9 @@ from tests.diagnose.rules.machine_rows import (
     unloaded,
     with_gpu,
 )
+from tests.each import each
 
-from transload.diagnose.rules.catalogue import ROWS as CATALOGUE
+from transload.diagnose.case import Case
 from transload.diagnose.verdict import decide
 from transload.machine import Answer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
 
@@ -96,16 +96,17 @@ def draw(seed: int, machine: Machine) -> Machine:
     return machine
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
     for around in AROUND:
         machine = draw(seed, around(healthy()))
         assert machine.driver.cuda.works
-        found = [each for row in ROWS if (each := row.finding(machine)) and each.severity == "error"]
+        case = Case.of(machine)
+        found = [each.code for row in ROWS if (each := row.finding(case)) and each.severity == "error"]
         assert found == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
     for number, around in enumerate(AROUND):
         failing = FAILING[(seed + number * 7) % len(FAILING)]
@@ -115,7 +116,7 @@ def test_whatever_is_odd_there_is_a_verdict(seed: int) -> None:
         assert len([found for found in diagnosis.findings if found.code == "X08"]) <= 1
 
 
-@pytest.mark.parametrize(
+@each(
     "odd",
     [
         fact(platform__root=True, platform__suspends=2, platform__address_space=1 << 30),
@@ -133,7 +134,7 @@ def test_without_a_card_nothing_is_a_fault(odd: Change) -> None:
         assert alarms(odd(around(bare()))) == []
 
 
-@pytest.mark.parametrize("number", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
+@each("number", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
 def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
     machine = changed(
         refused(healthy(), 100),
@@ -145,5 +146,6 @@ def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
         driver__nvml__count=0,
         driver__nvml__gpus=(),
     )
-    for row in CATALOGUE:
-        row.finding(machine)
+    case = Case.of(machine)
+    for row in ROWS:
+        row.finding(case)

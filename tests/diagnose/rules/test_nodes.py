@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
 from tests.diagnose.rules.machine_rows import blind_nvml, cause, causes, missing, node, relieved_by, seen, told
+from tests.each import each
 
 from transload.machine import Hardware, Machine, Node
 
@@ -45,7 +46,7 @@ def test_each_fault_of_each_node(path: str, facts: dict[str, Any], code: str) ->
     assert causes(in_container(machine)) == [code]
 
 
-@pytest.mark.parametrize("path", ANSWERS)
+@each("path", ANSWERS)
 def test_as_root_the_library_makes_a_missing_node(path: str) -> None:
     root = changed(missing(refused(healthy(), ANSWERS[path]), path), platform__root=True)
     assert seen("D01", root) is None
@@ -117,7 +118,7 @@ def test_a_mode_to_change() -> None:
     unload = found.fix.index("$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia")
     assert found.fix[unload - 1] == "$ sudo systemctl stop nvidia-persistenced"
     assert any("NVreg_DeviceFileMode=0666" in line for line in found.fix)
-    assert "the module was told DeviceFileMode=0600" in found.evidence
+    assert "the module has DeviceFileMode=0600" in found.evidence
 
 
 def test_a_card_that_was_pulled_is_no_missing_node() -> None:

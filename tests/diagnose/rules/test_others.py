@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import bare, changed, healthy, in_container, install, no_torch_run
-from tests.diagnose.rules.torch_rows import alarms, amd, cause, seen, told, variables, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import amd, told, variables, without_torch
+from tests.each import each
 
 from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevice, Torch
 
@@ -37,13 +38,13 @@ def test_an_xpu_build_on_nvidia() -> None:
     assert "Intel's XPU" in told("T06", machine).evidence[0]
 
 
-@pytest.mark.parametrize("machine", [amd(), changed(amd(), torch=healthy().torch), no_torch_run(amd())])
+@each("machine", [amd(), changed(amd(), torch=healthy().torch), no_torch_run(amd())])
 def test_an_amd_card_needs_a_rocm_build(machine: Machine) -> None:
     assert cause(machine) == "T07"
     assert any("--index-url https://download.pytorch.org/whl/rocm" in line for line in told("T07", machine).fix)
 
 
-@pytest.mark.parametrize("machine", [amd("gfx1103", integrated=True), amd("gfx90c"), amd("gfx1036", integrated=True)])
+@each("machine", [amd("gfx1103", integrated=True), amd("gfx90c"), amd("gfx1036", integrated=True)])
 def test_graphics_of_a_processor_are_only_mentioned(machine: Machine) -> None:
     assert alarms(machine) == []
     told("T07", machine, "note")
@@ -61,7 +62,7 @@ def test_an_intel_gpu_is_only_mentioned() -> None:
     assert seen("T07", changed(machine, accelerators=(Accelerator("xpu", "Intel GPU"),))) is None
 
 
-@pytest.mark.parametrize(("cpu", "word"), [("arm64", "mps"), ("x86_64", "CPU")])
+@each(("cpu", "word"), [("arm64", "mps"), ("x86_64", "CPU")])
 def test_macos_has_no_cuda(cpu: str, word: str) -> None:
     machine = changed(bare(), platform__system="Darwin", platform__machine=cpu, hardware__pci=())
     assert word in told("T08", machine, "note").fix[0]

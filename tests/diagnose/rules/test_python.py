@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, no_torch_run
-from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable, without_torch
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import told, unimportable, variables, without_torch
+from tests.each import each
 
+from transload.diagnose import judge_machine
 from transload.machine import Machine, Torch, Unknown
 
 USER = "/home/user/.local/lib/python3.11/site-packages/torch"
@@ -22,16 +24,21 @@ def test_torch_is_not_installed() -> None:
     assert cause(machine) == "P01"
     found = told("P01", machine)
     assert "/opt/venv/bin/python (Python 3.11.7) has no torch" in found.evidence
-    assert "there is one in /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
+    assert "another Python has torch: /usr/bin/python3: torch 2.8.0+cu128" in found.evidence
     assert any("/opt/venv/bin/python -m pip install torch==" in line for line in found.fix)
     assert seen("P01", healthy()) is None
 
 
-def test_without_a_gpu_any_torch_will_do() -> None:
-    assert told("P01", without_torch(bare())).fix == ("$ /opt/venv/bin/python -m pip install torch",)
+def test_without_a_gpu_the_cpu_build_is_installed() -> None:
+    cpu = "$ /opt/venv/bin/python -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    machine = without_torch(bare())
+    assert told("P01", machine).fix == (cpu,)
+    plain = ("$ /opt/venv/bin/python -m pip install torch",)
+    assert told("P01", changed(machine, platform__system="Windows")).fix == plain  # PyPI has the CPU build
+    assert told("P01", changed(machine, hardware__pci=Unknown("not readable"))).fix == plain
 
 
-@pytest.mark.parametrize(
+@each(
     "torch",
     [
         Torch(installs=Unknown("not asked")),
@@ -57,9 +64,31 @@ def test_a_file_of_ones_own_is_imported_as_torch() -> None:
     shadow = {"torch__shadow": "/srv/torch.py", "torch__shadow_via": "the current directory"}
     machine = changed(unimportable(healthy(), "AttributeError: module 'torch' has no attribute 'cuda'"), **shadow)
     assert cause(machine) == "P03"
-    assert told("P03", machine).evidence[0] == "import torch takes /srv/torch.py, by the current directory"
+    assert told("P03", machine).evidence[0] == "import torch finds /srv/torch.py, through the current directory"
     assert cause(changed(no_torch_run(healthy()), **shadow)) == "P03"
     assert seen("P03", changed(healthy(), **shadow)) is None  # the real one was imported all the same
+
+
+def test_a_file_found_through_pythonpath_is_not_left_by_changing_the_directory() -> None:
+    shadow = {"torch__shadow": "/srv/lib/torch.py", "torch__shadow_via": "PYTHONPATH"}
+    machine = variables(changed(no_torch_run(healthy()), **shadow), PYTHONPATH="/srv/lib:/opt/x")
+    fix = told("P03", machine).fix
+    assert "$ export PYTHONPATH=/opt/x" in fix
+    assert not any("directory" in line and "another" in line for line in fix)
+    assert "  ✗ environment variables" in str(judge_machine(machine))
+    assert "PYTHONPATH=/srv/lib:/opt/x" in str(judge_machine(machine))
+    hidden = changed(no_torch_run(healthy()), torch__shadow="/srv/torch.py", torch__shadow_via="sys.path")
+    assert told("P03", hidden).fix == ("Rename /srv/torch.py.",)
+
+
+def test_a_broken_torch_among_the_packages_is_nobodys_own_file() -> None:
+    for kind in ("package", "source"):
+        facts = {"torch__shadow": f"{SITE}/torch", "torch__shadow_kind": kind, "torch__shadow_via": "sys.path"}
+        machine = changed(unimportable(healthy(), "ModuleNotFoundError: No module named 'torch._C'"), **facts)
+        found = told("P03", changed(machine, torch__installs=()))
+        assert found.title == "the installed torch is incomplete"
+        assert found.fix[0] == f"Delete {SITE}/torch, and install torch again:"
+        assert any("-m pip install torch==" in line for line in found.fix)
 
 
 def test_in_the_source_tree_one_is_told_to_leave_it() -> None:
@@ -79,12 +108,12 @@ def test_a_cpu_build_of_the_user_hides_the_environments_own() -> None:
     machine = two("2.9.0+cpu", "2.13.0+cu130")
     assert cause(machine) == "P02"
     assert told("P02", machine).fix[0] == "$ export PYTHONNOUSERSITE=1"
-    assert f"behind it lies {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
+    assert f"it hides {SITE}/torch: torch 2.13.0+cu130" in told("P02", machine).evidence
 
 
-@pytest.mark.parametrize("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
+@each("machine", [two("2.12.0+cu130", "2.13.0+cu130"), two("2.12.0+cu130", "2.13.0+cpu")])
 def test_two_torches_are_no_fault_in_themselves(machine: Machine) -> None:
-    assert told("P02", machine, "note").title == "there are two torches on the path"
+    assert told("P02", machine, "note").title == "there are two installations of torch on the path"
     assert alarms(machine) == []
 
 
@@ -100,11 +129,11 @@ def test_two_versions_in_one_folder() -> None:
     mixed = (replace(install("2.15.0+cu132", "13.2"), dist_version="2.13.0"),)
     broken = changed(unimportable(healthy(), "ImportError: cannot import name 'x'"), torch__installs=mixed)
     assert cause(broken) == "P04"
-    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, its metadata 2.13.0"
+    assert told("P04", broken).evidence[0] == "torch/version.py says 2.15.0+cu132, but its metadata says 2.13.0"
     told("P04", changed(healthy(), torch__installs=mixed), "warning")
 
 
-@pytest.mark.parametrize(
+@each(
     ("version", "metadata"),
     [
         ("2.13.0+cu130", "2.13.0"),
@@ -141,7 +170,7 @@ def test_leftovers_are_only_mentioned() -> None:
 # -- no wheel for it
 
 
-@pytest.mark.parametrize(
+@each(
     "facts",
     [
         {"version": "3.6.9"},
@@ -158,7 +187,7 @@ def test_no_release_has_a_wheel_for_this_python(facts: dict[str, object]) -> Non
     assert seen("P07", python(healthy(), **facts)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "facts",
     [{"version": "3.8.1"}, {"version": "3.14.0", "free_threaded": True}, {"version": "3.15.0"}, {"version": ""}],
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
-from tests.diagnose.rules.torch_rows import alarms, amd, cause, ended, failing, seen, told, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import amd, ended, failing, told, unimportable, variables
+from tests.each import each
 
-from transload.diagnose.rules.catalogue import ROWS
-from transload.diagnose.verdict import decide
+from transload.diagnose import judge_machine
 from transload.machine import Machine, Step, Torch
 
 BUSY = "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable"
@@ -38,7 +38,7 @@ def test_a_card_that_another_process_has_for_itself() -> None:
 
 def test_a_card_that_is_closed() -> None:
     machine = gpu(no_torch_run(healthy()), compute_mode="prohibited")
-    assert told("S05", machine).title == "the card is reserved for one process, or for none"
+    assert told("S05", machine).title == "the card's compute mode excludes this process"
     assert seen("S05", gpu(no_torch_run(healthy()), compute_mode="exclusive-process")) is None
     by_cuda = changed(failing(healthy(), "kernel", BUSY), driver__nvml__gpus=())
     closed = tuple(replace(each, compute_mode=2) for each in by_cuda.driver.cuda.gpus)
@@ -61,19 +61,19 @@ def test_the_cards_memory_is_used_up() -> None:
     full = gpu(healthy(), free=100 << 20, processes=("python (4711), 139 GB",))
     machine = failing(full, "kernel", MEMORY)
     assert cause(machine) == "X06"
-    assert "python (4711), 139 GB computes on NVIDIA H200" in told("X06", machine).evidence
-    assert told("X06", machine).title == "the GPU's memory is used up"
+    assert "python (4711), 139 GB is using NVIDIA H200" in told("X06", machine).evidence
+    assert told("X06", machine).title == "the GPU's memory is full"
     assert alarms(full) == []
     assert told("X06", failing(healthy(), "kernel", MEMORY)).title.startswith("probably: ")
 
 
 def test_no_room_for_addresses() -> None:
     machine = changed(failing(healthy(), "kernel", MEMORY), platform__address_space=16 << 30)
-    assert told("X06", machine).title == "a limit on address space leaves CUDA no room"
+    assert told("X06", machine).title == "a limit on the address space leaves CUDA no room"
     assert "$ ulimit -v unlimited" in told("X06", machine).fix
 
 
-@pytest.mark.parametrize("words", ["an illegal memory access was encountered", "unspecified launch failure"])
+@each("words", ["an illegal memory access was encountered", "unspecified launch failure"])
 def test_a_small_kernel_dies(words: str) -> None:
     machine = failing(healthy(), "kernel", f"RuntimeError: CUDA error: {words}")
     assert cause(machine) == "X05"
@@ -97,13 +97,13 @@ def test_torch_sees_no_gpu_and_nobody_knows_why() -> None:
     machine = changed(machine, torch_run__libraries=("/opt/other/libcuda.so.1",))
     assert cause(machine) == "X09"
     found = told("X09", machine)
-    assert found.evidence[0] == "the driver starts and gives 1 GPU"
+    assert found.evidence[0] == "the driver starts and finds 1 GPU"
     assert any(line.startswith("torch loaded /opt/other/libcuda.so.1") for line in found.evidence)
     with_path = told("X09", variables(machine, LD_LIBRARY_PATH="/opt/other"))
     assert "$ unset LD_LIBRARY_PATH" in with_path.fix
 
 
-@pytest.mark.parametrize("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
+@each("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
 def test_torch_is_not_blamed_for_the_driver(machine: Machine) -> None:
     assert seen("X09", machine) is None
 
@@ -115,7 +115,7 @@ def test_a_rocm_build_sees_no_gpu() -> None:
     assert seen("X09", changed(machine, torch_run__available=True)) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "fix"),
     [
         ("ModuleNotFoundError: No module named 'typing_extensions'", "pip install typing-extensions"),
@@ -130,7 +130,7 @@ def test_torch_cannot_be_imported_and_nobody_knows_why(error: str, fix: str) -> 
 
 def test_an_explanation_takes_the_place_of_a_symptom() -> None:
     error = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
-    diagnosis = decide(unimportable(healthy(), error), ROWS)
+    diagnosis = judge_machine(unimportable(healthy(), error))
     assert diagnosis.cause is not None
     assert diagnosis.cause.code == "L04"
     assert [(muted.finding.code, muted.because) for muted in diagnosis.muted] == [("X10", "L04")]
@@ -146,7 +146,7 @@ def test_torch_crashes_or_hangs() -> None:
     assert seen("X12", hung) is None
 
 
-@pytest.mark.parametrize("step", ["kernel", "matmul", "convolution", "available"])
+@each("step", ["kernel", "matmul", "convolution", "available"])
 def test_torch_fails_and_nobody_knows_why(step: str) -> None:
     assert cause(failing(healthy(), step, "RuntimeError: boom")) == "X12"
 

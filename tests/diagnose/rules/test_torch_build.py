@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import (
     ANSWERED,
     SITE,
@@ -18,7 +17,9 @@ from tests.diagnose.machines import (
     install,
     no_torch_run,
 )
-from tests.diagnose.rules.torch_rows import alarms, cause, seen, told, unimportable
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import told, unimportable
+from tests.each import each
 
 from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun
 
@@ -42,11 +43,11 @@ def test_torch_was_built_without_cuda() -> None:
     assert alarms(no_torch_run(machine)) == ["T01"]
 
 
-@pytest.mark.parametrize(
+@each(
     "machine",
     [
         bare(),
-        changed(bare(), hardware=Hardware(pci=(), dxg=True)),  # WSL, with a GPU of another vendor
+        changed(in_wsl(bare()), driver=bare().driver),  # a GPU of another vendor
         changed(cpu(healthy()), platform__system="Darwin"),
     ],
 )
@@ -61,12 +62,12 @@ def test_a_gpu_that_is_known_by_its_driver_alone_counts() -> None:
     assert cause(cpu(in_container(healthy()))) == "T01"
 
 
-@pytest.mark.parametrize(("device", "said"), [(0x1B80, "T01"), (0x0FC6, ""), (0x06C0, "")])
+@each(("device", "said"), [(0x1B80, "T01"), (0x0FC6, ""), (0x06C0, "")])
 def test_a_card_for_which_no_torch_was_ever_made_makes_a_cpu_build_right(device: int, said: str) -> None:
     machine = changed(cpu(healthy()), hardware__pci=(card(device, ""),), driver=Driver())
     assert cause(machine) == said
     if not said:
-        assert told("T01", machine, "note").title == "torch has no CUDA, and none was ever made for this card"
+        assert told("T01", machine, "note").title == "torch has no CUDA, and no build ever supported this card"
 
 
 def test_a_card_of_no_known_chip_is_judged_with_doubt() -> None:
@@ -81,7 +82,7 @@ def test_on_windows_pip_gives_a_cpu_build() -> None:
     assert seen("T01", machine) is None
 
 
-@pytest.mark.parametrize(("version", "code"), [("2.10.0+cpu", "T03"), ("2.9.1+cpu", "T03"), ("2.11.0+cpu", "T01")])
+@each(("version", "code"), [("2.10.0+cpu", "T03"), ("2.9.1+cpu", "T03"), ("2.11.0+cpu", "T01")])
 def test_on_arm_servers_pip_gave_a_cpu_build_until_2_10(version: str, code: str) -> None:
     assert cause(changed(cpu(healthy(), version), platform__machine="aarch64")) == code
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
-from tests.diagnose.rules.torch_rows import alarms, cause, ended, failing, seen, told, tried, unimportable, variables
+from tests.diagnose.rules.machine_rows import alarms, cause, seen
+from tests.diagnose.rules.torch_rows import ended, failing, told, tried, unimportable, variables
+from tests.each import each
 
 from transload.machine import Machine, Resolved
 
@@ -38,7 +39,7 @@ def test_a_library_is_missing() -> None:
     machine = with_libraries(unimportable(healthy(), NO_CUDNN), gone)
     assert cause(machine) == "L04"
     found = told("L04", machine)
-    assert "libcudnn.so.9, needed by libtorch_cuda.so, is nowhere to be found" in found.evidence
+    assert "libcudnn.so.9, needed by libtorch_cuda.so, is not found anywhere" in found.evidence
     assert found.fix == (
         "$ /opt/venv/bin/python -m pip install --force-reinstall --no-deps nvidia-cudnn-cu13==9.20.0.48",
     )
@@ -59,7 +60,9 @@ def test_a_library_of_the_system() -> None:
     error = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
     assert told("L04", unimportable(healthy(), error)).fix == ("$ sudo apt install libgomp1",)
     odd = "ImportError: libodd.so.3: cannot open shared object file: No such file or directory"
-    assert told("L04", unimportable(healthy(), odd)).fix == ("Install what provides libodd.so.3 on this system.",)
+    assert told("L04", unimportable(healthy(), odd)).fix == (
+        "Install the package that provides libodd.so.3 on this system.",
+    )
 
 
 def test_a_library_that_is_cut_off() -> None:
@@ -79,7 +82,10 @@ def test_an_older_library_by_ld_library_path() -> None:
     broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(LACKING,))
     assert cause(broken) == "L01"
     found = told("L01", broken)
-    assert f"libnvJitLink.so.13 is taken from {TOOLKIT}/libnvJitLink.so.13, by LD_LIBRARY_PATH" in found.evidence
+    assert (
+        f"libnvJitLink.so.13 is taken from {TOOLKIT}/libnvJitLink.so.13, found through LD_LIBRARY_PATH"
+        in found.evidence
+    )
     assert found.fix[0] == "$ unset LD_LIBRARY_PATH"
     unrun = changed(no_torch_run(machine), torch_libraries__unresolved=(LACKING,))
     assert cause(unrun) == "L01"
@@ -88,13 +94,13 @@ def test_an_older_library_by_ld_library_path() -> None:
 
 def test_symbols_are_missing_and_nothing_is_shadowed() -> None:
     assert told("L01", unimportable(healthy(), NO_SYMBOL)).title == (
-        "the CUDA libraries of this environment do not fit one another"
+        "the CUDA libraries of this environment do not match each other"
     )
     likely = variables(unimportable(healthy(), NO_SYMBOL), LD_LIBRARY_PATH="/opt/x")
     assert told("L01", likely).title.startswith("probably: ")
 
 
-@pytest.mark.parametrize("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
+@each("error", ["ImportError: x.so: undefined symbol: _ZN3c10", "ImportError: boom"])
 def test_other_import_errors_are_not_cudas(error: str) -> None:
     assert seen("L01", unimportable(healthy(), error)) is None
 
@@ -113,9 +119,7 @@ def test_torch_refuses_another_cudnn() -> None:
     assert alarms(machine) == []
 
 
-@pytest.mark.parametrize(
-    ("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")]
-)
+@each(("version", "severity"), [("9.1.0", "error"), ("9.20.0", "note"), ("9.30.0", "note"), ("", "note")])
 def test_a_cudnn_that_is_too_old_is_told_without_running_torch(version: str, severity: str) -> None:
     other = replace(taken(CUDNN, "/usr/lib/cudnn", "LD_LIBRARY_PATH", version), package="nvidia-cudnn-cu13")
     found = told("L02", with_libraries(no_torch_run(healthy()), other), severity)
@@ -144,7 +148,7 @@ def test_parts_of_a_cudnn_on_the_path() -> None:
 def test_a_system_library_fills_the_gap() -> None:
     machine = with_libraries(healthy(), taken(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache"))
     assert alarms(machine) == ["L05"]
-    assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 is not there" in told("L05", machine, "warning").evidence
+    assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 does not exist" in told("L05", machine, "warning").evidence
     fine = with_libraries(
         healthy(), replace(needed("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
     )
@@ -175,7 +179,7 @@ def test_conda_and_pip_are_mixed() -> None:
 
 def test_a_preloaded_library_that_an_experiment_convicts() -> None:
     machine = variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
-    assert told("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library comes between torch and CUDA"
+    assert told("L08", tried(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
     assert told("L08", machine).title.startswith("probably: ")
 
 
@@ -183,7 +187,7 @@ def test_what_else_is_preloaded_stays() -> None:
     listed = ("/usr/lib/libjemalloc.so.2", "/opt/vgpu/libvgpu.so")
     fix = told("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
     assert not any("rm " in line for line in fix)
-    assert fix[0].startswith("Take /opt/vgpu/libvgpu.so out of /etc/ld.so.preload")
+    assert fix[0].startswith("Remove /opt/vgpu/libvgpu.so from /etc/ld.so.preload")
 
 
 def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> None:
@@ -196,7 +200,7 @@ def test_a_library_that_conda_lost_is_brought_by_the_package_that_holds_it() -> 
     assert told("L04", machine).fix[-1].endswith("-c conda-forge --force-reinstall cudnn")
 
 
-@pytest.mark.parametrize(
+@each(
     "machine",
     [
         variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),

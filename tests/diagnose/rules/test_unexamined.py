@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.diagnose.machines import (
     LIB,
     bare,
@@ -15,6 +14,7 @@ from tests.diagnose.machines import (
     library,
     no_torch_run,
 )
+from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.findings import Finding
@@ -50,7 +50,7 @@ def the(code: str, machine: Machine) -> Finding:
     return next(finding for finding in found if finding.code == code)
 
 
-@pytest.mark.parametrize("around", AROUND)
+@each("around", AROUND)
 def test_where_nobody_could_be_asked_nothing_else_is_said(around: str) -> None:
     diagnosis = judge_machine(AROUND[around](silenced(healthy())))
     assert (diagnosis.status, causes(diagnosis.machine)) == ("broken", ["X13"])
@@ -66,10 +66,10 @@ def test_a_probe_of_ours_that_broke_is_no_all_clear_either() -> None:
 
 def test_the_report_says_that_it_does_not_know_and_why() -> None:
     text = str(judge_machine(silenced(healthy())))
-    assert text.startswith("Whether CUDA works is not known: the machine could not be examined  [X13]\n")
+    assert text.startswith("It is unknown whether CUDA works: the machine could not be examined  [X13]\n")
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(line.startswith("? the CUDA driver starts not asked: could not be started") for line in lines)
-    assert any(line.startswith("? torch computes on the GPU torch was not run: could not be started") for line in lines)
+    assert any(line.startswith("? CUDA driver not asked: could not be started") for line in lines)
+    assert any(line.startswith("? running torch not run: could not be started") for line in lines)
 
 
 def test_what_files_prove_is_told_all_the_same() -> None:
@@ -88,10 +88,10 @@ def test_what_files_prove_is_told_all_the_same() -> None:
 def test_torch_that_could_not_be_run_is_a_warning_where_the_driver_answers_or_no_gpu_is() -> None:
     for machine in (changed(healthy(), torch_run=TorchRun(REFUSED)), silenced(bare())):
         assert judge_machine(machine).status == "degraded"
-        assert the("X13", machine).title == "torch could not be run, so it is not known whether it works"
+        assert the("X13", machine).title == "torch could not be run, so whether it works is unknown"
 
 
-@pytest.mark.parametrize("machine", [no_torch_run(healthy()), no_torch_run(bare()), unheard(bare()), Machine()])
+@each("machine", [no_torch_run(healthy()), no_torch_run(bare()), unheard(bare()), Machine()])
 def test_not_to_ask_is_a_choice(machine: Machine) -> None:
     said = changed(machine, torch_run__answer=Answer())
     assert "X13" not in causes(said)
@@ -102,13 +102,13 @@ def test_torch_at_work_needs_no_word_of_the_driver() -> None:
     assert judge_machine(machine).status == "ok"
 
 
-@pytest.mark.parametrize(
+@each(
     ("why", "advice"),
     [
         ("permission denied", "Run it as a user who may execute that interpreter."),
         ("resource temporarily unavailable", "$ ulimit -u"),
         ("can't start new thread", "$ ulimit -u"),
-        ("embedded null byte", "Mend what is said above, and run it again."),
+        ("embedded null byte", "Repair what is described above, and run it again."),
     ],
 )
 def test_the_fix_fits_the_reason(why: str, advice: str) -> None:
@@ -129,8 +129,8 @@ def test_a_driver_that_crashes_without_torch_too_is_no_reason_to_install_torch()
     machine = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_LIBRARY_PATH", kind="other"))
     machine = changed(machine, variables__values={"LD_LIBRARY_PATH": "/opt/shim:/opt/x"})
     found = the("X11", machine)
-    assert "without torch too: the CUDA driver crashed within 0 s: SIGSEGV in cuInit" in found.evidence
-    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, by LD_LIBRARY_PATH" in found.evidence
+    assert "also without torch: the CUDA driver crashed within 0 s: SIGSEGV in cuInit" in found.evidence
+    assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in found.evidence
     assert "$ export LD_LIBRARY_PATH=/opt/x" in found.fix
     assert not any("pip" in line for line in found.fix)
 
@@ -139,5 +139,5 @@ def test_what_is_preloaded_is_left_out_and_the_drivers_own_is_installed_anew() -
     preloaded = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_PRELOAD", kind="other"))
     assert "$ unset LD_PRELOAD" in the("X11", changed(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
     own = the("X11", crashing(library("libcuda.so.1")))
-    assert own.evidence[-1] == f"libcuda.so.1 is {LIB}/libcuda.so.1, by ld.so.cache"
+    assert own.evidence[-1] == f"libcuda.so.1 is {LIB}/libcuda.so.1, found through ld.so.cache"
     assert own.fix[0].startswith("The driver's library crashes, not torch")

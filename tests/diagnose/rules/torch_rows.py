@@ -16,15 +16,10 @@ from tests.diagnose.machines import (
     in_wsl,
     no_torch_run,
 )
+from tests.diagnose.rules.machine_rows import told as told_at_all
 
-from transload.diagnose.rules import environment, extensions, fit, others, python, run, torch_build, torch_libraries
-from transload.diagnose.verdict import decide
 from transload.findings import Finding
 from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
-
-FILES = (python, torch_build, torch_libraries, environment, fit, run, extensions, others)
-ROWS = [row for file in FILES for row in file.TABLE.rows]
-BY_CODE = {row.code: row for row in ROWS}
 
 FINE: dict[str, Machine] = {
     "healthy": healthy(),
@@ -55,31 +50,12 @@ FINE: dict[str, Machine] = {
 }
 
 
-def seen(code: str, machine: Machine) -> Finding | None:
-    """What one row says of a machine."""
-    return BY_CODE[code].finding(machine)
-
-
 def told(code: str, machine: Machine, severity: str = "error") -> Finding:
-    """What one row says, where it must say something."""
-    found = seen(code, machine)
-    assert found is not None
+    """What one row says, where it must say something that severe, with a fix."""
+    found = told_at_all(code, machine)
     assert found.severity == severity
-    assert found.evidence
     assert found.fix
-    assert all(line and line == line.strip() for line in (*found.evidence, *found.fix))
     return found
-
-
-def cause(machine: Machine) -> str:
-    """The code of the one cause among the rows about torch; empty where there is none."""
-    found = decide(machine, ROWS).cause
-    return found.code if found else ""
-
-
-def alarms(machine: Machine) -> list[str]:
-    """Codes of all errors and warnings."""
-    return [found.code for found in decide(machine, ROWS).findings if found.severity != "note"]
 
 
 def variables(machine: Machine, **values: str) -> Machine:

@@ -1,43 +1,20 @@
-"""Every cause we know, in the order in which they are asked; pure functions, a file a layer."""
+"""All rules, in the order in which they are checked: pure functions, one module for each layer or two."""
 
 from __future__ import annotations
 
-from transload.diagnose.rules import (
+from transload.diagnose.rules import (  # noqa: F401  each registers its rules
     driver,
-    environment,
-    extensions,
     fit,
     hardware,
     kernel,
     libraries,
     nodes,
-    others,
     python,
     run,
     surroundings,
-    torch_build,
     torch_libraries,
+    variables,
 )
-from transload.diagnose.rules.row import Row
+from transload.diagnose.rules.rule import RULES as BY_CODE
 
-__all__ = ["BY_CODE", "ROWS"]
-
-_FILES = (
-    python,
-    torch_build,
-    torch_libraries,
-    hardware,
-    kernel,
-    surroundings,
-    nodes,
-    libraries,
-    driver,
-    environment,
-    fit,
-    run,
-    extensions,
-    others,
-)
-
-ROWS: tuple[Row, ...] = tuple(row for file in _FILES for row in file.TABLE.rows)
-BY_CODE: dict[str, Row] = {row.code: row for row in ROWS}
+__all__ = ["BY_CODE"]

@@ -1,131 +1,208 @@
-"""NVIDIA's kernel driver: whether it is there, loaded, fit for the card, and healthy."""
+"""NVIDIA's kernel driver: whether it supports the card, is installed and loaded, and works."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.rules import kernel_card
-from transload.diagnose.rules.kernel_card import applies, initramfs_lines, loaded_line, misfit
-from transload.diagnose.rules.row import Seen, Table
-from transload.diagnose.rules.signs import (
-    UVM,
-    answer_line,
-    broken,
-    card_line,
-    code,
-    host_lines,
-    logged,
-    nvml_line,
-    nvml_ok,
-    unmet,
-)
-from transload.machine import Machine, Unknown
+from transload.diagnose.case import UVM, Case, quoted
+from transload.diagnose.rules.rule import Lines, Match, rule
+from transload.diagnose.tables import chip_of, first_branch, generation
+from transload.machine import Unknown
 
-__all__ = ["TABLE"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-TABLE = Table("kernel")
-TABLE.rows.extend(kernel_card.TABLE.rows)  # first: a driver that cannot drive the card explains why it is not loaded
+    from transload.diagnose.tables import Chip, Generation
+    from transload.machine import PciDevice
 
 _NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
 _BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
 _REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
-_TREE = "https://github.com/NVIDIA/open-gpu-kernel-modules/issues"
 
 
-@TABLE.row(
-    "K04",
-    "nouveau holds the card, not NVIDIA's driver",
-    about="""The card is bound to nouveau (or its successor nova), the free driver that comes with Linux. CUDA works
-only with NVIDIA's own kernel module, which cannot take a card that another driver holds. nvidia-smi then says
-"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", and torch "Found no NVIDIA driver on
-your system".
+def _needs_driver(m: Case) -> bool:
+    """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
+    return bool(m.hardware.gpus) and m.broken and not m.surroundings.wsl
 
-It is told by the link /sys/bus/pci/devices/<card>/driver.""",
-    fix="""Install NVIDIA's driver, keep nouveau from loading (a line "blacklist nouveau" in /etc/modprobe.d),
-rebuild the initial RAM disk, and reboot. The driver packages of most distributions do all of that.""",
-    avoid="Unloading nouveau by hand on a running desktop: the screen goes with it.",
-    sources=("https://github.com/NVIDIA/gpu-driver-container/issues/44",),
-)
-def nouveau(machine: Machine) -> Seen | None:
-    """No card is bound to nvidia, and one to nouveau or nova."""
-    drivers = {card.driver for card in machine.hardware.gpus}
+
+def _branch(m: Case) -> int:
+    """The branch of the installed driver: of the loaded module, else of its libraries; 0 if unknown."""
+    lib = m.libcuda
+    beside = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
+    found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", beside)
+    return int(found[0]) if found else 0
+
+
+def _rebuild_initramfs(m: Case) -> str:
+    commands = {
+        "apt": "update-initramfs -u",
+        "dnf": "dracut --force",
+        "zypper": "dracut --force",
+        "pacman": "mkinitcpio -P",
+    }
+    command = commands.get(m.platform.package_manager)
+    return fixes.sudo(m, command) if command else "Rebuild the initial RAM disk."
+
+
+def _unsupported(m: Case) -> Iterator[tuple[PciDevice, Chip, Generation]]:
+    """The cards that the driver does not handle, with what is known about them."""
+    for card in m.unseen_cards:
+        chip = chip_of(card.device)
+        known = generation(chip.generation) if chip else None
+        if chip and known and card.driver != "vfio-pci":
+            yield card, chip, known
+
+
+def _described(card: PciDevice, chip: Chip) -> str:
+    sure = "judging by neighbouring ids " if chip.inferred else ""
+    return f"{card.address} is 10de:{card.device:04x}, {sure}{chip.code} of the {chip.generation} generation"
+
+
+# -- a driver that does not support the card: first, since it explains why none is loaded
+
+
+@rule("K06", "kernel", "the driver is too new for this card and ignores it")
+def driver_too_new(m: Case) -> Match | None:
+    """The driver's branch is newer than the last one for the card's generation."""
+    branch = _branch(m)
+    for card, chip, known in _unsupported(m):
+        if not (known.last_branch and branch > known.last_branch and (m.works or _needs_driver(m))):
+            continue
+        said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
+        last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {branch} is installed"
+        want = fixes.wanted(m)
+        if known.name in want.dropped:
+            fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
+        else:
+            kepler = (
+                "only the K80 (3.7) is supported, by torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
+            )
+            code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
+            spared = "The other cards work. To use this one as well:" if m.works else ""
+            fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
+        inferred = chip.inferred and not said
+        return Match(
+            (_described(card, chip), last, said), fix, severity="note" if m.works else "error", likely=inferred
+        )
+    return None
+
+
+@rule("K07", "kernel", "the open kernel module cannot drive this card")
+def open_too_early(m: Case) -> Match | None:
+    """The open flavour, and a card older than Turing."""
+    said = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
+    return _wrong_flavour(m, "open", "impossible", said)
+
+
+@rule("K08", "kernel", "this card needs the open kernel module")
+def open_required(m: Case) -> Match | None:
+    """The proprietary flavour, and a card of Blackwell or later."""
+    return _wrong_flavour(m, "proprietary", "required", r"requires use of the NVIDIA open kernel modules")
+
+
+def _wrong_flavour(m: Case, flavour: str, open_module: str, message: str) -> Match | None:
+    said = m.logged(message)
+    for card, chip, known in _unsupported(m):
+        if known.open_module == open_module and _needs_driver(m) and (m.kernel.flavour == flavour or said):
+            fix = fixes.install_driver(m, at_least=_branch(m) if open_module == "required" else 0)
+            return Match((_described(card, chip), m.kernel_line, said), fix, likely=chip.inferred and not said)
+    return None
+
+
+@rule("K09", "kernel", "the driver is too old for this card")
+def driver_too_old(m: Case) -> Match | None:
+    """The driver's branch is older than the first one for the card, or the kernel log says so."""
+    if not _needs_driver(m):
+        return None
+    branch = _branch(m)
+    for card, chip, _ in _unsupported(m):
+        first = first_branch(chip.capability) if chip.capability else 0
+        if 0 < branch < first:
+            since = f"its first driver branch is {first}, and branch {branch} is installed"
+            return Match((_described(card, chip), since), fixes.install_driver(m), likely=chip.inferred)
+    said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
+    return Match((*m.card_lines, said), fixes.install_driver(m)) if said else None
+
+
+@rule("K12", "kernel", "the driver's firmware file is missing")
+def firmware(m: Case) -> Match | None:
+    """The kernel log names the file; or its directory does not exist and the card is not initialized."""
+    said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
+    kernel = m.kernel
+    gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
+    loaded = any(card.firmware == kernel.version for card in kernel.gpus)
+    if not _needs_driver(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
+        return None
+    missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
+    evidence = (m.kernel_line, missing, said, m.nvml_answer)
+    if m.surroundings.container:
+        return Match(evidence, fixes.install_driver(m), likely=not said)
+    package = f"nvidia-firmware-{_branch(m)}-{kernel.version}"
+    again = fixes.system_package(m, apt=f"--reinstall {package}", pacman="nvidia-utils", dnf="nvidia-kmod-common")
+    return Match(evidence, (*again, _rebuild_initramfs(m), fixes.reboot(m)), likely=not said)
+
+
+# -- a driver that is not installed, or not loaded
+
+
+@rule("K04", "kernel", "the card is bound to nouveau, not to NVIDIA's driver")
+def nouveau(m: Case) -> Match | None:
+    """No card is bound to nvidia, but one to nouveau or nova."""
+    drivers = {card.driver for card in m.hardware.gpus}
     held = drivers.intersection(_NOUVEAU)
-    if not applies(machine) or not held or "nvidia" in drivers:
+    if not _needs_driver(m) or not held or "nvidia" in drivers:
         return None
-    if machine.surroundings.container:
-        return Seen(card_line(machine), fixes.install_driver(machine))
-    installed = machine.platform.kernel in (machine.kernel.built_for or ())
+    if m.surroundings.container or m.platform.kernel not in (m.kernel.built_for or ()):
+        return Match(m.card_lines, fixes.install_driver(m))
     blacklist = (
-        "NVIDIA's module is installed; keep the other one from loading (needs root and a reboot):",
-        fixes.write_line(machine, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
-        *initramfs_lines(machine),
-        fixes.reboot(machine),
+        "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
+        fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
+        _rebuild_initramfs(m),
+        fixes.reboot(m),
     )
-    return Seen(card_line(machine), blacklist if installed else fixes.install_driver(machine))
+    return Match(m.card_lines, blacklist)
 
 
-@TABLE.row(
-    "K05",
-    "the card is set aside for virtual machines (vfio-pci)",
-    about="""The card is bound to vfio-pci: the host gives it away to virtual machines, and no program on the host
-itself can use it. nvidia-smi on the host lists nothing; inside the virtual machine the card works.""",
-    fix="""Run inside the virtual machine that gets the card; or stop it, take the card's ids out of the vfio-pci
-options (kernel command line, /etc/modprobe.d), rebuild the initial RAM disk and reboot.""",
-    sources=("https://github.com/NVIDIA/gpu-operator",),
-)
-def vfio(machine: Machine) -> Seen | None:
+@rule("K05", "kernel", "the card is reserved for virtual machines (vfio-pci)")
+def vfio(m: Case) -> Match | None:
     """Every NVIDIA card is bound to vfio-pci."""
-    if not applies(machine) or {card.driver for card in machine.hardware.gpus} != {"vfio-pci"}:
+    if not _needs_driver(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
         return None
-    ids = ",".join(sorted({f"10de:{card.device:04x}" for card in machine.hardware.gpus}))
+    ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
     fix = (
-        "Run torch inside the virtual machine that gets the card. Or, to have it back on the host:",
-        f"Take {ids} out of vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
+        "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
+        f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
         "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
         "Then rebuild the initial RAM disk and reboot (needs root).",
     )
-    return Seen(card_line(machine), (*fixes.on_host(machine), *fix), severity=unmet(machine))
+    return Match(m.card_lines, (*fixes.on_host(m), *fix), severity=m.no_gpu_severity)
 
 
-def _idle(machine: Machine) -> bool:
-    """Whether the module is not loaded, and for no reason that an earlier row knows."""
-    held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in machine.hardware.gpus)
-    return applies(machine) and machine.kernel.loaded is False and not held and not misfit(machine)
+def _module_missing(m: Case) -> bool:
+    """Whether the module is not loaded, without a reason that an earlier rule reports."""
+    held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
+    return _needs_driver(m) and m.kernel.loaded is False and not held and not m.driver_misfit
 
 
-@TABLE.row(
-    "K02",
-    "the running kernel has no NVIDIA module, another one has",
-    about="""NVIDIA's module is built for one kernel at a time. After a kernel update the running kernel has none,
-because the headers were missing, the build failed, or the packages are out of step; or the update took away the
-module of the old kernel, which runs until the next reboot. nvidia-smi says "NVIDIA-SMI has
-failed because it couldn't communicate with the NVIDIA driver".
+def _there(m: Case) -> str:
+    return f"nvidia.ko exists for the running kernel {m.platform.kernel}"
 
-It is told by nvidia.ko, which is there for another kernel under /lib/modules and not for the running one.""",
-    fix="""Where a newer kernel has the module: reboot. Otherwise install the headers of the running kernel and have
-the module built (dkms autoinstall, Fedora: akmods --force), or boot the older kernel for now.""",
-    avoid="Reinstalling CUDA or torch: neither holds a kernel module.",
-    sources=(
-        "https://github.com/NVIDIA/nvidia-docker/issues/291",
-        "https://github.com/NVIDIA/nvidia-docker/issues/481",
-    ),
-)
-def other_kernel(machine: Machine) -> Seen | None:
-    """nvidia.ko exists, and not for the running kernel."""
-    built, running = machine.kernel.built_for, machine.platform.kernel
-    if not _idle(machine) or not built or not running or running in built:
+
+@rule("K02", "kernel", "the NVIDIA module is built for another kernel, not the running one")
+def other_kernel(m: Case) -> Match | None:
+    """nvidia.ko exists, but not for the running kernel."""
+    built, running = m.kernel.built_for, m.platform.kernel
+    if not _module_missing(m) or not built or not running or running in built:
         return None
-    evidence = (
-        loaded_line(machine),
-        f"the running kernel is {running}, nvidia.ko is there for {', '.join(built[:3])}",
-    )
+    others = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}"
     newer = [version for version in built if _numbers(version) > _numbers(running)]
     if newer:
-        title = "the kernel was updated, and the old one that still runs has no NVIDIA module"
-        now = (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(machine))
-        return Seen(evidence, now, title)
-    return Seen(evidence, (*_build_module(machine), f"Or reboot into the kernel {built[0]} for now."))
+        title = "the kernel was updated, and the old one that is still running has no NVIDIA module"
+        now = (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(m))
+        return Match((m.kernel_line, others), now, title)
+    return Match((m.kernel_line, others), (*_build_module(m), f"Or reboot into the kernel {built[0]} for now."))
 
 
 def _numbers(kernel: str) -> tuple[int, ...]:
@@ -133,166 +210,115 @@ def _numbers(kernel: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", kernel.partition("+")[0]))
 
 
-def _build_module(machine: Machine) -> tuple[str, ...]:
-    """Have the module built for the running kernel, in the distribution's way."""
-    like = (machine.platform.distribution, *machine.platform.distribution_like)
+def _build_module(m: Case) -> Lines:
+    """Build the module for the running kernel, with the distribution's tools."""
+    like = (m.platform.distribution, *m.platform.distribution_like)
     headers = fixes.system_package(
-        machine,
+        m,
         apt="linux-headers-$(uname -r)",
         dnf="kernel-devel-$(uname -r)",
         zypper="kernel-default-devel",
         pacman="linux-headers",
     )
-    fedora = like[0] == "fedora"
-    steps = (
-        fixes.sudo(machine, "akmods --force" if fedora else "dkms autoinstall"),
-        fixes.sudo(machine, "modprobe nvidia"),
-    )
+    build = fixes.sudo(m, "akmods --force" if like[0] == "fedora" else "dkms autoinstall")
+    steps = (*headers, build, fixes.sudo(m, "modprobe nvidia"))
     if "ubuntu" not in like:
-        return (*headers, *steps)
+        return steps
     return (
-        "Where the module is built here (package nvidia-dkms-…):",
-        *headers,
+        "If the module is built on this machine (package nvidia-dkms-…):",
         *steps,
-        "Where Ubuntu's own is used (linux-modules-nvidia-…), install it for this kernel; this finds the name:",
+        "If Ubuntu's prebuilt module is used (linux-modules-nvidia-…), install it for this kernel. Its name:",
         "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)",
     )
 
 
-@TABLE.row(
-    "K03",
-    "Secure Boot rejects NVIDIA's module",
-    about="""With Secure Boot the kernel loads only modules signed by a key it trusts. A module that was built on
-this machine is signed by a key of its own, which the firmware must be told to trust: "modprobe: ERROR: could not
-insert 'nvidia': Key was rejected by service".
-
-It is told by the firmware's SecureBoot variable and an nvidia.ko that is there for the running kernel and not
-loaded.""",
-    fix="""Enrol the key that signed the module (mokutil --import) and confirm it at the next start; or take a
-driver package that the distribution signs; or turn Secure Boot off in the firmware.""",
-    sources=("https://github.com/lcp/mokutil/issues/61", "https://github.com/acidanthera/bugtracker/issues/2237"),
-)
-def secure_boot(machine: Machine) -> Seen | None:
+@rule("K03", "kernel", "Secure Boot rejects NVIDIA's module")
+def secure_boot(m: Case) -> Match | None:
     """Secure Boot is on, the module is built for this kernel, and it is not loaded."""
-    said = logged(machine, _REJECTED)
-    here = machine.platform.kernel in (machine.kernel.built_for or ())
-    if not _idle(machine) or not machine.kernel.secure_boot or not (here or said):
+    said = m.logged(_REJECTED)
+    here = m.platform.kernel in (m.kernel.built_for or ())
+    if not _module_missing(m) or not m.kernel.secure_boot or not (here or said):
         return None
-    there = f"nvidia.ko is there for the running kernel {machine.platform.kernel}" if here else ""
-    evidence = ("Secure Boot is on", *filter(None, (loaded_line(machine), there, said)))
-    fix = (
-        "See what the kernel says; 'Key was rejected by service' confirms it:",
-        *host_lines(machine, "modprobe nvidia"),
-        "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
-        *host_lines(machine, f"mokutil --import {_key(machine)}"),
-        fixes.reboot(machine),
-        "Or turn Secure Boot off in the firmware's settings.",
-    )
-    return Seen(evidence, fix, likely=not said)
-
-
-def _key(machine: Machine) -> str:
     keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
-    return keys.get(machine.platform.distribution, "/var/lib/dkms/mok.pub")
+    key = keys.get(m.platform.distribution, "/var/lib/dkms/mok.pub")
+    fix = (
+        "Look at what the kernel says; 'Key was rejected by service' confirms it:",
+        *m.on_host("modprobe nvidia"),
+        "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
+        *m.on_host(f"mokutil --import {key}"),
+        fixes.reboot(m),
+        "Or disable Secure Boot in the firmware settings.",
+    )
+    return Match(("Secure Boot is on", m.kernel_line, _there(m) if here else "", said), fix, likely=not said)
 
 
-@TABLE.row(
-    "K01",
-    "NVIDIA's kernel driver is not installed",
-    about="""The card is on the bus and no NVIDIA module is loaded: nothing can reach the card. nvidia-smi is
-missing or says "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the
-latest NVIDIA driver is installed and running."; torch says "Found no NVIDIA driver on your system."
-
-It is told by /sys/module/nvidia and /proc/driver/nvidia/version, which are not there, and no nvidia.ko under
-/lib/modules.""",
-    fix="Install the driver with your distribution's packages and reboot.",
-    avoid="""Installing the CUDA toolkit for it: a torch wheel brings its own CUDA libraries and needs only the
-driver.""",
-    sources=("https://github.com/vllm-project/vllm/issues/27268",),
-)
-def not_loaded(machine: Machine) -> Seen | None:
-    """The module is not loaded, for none of the reasons that other rows know."""
-    if not _idle(machine) or other_kernel(machine) or secure_boot(machine):
+@rule("K01", "kernel", "NVIDIA's kernel driver is not installed")
+def not_loaded(m: Case) -> Match | None:
+    """The module is not loaded, without a reason that other rules report."""
+    if not _module_missing(m) or m.fires("K02", "K03"):
         return None
-    built = machine.kernel.built_for
-    evidence = (*card_line(machine), loaded_line(machine))
-    if machine.surroundings.container:
-        fix = ("Run transload doctor on the host: it can see there why.", *fixes.install_driver(machine))
-        return Seen(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
+    built = m.kernel.built_for
+    evidence = (*m.card_lines, m.kernel_line)
+    if m.surroundings.container:
+        fix = ("Run transload doctor on the host, where it can find out why.", *fixes.install_driver(m))
+        return Match(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
     if built == ():
-        return Seen((*evidence, "there is no nvidia.ko under /lib/modules"), fixes.install_driver(machine))
-    if isinstance(built, Unknown):
-        unclear = f"whether it is installed could not be found out: {built.reason}"
-        fix = (*_load(machine), "If there is no such module:", *fixes.install_driver(machine))
-        return Seen((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
-    there = f"nvidia.ko is there for the running kernel {machine.platform.kernel}"
-    return Seen((*evidence, there), _load(machine), "NVIDIA's kernel driver is installed and not loaded")
-
-
-def _load(machine: Machine) -> tuple[str, ...]:
-    return (
-        "Load it, and read what it says (needs root):",
-        fixes.sudo(machine, "modprobe nvidia"),
-        fixes.sudo(machine, "dmesg | grep -iE 'nvidia|NVRM' | tail -n 20"),
-        "If nothing happens, see whether it is blacklisted:",
+        return Match((*evidence, "there is no nvidia.ko under /lib/modules"), fixes.install_driver(m))
+    load = (
+        "Load it, and read its messages (needs root):",
+        fixes.sudo(m, "modprobe nvidia"),
+        fixes.sudo(m, "dmesg | grep -iE 'nvidia|NVRM' | tail -n 20"),
+        "If nothing happens, check whether it is blacklisted:",
         "$ grep -rn nvidia /etc/modprobe.d /usr/lib/modprobe.d",
     )
+    if isinstance(built, Unknown):
+        unclear = f"could not determine whether it is installed: {built.reason}"
+        fix = (*load, "If there is no such module:", *fixes.install_driver(m))
+        return Match((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
+    return Match((*evidence, _there(m)), load, "NVIDIA's kernel driver is installed but not loaded")
 
 
-@TABLE.row(
-    "K10",
-    "heterogeneous memory management keeps the CUDA driver from starting",
-    about="""The open module's nvidia_uvm asks the kernel for a range of physical addresses as large as the card's
-memory. With address randomisation (KASLR) on some machines none is left, and cuInit answers 3 while nvidia-smi
-works: "CUDA driver initialization failed, you might not have a CUDA gpu." The kernel's log says "nvidia-uvm: …
-request_free_mem_region() err -34".
+# -- a driver that is loaded, but does not work
 
-It is told by cuInit 3 with NVML at work, the open module, and uvm_disable_hmm = N.""",
-    fix="""Turn the feature off: options nvidia_uvm uvm_disable_hmm=1 in /etc/modprobe.d, and load nvidia_uvm again.
-Booting with nokaslr also helps, and costs a protection.""",
-    sources=(f"{_TREE}/947", f"{_TREE}/901", f"{_TREE}/797", "https://github.com/ollama/ollama/issues/11593"),
-)
-def hmm(machine: Machine) -> Seen | None:
-    """CuInit 3, NVML at work, the open module with HMM on, and KASLR not known to be off."""
-    kernel = machine.kernel
+
+@rule("K10", "kernel", "heterogeneous memory management (HMM) prevents the CUDA driver from starting")
+def hmm(m: Case) -> Match | None:
+    """CuInit 3, a working NVML, the open module with HMM, and KASLR not known to be off."""
+    kernel = m.kernel
     on = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
-    if not broken(machine) or code(machine) != 3 or not nvml_ok(machine) or not on:
+    if not m.broken or m.code != 3 or not m.nvml_works or not on:
         return None
-    said = logged(machine, r"request_free_mem_region\(\) err -?\d+")
+    said = m.logged(r"request_free_mem_region\(\) err -?\d+")
     parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
-    evidence = tuple(filter(None, (answer_line(machine), nvml_line(machine), loaded_line(machine), parameter, said)))
-    fix = fixes.modprobe_option(machine, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
-    return Seen(evidence, fix, likely=not said)
+    fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
+    return Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
 
 
-@TABLE.row(
-    "K11",
-    "nvidia_uvm did not survive a suspend",
-    about="""After suspend and resume the module nvidia_uvm can be left in a state in which cuInit answers 999 while
-nvidia-smi works and everything else looks right: "CUDA unknown error - this may be due to an incorrectly set up
-environment". The text blames CUDA_VISIBLE_DEVICES, wrongly.
-
-It is likely where the machine has been suspended since it booted and no other reason for 999 is seen; reloading the
-module proves it.""",
-    fix="""Reload the module with no program on the GPU: sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm. To
-prevent it, enable nvidia-suspend.service and nvidia-resume.service and set NVreg_PreserveVideoMemoryAllocations=1.""",
-    likely=True,
-    sources=("https://github.com/pytorch/pytorch/issues/88639",),
-)
-def suspended(machine: Machine) -> Seen | None:
-    """CuInit 999, NVML at work, a sound /dev/nvidia-uvm, and a suspend since boot."""
-    node, times = machine.nodes.at(UVM), machine.platform.suspends
-    sound = node.exists and not node.error and node.major == machine.nodes.majors.get("nvidia-uvm")
-    if not broken(machine) or code(machine) != 999 or not nvml_ok(machine) or not sound or not times:
+@rule("K11", "kernel", "the nvidia_uvm module is broken after a suspend", likely=True)
+def suspended(m: Case) -> Match | None:
+    """CuInit 999, a working NVML, a correct /dev/nvidia-uvm, and a suspend since boot."""
+    node, times = m.nodes.at(UVM), m.platform.suspends
+    sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
+    if not m.broken or m.code != 999 or not m.nvml_works or not sound or not times:
         return None
     since = f"the machine was suspended {times} time{'' if times == 1 else 's'} since it booted"
-    evidence = (answer_line(machine), nvml_line(machine), f"{UVM} opens", since)
     fix = (
-        "With no program using the GPU:",
-        *host_lines(machine, "modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
+        "While no program uses the GPU:",
+        *m.on_host("modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
         "To prevent it:",
-        *host_lines(machine, "systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
+        *m.on_host("systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
         "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
-        "That line belongs into /etc/modprobe.d/nvidia-power.conf on the machine itself.",
+        "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
     )
-    return Seen(evidence, fix)
+    return Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
+
+
+@rule("W01", "kernel", "Windows has no NVIDIA driver", likely=True)
+def windows_driver(m: Case) -> Match | None:
+    """On Windows the driver's library is not found; only a note if no card is known."""
+    first = m.torch.first
+    if m.platform.system != "Windows" or not m.no_libcuda or first is None or not first.cuda:
+        return None
+    step = m.failed("init")
+    evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
+    return Match(evidence, fixes.install_driver(m), severity="error" if m.has_nvidia else "note")

@@ -1,4 +1,4 @@
-"""The user's half of the driver: which libcuda.so.1 a process gets, and whether it fits the kernel's half."""
+"""The driver's libraries: which libcuda.so.1 a process gets, and whether it matches the kernel driver."""
 
 from __future__ import annotations
 
@@ -7,382 +7,290 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.rules import wsl
-from transload.diagnose.rules.row import Seen, Table
-from transload.diagnose.rules.signs import (
-    CONTROL,
-    absent,
-    answer_line,
-    broken,
-    code,
-    fails,
-    mismatched,
-    nvml_line,
-    relief_line,
-    relieved,
-    taken,
-    works,
-)
-from transload.diagnose.rules.withheld import withheld
+from transload.diagnose.case import CONTROL, Case
+from transload.diagnose.rules.rule import Lines, Match, rule
 from transload.diagnose.tables import is_data_centre, numbers_of
 
 if TYPE_CHECKING:
-    from transload.machine import Library, Machine
+    from transload.machine import Library
 
-__all__ = ["TABLE", "drop_library", "library_line"]
-
-TABLE = Table("libraries")
-TABLE.rows.extend(wsl.TABLE.rows)
-
-Lines = tuple[str, ...]
+__all__ = ["drop_library", "library_line"]
 
 _VERSION_MISMATCH = 18  # of NVML
 _NO_JIT = 221
-
-
-def _refused(machine: Machine) -> bool:
-    """Whether libcuda.so.1 answered, and no."""
-    return fails(machine) and machine.driver.cuda.answer.answered and not absent(machine) and not withheld(machine)
-
-
-def library_line(lib: Library) -> str:
-    """Which libcuda.so.1 a process gets, and how the loader comes to it."""
-    leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
-    return f"libcuda.so.1 is {lib.path}{leads}, by {lib.via or 'the loader'}"
+_UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 
 def _folder(lib: Library) -> str:
     return lib.path.rpartition("/")[0]
 
 
-def _is_systems(path: str) -> bool:
-    """Whether a folder is the system's own: to take it from the loader would break every program."""
-    return bool(re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", path))
+def library_line(lib: Library | None) -> str:
+    """Which libcuda.so.1 a process gets, and how the loader finds it."""
+    if lib is None:
+        return ""
+    leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
+    return f"libcuda.so.1 is {lib.path}{leads}, found through {lib.via or 'the loader'}"
 
 
-def drop_library(machine: Machine, lib: Library) -> Lines:
-    """Keep the loader from taking a library."""
+def drop_library(m: Case, lib: Library) -> Lines:
+    """Prevent the loader from using a library."""
+    folder = _folder(lib)
+    systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
     if lib.via == "LD_LIBRARY_PATH":
-        return fixes.drop_folder(machine, "LD_LIBRARY_PATH", _folder(lib))
+        return fixes.drop_folder(m, "LD_LIBRARY_PATH", folder)
     if lib.via == "LD_PRELOAD":
-        return fixes.unset(machine, "LD_PRELOAD")
+        return fixes.unset(m, "LD_PRELOAD")
     if lib.via == "ld.so.preload":
-        return (f"Take {lib.path} out of /etc/ld.so.preload, and leave what else stands there (needs root).",)
-    if lib.via == "ld.so.cache" and not _is_systems(_folder(lib)):
+        return (f"Remove {lib.path} from /etc/ld.so.preload, and keep the other lines (needs root).",)
+    if lib.via == "ld.so.cache" and not systems:
         return (
-            f"Take {_folder(lib)} out of the loader's configuration, where this finds it:",
-            f"$ grep -rn {quote(_folder(lib))} /etc/ld.so.conf /etc/ld.so.conf.d",
-            fixes.sudo(machine, "ldconfig"),
+            f"Remove {folder} from the loader's configuration; this finds it:",
+            f"$ grep -rn {quote(folder)} /etc/ld.so.conf /etc/ld.so.conf.d",
+            fixes.sudo(m, "ldconfig"),
         )
-    return (fixes.sudo(machine, f"rm {quote(lib.path)}"), fixes.sudo(machine, "ldconfig"))
+    return (fixes.sudo(m, f"rm {quote(lib.path)}"), fixes.sudo(m, "ldconfig"))
 
 
-def _better(machine: Machine, lib: Library) -> Lines:
+def _better(m: Case, lib: Library) -> str:
     """Where the driver's own library is, as evidence that dropping the other one leaves a good one."""
-    others = (each for each in machine.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
-    return tuple(f"the driver's own is {each.path}" for each in others if not each.problem)[:1]
+    others = (each for each in m.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
+    return next((f"the driver's own is {each.path}" for each in others if not each.problem), "")
 
 
-@TABLE.row(
-    "U04",
-    "libcuda.so.1 is the toolkit's stub",
-    about="""The CUDA toolkit holds a stub of libcuda for linking on machines without a driver, in …/lib64/stubs. It
-has the functions and does nothing: cuInit answers 34, "CUDA driver is a stub library". A folder stubs on
-LD_LIBRARY_PATH, put there for a build, is the usual way to it; torch.cuda.device_count() may still say 1, because
-NVML is not stubbed.
+def _versions(m: Case, lib: Library | None) -> str:
+    if lib is None or not (lib.version and m.kernel.version):
+        return ""
+    return f"it is version {lib.version}, but the kernel driver is {m.kernel.version}"
 
-It is told by the answer 34, or the folder of the libcuda.so.1 that the loader takes.""",
-    fix="Take the stubs folder off LD_LIBRARY_PATH; for linking, LIBRARY_PATH or -L is enough.",
-    sources=(
-        "https://github.com/numba/numba/issues/8985",
-        "https://github.com/NVIDIA/warp/issues/219",
-        "https://github.com/pytorch/pytorch/issues/160179",
-    ),
-)
-def stub(machine: Machine) -> Seen | None:
-    """The driver answered 34, or the library in use is a stub."""
-    lib = taken(machine)
-    is_stub = lib is not None and lib.kind == "stub"
-    if not _refused(machine) or not (code(machine) == 34 or is_stub):
+
+def _search(m: Case, folder: str, file: str) -> Lines:
+    """Let the loader look into a folder; for this shell only on NixOS, which has no file for it."""
+    value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
+    shell = fixes.set_variable(m, "LD_LIBRARY_PATH", value)
+    if m.platform.distribution == "nixos":
+        return shell
+    write = fixes.write_line(m, folder, file=f"/etc/ld.so.conf.d/{file}")
+    return (write, fixes.sudo(m, "ldconfig"), "Or, for this shell only:", *shell)
+
+
+# -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
+
+
+@rule("U11", "libraries", "WSL 1 does not support GPUs")
+def first_wsl(m: Case) -> Match | None:
+    """WSL 1: a note, since whether Windows has a card cannot be seen."""
+    if m.surroundings.wsl != 1 or m.works:
+        return None
+    fix = ("If Windows has an NVIDIA card, in PowerShell:", "$ wsl -l -v", "$ wsl --set-version DISTRIBUTION 2")
+    return Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
+
+
+@rule("U09", "libraries", "a Linux driver inside WSL hides the Windows driver")
+def second_driver(m: Case) -> Match | None:
+    """WSL 2, and the libcuda.so.1 in use is that of a Linux driver."""
+    lib = m.libcuda
+    if m.surroundings.wsl != 2 or not m.fails or lib is None or lib.kind != "driver":
+        return None
+    own = (f"the Windows driver's own is {each.path}" for each in m.driver.libraries.cuda or () if each.kind == "wsl")
+    purge = {
+        "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
+        "dnf": "dnf remove '*nvidia*'",
+    }
+    command = purge.get(m.platform.package_manager, f"rm {lib.path}")
+    fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
+    if lib.via == "LD_LIBRARY_PATH":
+        fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
+    return Match(
+        (f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}", next(own, ""), m.answer, m.relief), fix
+    )
+
+
+@rule("U08", "libraries", "WSL does not get the GPU from Windows")
+def not_given(m: Case) -> Match | None:
+    """WSL 2 outside a container: a library the loader does not find, no /dev/dxg, or a driver without a device."""
+    if m.surroundings.wsl != 2 or m.surroundings.container or not m.broken or m.fires("U09"):
+        return None
+    own = next((lib for lib in m.driver.libraries.cuda or () if lib.kind == "wsl"), None)
+    update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
+    steps = (update, *_UPDATE_WSL)
+    if m.no_libcuda and own:
+        there = f"{own.path} exists, but the loader does not search {_folder(own)}"
+        return Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
+    if m.no_libcuda:  # only an error if torch was installed to use one
+        meant = m.torch.first is not None and not m.torch.first.cpu_only
+        title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
+        evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
+        fix = ("If Windows has an NVIDIA card:", *steps)
+        return Match(evidence, fix, title, "error" if meant else "note", likely=meant)
+    if not m.hardware.dxg:
+        return Match(("/dev/dxg does not exist", m.answer), steps)
+    if m.code == 100:
+        return Match(("/dev/dxg exists", m.answer), steps, likely=True)
+    return None
+
+
+# -- the wrong libcuda.so.1
+
+
+@rule("U04", "libraries", "libcuda.so.1 is the toolkit's stub")
+def stub(m: Case) -> Match | None:
+    """The driver returned 34, or the library in use is a stub."""
+    lib = m.libcuda
+    if not m.refused or not (m.code == 34 or (lib is not None and lib.kind == "stub")):
         return None
     if lib is None:
-        return Seen((answer_line(machine),), ("Take every folder named stubs off LD_LIBRARY_PATH.",))
-    evidence = (library_line(lib), answer_line(machine), *_better(machine, lib), *relief_line(machine))
-    return Seen(evidence, drop_library(machine, lib))
+        return Match((m.answer,), ("Remove every stubs directory from LD_LIBRARY_PATH.",))
+    return Match((library_line(lib), m.answer, _better(m, lib), m.relief), drop_library(m, lib))
 
 
-@TABLE.row(
-    "U02",
-    "a CUDA compatibility library does not fit the driver",
-    about="""CUDA images carry libcuda.so.1 of a newer driver in /usr/local/cuda/compat, for hosts with an older
-one. Where the host's driver is as new or newer, or the compat library is not made for it, it takes the place of the
-right one: "Error 803: system has unsupported display driver / cuda driver combination".
-
-It is told by the folder of the libcuda.so.1 that was loaded, and by the driver starting without it.""",
-    fix="""Take the compat folder off LD_LIBRARY_PATH and out of /etc/ld.so.conf.d (a file of the package
-cuda-compat-…), or use an image that is not newer than the host's driver.""",
-    avoid="Updating torch: its CUDA version is not the one that clashes.",
-    sources=(
-        "https://github.com/NVIDIA/nvidia-docker/issues/1256",
-        "https://github.com/llm-d/llm-d/issues/706",
-        "https://github.com/easydiffusion/easydiffusion/issues/379",
-    ),
-)
-def compat(machine: Machine) -> Seen | None:
+@rule("U02", "libraries", "a CUDA compatibility library does not match the driver")
+def compat(m: Case) -> Match | None:
     """A compat library, and 803 or a driver that starts without it."""
-    lib = taken(machine)
-    if lib is None or lib.kind != "compat" or not _refused(machine) or code(machine) == 804:
+    lib = m.libcuda
+    if lib is None or lib.kind != "compat" or not m.refused or m.code == 804:
         return None
-    proven = "LD_LIBRARY_PATH" in relieved(machine)
-    if code(machine) != 803 and not proven:
+    if m.code != 803 and "LD_LIBRARY_PATH" not in m.works_without:
         return None
-    versions = _versions(machine, lib)
-    evidence = (library_line(lib), *versions, answer_line(machine), *_better(machine, lib), *relief_line(machine))
-    return Seen(evidence, drop_library(machine, lib))
+    evidence = (library_line(lib), _versions(m, lib), m.answer, _better(m, lib), m.relief)
+    return Match(evidence, drop_library(m, lib))
 
 
-def _versions(machine: Machine, lib: Library) -> Lines:
-    kernel = machine.kernel.version
-    return (f"it is of {lib.version}, the kernel driver of {kernel}",) if lib.version and kernel else ()
-
-
-@TABLE.row(
-    "U03",
-    "forward compatibility does not work on this card",
-    about="""A compat libcuda, of a newer driver than the kernel's, works on data-centre cards only, on some RTX
-servers and on Jetson. On a GeForce card cuInit answers 804, "forward compatibility was attempted on non supported
-HW". The same answer comes from libraries that were updated while the old kernel driver is still loaded.
-
-It is told by the answer 804 and the libcuda.so.1 that was loaded.""",
-    fix="""Take the compat library out of the way, as for U02, and update the host's driver instead. After a driver
-update: reboot.""",
-    sources=(
-        "https://github.com/NVIDIA/TensorRT-LLM/issues/1806",
-        "https://github.com/SYSTRAN/faster-whisper/issues/653",
-        "https://docs.nvidia.com/deploy/cuda-compatibility/forward-compatibility.html",
-    ),
-)
-def forward(machine: Machine) -> Seen | None:
-    """804, by a compat library or by one that is not known."""
-    lib = taken(machine)
-    if not _refused(machine) or code(machine) != 804 or mismatch(machine):
+@rule("U03", "libraries", "forward compatibility does not work on this card")
+def forward(m: Case) -> Match | None:
+    """804, with a compat library or an unknown one."""
+    lib = m.libcuda
+    if not m.refused or m.code != 804 or m.fires("U01"):
         return None
-    names = [*(gpu.name for gpu in machine.driver.nvml.gpus), *(gpu.model for gpu in machine.kernel.gpus)]
-    plain = tuple(f"{name} is no data-centre card" for name in names if name and not is_data_centre(name))[:1]
-    driver = ("Or update the host's driver, which needs no compat library then:", *fixes.install_driver(machine))
+    names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
+    plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
+    driver = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
     if lib is None or lib.kind != "compat":
-        which = (library_line(lib),) if lib else ()
-        restart = (fixes.reboot(machine),)
-        return Seen((answer_line(machine), *which, *plain, *relief_line(machine)), (*restart, *driver), likely=True)
-    evidence = (library_line(lib), *_versions(machine, lib), answer_line(machine), *plain, *relief_line(machine))
-    return Seen(evidence, (*drop_library(machine, lib), *driver))
+        return Match((m.answer, library_line(lib), plain, m.relief), (fixes.reboot(m), *driver), likely=True)
+    evidence = (library_line(lib), _versions(m, lib), m.answer, plain, m.relief)
+    return Match(evidence, (*drop_library(m, lib), *driver))
 
 
-@TABLE.row(
-    "U01",
-    "the driver's libraries and its kernel module are of different versions",
-    about="""After a driver update the new libraries are on the disk and the old module is still loaded, until a
-reboot. nvidia-smi says "Failed to initialize NVML: Driver/library version mismatch"; torch shows Error 803 or 804.
-Unattended upgrades do it over night. It also comes from a second driver installed in another way (a .run file
-beside packages), and from a libcuda.so.1 copied somewhere.
-
-It is told by NVML's answer 18, by cuInit 803, and by the version in the file's name against
-/sys/module/nvidia/version.""",
-    fix="""Reboot; or with no program on the GPU unload the modules and load them again. Where the libraries are the
-older half, reinstall the driver. To keep updates from surprising you: sudo apt-mark hold nvidia-driver-….""",
-    avoid="Reinstalling torch or CUDA: neither holds any part of the driver.",
-    sources=(
-        "https://github.com/pytorch/pytorch/issues/40671",
-        "https://github.com/rapidsai/cusignal/issues/398",
-    ),
-)
-def mismatch(machine: Machine) -> Seen | None:
+@rule("U01", "libraries", "the driver's libraries and its kernel module have different versions")
+def mismatch(m: Case) -> Match | None:
     """NVML 18, libraries of another release, or 803 without a compat library."""
-    lib, other = taken(machine), mismatched(machine)
-    told = machine.driver.nvml.init == _VERSION_MISMATCH
-    if not _refused(machine) or machine.surroundings.wsl or (lib is not None and lib.kind in ("compat", "stub")):
+    lib, other = m.libcuda, m.mismatched
+    if not m.refused or m.surroundings.wsl or (lib is not None and lib.kind in ("compat", "stub")):
         return None
-    if not told and code(machine) != 803 and (other is None or not _telling(machine)):
+    told = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
+    # only the version explains the error: no variable does, or it is the one that names the directory
+    telling = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
+    if not told and (other is None or not telling):
         return None
-    which = (library_line(lib), *_versions(machine, lib)) if lib else ()
-    evidence = (*which, answer_line(machine), nvml_line(machine), *relief_line(machine))
-    return Seen(evidence, _align(machine, other or lib))
+    evidence = (library_line(lib), _versions(m, lib), m.answer, m.nvml_answer, m.relief)
+    return Match(evidence, _align(m, other or lib))
 
 
-def _telling(machine: Machine) -> bool:
-    """Whether nothing but the version explains the answer: no variable does, or it is the one that names the folder."""
-    return not relieved(machine) or "LD_LIBRARY_PATH" in relieved(machine)
-
-
-def _align(machine: Machine, lib: Library | None) -> Lines:
+def _align(m: Case, lib: Library | None) -> Lines:
     if lib is not None and lib.via.startswith("LD_"):
-        return drop_library(machine, lib)
-    kernel, library = numbers_of(machine.kernel.version), numbers_of(lib.version) if lib else ()
-    if machine.surroundings.container:
-        return ("Start the container anew, so that it gets the host's libraries:", *fixes.give_gpu(machine))
+        return drop_library(m, lib)
+    kernel, library = numbers_of(m.kernel.version), numbers_of(lib.version) if lib else ()
+    if m.surroundings.container:
+        return ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
     if kernel and library and library < kernel:
-        return (
-            f"The libraries are older than the loaded module {machine.kernel.version}: bring them to its version.",
-            *fixes.install_driver(machine, exactly=kernel[0]),
-        )
-    again = fixes.reload_module(machine)
-    return (fixes.reboot(machine), "Or, with no program and no desktop on the GPU:", *again)
+        older = f"The libraries are older than the loaded module {m.kernel.version}: install its version of them."
+        return (older, *fixes.install_driver(m, exactly=kernel[0]))
+    return (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
 
 
-@TABLE.row(
-    "U13",
-    "libcuda.so.1 is not a usable library",
-    about="""What the loader finds under the name libcuda.so.1 cannot be used: an empty file (left in images made by
-docker commit from a GPU container), a text file, a library of another processor, one that lacks the driver's
-functions, or an interposer that takes the driver's place and fails.
-
-It is told by the loader's own words, by a function that every driver has and this file lacks, or by the driver
-starting as soon as the folder is off LD_LIBRARY_PATH.""",
-    fix="Remove the file, or its folder from LD_LIBRARY_PATH; then the driver's own is found, or must be installed.",
-)
-def unusable(machine: Machine) -> Seen | None:
-    """The library cannot be loaded or lacks its functions; or the driver works once its folder is not searched."""
-    lib, answer = taken(machine), machine.driver.cuda.answer
-    if not fails(machine) or absent(machine) or withheld(machine):
+@rule("U13", "libraries", "libcuda.so.1 is not a usable library")
+def unusable(m: Case) -> Match | None:
+    """The library cannot be loaded or lacks its functions; or the driver works once its directory is not searched."""
+    lib, answer = m.libcuda, m.driver.cuda.answer
+    if not m.fails or m.no_gpu or m.withheld:
         return None
     if answer.state not in ("not-loadable", "no-symbol"):
-        return _impostor(machine, lib)
-    problem = (f"{lib.path}: {lib.problem}",) if lib and lib.problem else ()
-    evidence = (*((library_line(lib),) if lib else ()), *problem, answer_line(machine), *relief_line(machine))
+        proven = "LD_LIBRARY_PATH" in m.works_without and lib is not None and lib.via == "LD_LIBRARY_PATH"
+        if lib is None or not proven or m.fires("U04", "U02", "U03", "U01"):
+            return None
+        title = "another libcuda.so.1 is loaded instead of the driver's"
+        return Match((library_line(lib), m.answer, m.relief), drop_library(m, lib), title)
+    problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
+    evidence = (library_line(lib), problem, m.answer, m.relief)
     if lib is None:
-        return Seen(evidence, fixes.install_driver(machine))
+        return Match(evidence, fixes.install_driver(m))
     if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
-        return Seen(evidence, _complete(machine))  # the driver's own, and whole: something else is missing
-    left = _better(machine, lib)
-    own = machine.kernel.loaded is True or machine.surroundings.container
-    inside = _packages(machine, again=True) if own else fixes.install_driver(machine)
-    return Seen((*evidence, *left), (*drop_library(machine, lib), *(() if left else inside)))
-
-
-def _complete(machine: Machine) -> Lines:
-    """What to do about a driver's library that is in order and cannot be loaded."""
-    if "map segment" in machine.driver.cuda.answer.detail:
-        return (
-            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids to run code from it.",
+        # the driver's own, and complete: something else is missing
+        noexec = (
+            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids running code from it."
         )
-    return _packages(machine, again=True)
+        return Match(evidence, (noexec,) if "map segment" in answer.detail else _packages(m, again=True))
+    left = _better(m, lib)
+    own = m.kernel.loaded is True or m.surroundings.container
+    inside = _packages(m, again=True) if own else fixes.install_driver(m)
+    return Match((*evidence, left), (*drop_library(m, lib), *(() if left else inside)))
 
 
-def _impostor(machine: Machine, lib: Library | None) -> Seen | None:
-    proven = "LD_LIBRARY_PATH" in relieved(machine) and lib is not None and lib.via == "LD_LIBRARY_PATH"
-    if lib is None or not proven or any(check(machine) for check in (stub, compat, forward, mismatch)):
-        return None
-    title = "another libcuda.so.1 takes the place of the driver's"
-    return Seen((library_line(lib), answer_line(machine), *relief_line(machine)), drop_library(machine, lib), title)
+# -- no libcuda.so.1
 
 
-def _on_disk(machine: Machine) -> Library | None:
-    """A good libcuda.so.1 that the loader does not see."""
-    found = machine.driver.libraries.cuda or ()
+def _on_disk(m: Case) -> Library | None:
+    """A usable libcuda.so.1 that the loader does not find."""
+    found = m.driver.libraries.cuda or ()
     return next((lib for lib in found if lib.via == "disk" and lib.kind == "driver" and not lib.problem), None)
 
 
-def _no_library(machine: Machine) -> bool:
-    none = machine.driver.cuda.answer.state == "no-library"
-    here = not absent(machine) and not machine.surroundings.wsl and not withheld(machine)
-    return none and broken(machine) and here
+def _not_found(m: Case) -> bool:
+    return m.no_libcuda and m.broken and not m.no_gpu and not m.surroundings.wsl and not m.withheld
 
 
-@TABLE.row(
-    "U05",
-    "libcuda.so.1 is installed where the loader does not look",
-    about="""The driver's library is on the disk and its folder is neither in the loader's cache nor on
-LD_LIBRARY_PATH: torch says "Found no NVIDIA driver on your system" while nvidia-smi works. Usual on NixOS
-(/run/opengl-driver/lib), on Google's container-optimised system (/home/kubernetes/bin/nvidia,
-/usr/local/nvidia/lib64) and after a .run installation without ldconfig.
-
-It is told by looking for the file where drivers put it.""",
-    fix="Name the folder in /etc/ld.so.conf.d and run ldconfig; on NixOS or without root set LD_LIBRARY_PATH.",
-    sources=(
-        "https://github.com/vllm-project/vllm/issues/27268",
-        "https://github.com/NixOS/nixpkgs/issues/278976",
-    ),
-)
-def unlisted(machine: Machine) -> Seen | None:
-    """No libcuda.so.1 for the loader, and a good one on the disk."""
-    lib = _on_disk(machine)
-    if lib is None or not _no_library(machine):
+@rule("U05", "libraries", "libcuda.so.1 is installed where the loader does not look")
+def unlisted(m: Case) -> Match | None:
+    """The loader finds no libcuda.so.1, but a usable one is on the disk."""
+    lib = _on_disk(m)
+    if lib is None or not _not_found(m):
         return None
-    value = ":".join(filter(None, (_folder(lib), machine.variables.get("LD_LIBRARY_PATH"))))
-    shell = fixes.set_variable(machine, "LD_LIBRARY_PATH", value)
-    line = fixes.write_line(machine, _folder(lib), file="/etc/ld.so.conf.d/nvidia.conf")
-    cache = (line, fixes.sudo(machine, "ldconfig"))
-    fix = shell if machine.platform.distribution == "nixos" else (*cache, "Or, for this shell only:", *shell)
-    there = f"{lib.path} is there, and the loader does not look into {_folder(lib)}"
-    # a torch of NixOS or conda may have that folder in its own RUNPATH
-    return Seen((there, answer_line(machine)), fix, likely=machine.torch_run.answer.state == "unasked")
+    there = f"{lib.path} exists, but the loader does not search {_folder(lib)}"
+    # a torch of NixOS or conda may have that directory in its own RUNPATH
+    return Match((there, m.answer), _search(m, _folder(lib), "nvidia.conf"), likely=m.torch_not_run)
 
 
-@TABLE.row(
-    "U06",
-    "only a part of the driver is installed",
-    about="""Distributions split the driver into packages: the kernel module, libcuda (compute), nvidia-smi and NVML
-(utils). With the module and without libcuda.so.1 torch says "Found no NVIDIA driver on your system" although
-nvidia-smi may work; without libnvidia-ml.so.1 CUDA works and nvidia-smi and tools that ask NVML do not.
-
-It is told by the loaded module and the library that is found nowhere.""",
-    fix="Install the missing package in the module's exact version: libnvidia-compute-580 or nvidia-utils-580, say.",
-    sources=(
-        "https://github.com/NVIDIA/nvidia-docker/issues/1163",
-        "https://github.com/NVIDIA/nvidia-docker/issues/876",
-    ),
-)
-def partial(machine: Machine) -> Seen | None:
-    """The module is loaded and libcuda.so.1 is nowhere; or CUDA works and libnvidia-ml.so.1 is nowhere, a note."""
-    loaded = f"the kernel driver {machine.kernel.version} is loaded"
-    own_nvml = machine.surroundings.wsl or machine.hardware.tegra
-    no_nvml = machine.driver.nvml.answer.state == "no-library" and not machine.driver.libraries.nvml
-    if works(machine) and no_nvml and not own_nvml:
-        missing = "libnvidia-ml.so.1 is found nowhere: nvidia-smi and tools that ask NVML will not work"
-        return Seen((missing, "CUDA works"), _packages(machine), "the driver's NVML library is not installed", "note")
-    given = not machine.surroundings.container or machine.nodes.at(CONTROL).exists
-    if not _no_library(machine) or not machine.kernel.loaded or _on_disk(machine) or not given:
+@rule("U06", "libraries", "only part of the driver is installed")
+def partial(m: Case) -> Match | None:
+    """The module is loaded, but there is no libcuda.so.1; or CUDA works without libnvidia-ml.so.1, a note."""
+    own_nvml = m.surroundings.wsl or m.hardware.tegra
+    no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
+    if m.works and no_nvml and not own_nvml:
+        missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
+        return Match((missing, "CUDA works"), _packages(m), "the driver's NVML library is not installed", "note")
+    given = not m.surroundings.container or m.nodes.at(CONTROL).exists
+    if not _not_found(m) or not m.kernel.loaded or _on_disk(m) or not given:
         return None
-    title = "" if machine.driver.libraries.nvml else "the driver's libraries are not installed"
-    return Seen((loaded, "libcuda.so.1 is found nowhere", nvml_line(machine)), _packages(machine), title)
+    title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
+    loaded = f"the kernel driver {m.kernel.version} is loaded"
+    return Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), _packages(m), title)
 
 
-def _packages(machine: Machine, *, again: bool = False) -> Lines:
+def _packages(m: Case, *, again: bool = False) -> Lines:
     """Install the driver's libraries, or do so again where files of an installed package are missing."""
-    if machine.surroundings.container:
-        return ("The runtime brings the libraries in:", *fixes.give_gpu(machine))
-    branch = numbers_of(machine.kernel.version)[:1]
-    number = branch[0] if branch else "BRANCH"
-    debian = machine.platform.distribution == "debian"
+    if m.surroundings.container:
+        return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
+    number = next(iter(numbers_of(m.kernel.version)), "BRANCH")
+    debian = m.platform.distribution == "debian"
     names = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{number} nvidia-utils-{number}"
-    same = f"Take the version of the loaded module, {machine.kernel.version}." if machine.kernel.version else ""
     packages = fixes.system_package(
-        machine,
+        m,
         apt=f"--reinstall {names}" if again else names,
         dnf="xorg-x11-drv-nvidia-cuda",
         pacman="nvidia-utils",
         zypper="nvidia-compute-utils-G06",
     )
-    return (*packages, *filter(None, (same,)))
+    return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 
-@TABLE.row(
-    "U07",
-    "the driver's PTX compiler is missing",
-    about="""libnvidia-ptxjitcompiler.so.1 turns PTX into code for the card. torch's wheels rarely need it, since
-they hold code for the common cards; extensions that ship PTX, Triton and new cards do: "PTX JIT compiler library
-not found" (221).
-
-It is told by the file, which is nowhere.""",
-    fix="Install the whole compute part of the driver; in a container, the capability compute brings it.",
-)
-def no_compiler(machine: Machine) -> Seen | None:
-    """The compiler is nowhere: a note, or an error where something failed for want of it."""
-    errors = " ".join(step.error for step in machine.torch_run.steps)
-    failed = "PTX JIT compiler library not found" in errors or code(machine) == _NO_JIT
-    gone = machine.driver.libraries.ptx_compiler == () and machine.driver.cuda.works and not machine.hardware.tegra
-    if not failed and (not gone or machine.surroundings.wsl):
+@rule("U07", "libraries", "the driver's PTX compiler is missing")
+def no_compiler(m: Case) -> Match | None:
+    """There is no compiler: a note, or an error if something failed without it."""
+    errors = " ".join(step.error for step in m.torch_run.steps)
+    failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
+    gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
+    if not failed and (not gone or m.surroundings.wsl):
         return None
-    evidence = ("libnvidia-ptxjitcompiler.so.1 is found nowhere",) if gone else ()
-    died = ("CUDA answered 221: PTX JIT compiler library not found",) if failed else ()
-    return Seen((*evidence, *died), _packages(machine), severity="error" if failed else "note")
+    nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
+    died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
+    return Match((nowhere, died), _packages(m), severity="error" if failed else "note")

@@ -1,282 +1,390 @@
-"""The Python environment: which torch an import takes, if any."""
+"""The Python environment and its torch: which one is imported, what it is built for, and whether it is complete."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.rules.row import Seen, Table
-from transload.diagnose.rules.torch_facts import (
-    again,
-    has_nvidia,
-    import_error,
-    imported,
-    is_nvidia_library,
-    said,
-    unrun,
-)
-from transload.diagnose.tables import index_builds, numbers_of, releases
+from transload.diagnose.case import Case, is_nvidia_library, quoted
+from transload.diagnose.rules.rule import Lines, Match, rule
+from transload.diagnose.tables import INDEX, index_builds, numbers_of, releases
+from transload.machine import AMD
 
 if TYPE_CHECKING:
-    from transload.machine import Machine, TorchInstall
+    from transload.diagnose.tables import Capability
+    from transload.findings import Severity
+    from transload.machine import Accelerator, TorchInstall
 
-__all__ = ["TABLE"]
-
-TABLE = Table("python")
-
-Lines = tuple[str, ...]
+__all__ = ["jetson_wheel"]
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
-_NO_GLIBC = r"version .GLIBC_[\d.]+. not found"
-
-
-def absent(machine: Machine) -> bool:
-    """Whether the examined Python surely has no torch at all."""
-    torch = machine.torch
-    return torch.installs == () and not (torch.shadow or torch.dangling or machine.python.problem)
-
-
-def which(machine: Machine) -> str:
-    python = machine.python
-    return f"{python.executable or 'the examined Python'}{f' (Python {python.version})' if python.version else ''}"
-
-
-@TABLE.row(
-    "P09",
-    "the Python to examine does not answer",
-    about="""The interpreter that was named, or that would be used here, could not be started or asked where it
-takes its packages from. What torch it has cannot be said.""",
-    fix="""Name a working interpreter: transload doctor --python /path/to/python. A broken environment is best made
-anew.""",
-)
-def unanswering(machine: Machine) -> Seen | None:
-    """The interpreter could not be asked, and torch was not seen to work in it either."""
-    python = machine.python
-    if not python.problem or imported(machine):
-        return None
-    others = tuple(f"another Python has a torch: {other}" for other in python.others)
-    return Seen((python.problem, *others), ("Name a working one:", "$ transload doctor --python /path/to/python"))
-
-
-@TABLE.row(
-    "P03",
-    "a file of your own is imported as torch",
-    about="""Python takes the first "torch" on its path, and the folder of the script, or the current one, comes
-before the installed packages. A torch.py, or a folder torch with an __init__.py, hides the real one. It shows as
-"AttributeError: module 'torch' has no attribute 'cuda'", as "No module named 'torch._C'" or as a circular import. A
-folder torch without an __init__.py hides nothing.""",
-    fix="""Rename the file or folder (and delete __pycache__ beside it), or leave the source tree of torch before
-importing it.""",
-    avoid="Reinstalling torch: the installed one is whole, and is not what is imported.",
-    sources=("https://github.com/pytorch/pytorch/issues/574",),
-)
-def shadowed(machine: Machine) -> Seen | None:
-    """Something that is no torch is found first, and nobody saw the real one being imported."""
-    shadow, run = machine.torch.shadow, machine.torch_run
-    if not shadow or (imported(machine) and run.version and run.file != shadow):
-        return None
-    via = f", by {machine.torch.shadow_via}" if machine.torch.shadow_via else ""
-    evidence = (f"import torch takes {shadow}{via}", *said(import_error(machine)))
-    if machine.torch.shadow_kind == "source":
-        return Seen(evidence, ("Leave PyTorch's source tree, and start Python in another folder.",))
-    return Seen(evidence, (f"Rename {shadow}, or start Python in another folder.",))
-
-
-@TABLE.row(
-    "P08",
-    "no torch wheel runs on this system",
-    about="""torch's wheels for Linux need glibc: from torch 2.7 on 2.28 or newer (tag manylinux_2_28), and never
-run on musl, the C library of Alpine. A 32-bit Python has no wheels at all. pip then says "No matching distribution
-found for torch", takes an old release, or the import fails with "version `GLIBC_2.28' not found".""",
-    fix="""Use a 64-bit Python on a system with glibc 2.28 or newer: Debian 10, Ubuntu 20.04, RHEL 8, or any image
-made of these (python:3.12-slim instead of python:3.12-alpine).""",
-    avoid="Building torch from source on Alpine to save a few megabytes: CUDA itself needs glibc.",
-)
-def wrong_system(machine: Machine) -> Seen | None:
-    """torch is absent and could not be installed, or its import was refused by the C library."""
-    libc = machine.platform.libc
-    lacking = [each for each in machine.torch_libraries.unresolved if each.startswith("GLIBC_")]
-    if re.search(_NO_GLIBC, import_error(machine)) or (lacking and unrun(machine)):
-        asked = said(import_error(machine)) or tuple(f"not defined: {each}" for each in lacking[:3])
-        return Seen((*asked, f"this system has {libc or 'an older C library'}"), _OTHER_SYSTEM)
-    if not absent(machine):
-        return None
-    if machine.python.bits == 32:
-        return Seen((f"{which(machine)} is a 32-bit program",), ("Install a 64-bit Python, and torch into that.",))
-    if libc.startswith("musl"):
-        return Seen((f"the C library is {libc}, and torch has no wheels for it",), _OTHER_SYSTEM)
-    return _old_glibc(machine)
-
-
+_CUDA_ON_ARM_SINCE = (2, 11)
 _OTHER_SYSTEM = ("Use a system or image with glibc 2.28 or newer: python:3.12-slim instead of python:3.12-alpine.",)
+_JETSON = "https://pypi.jetson-ai-lab.io"
+_JETSON_INDEXES = {36: f"{_JETSON}/jp6/cu126/+simple/", 38: f"{_JETSON}/sbsa/cu130/+simple/"}
+# What the ROCm wheels have code for among AMD's own cards.
+_ROCM_CARDS = frozenset(
+    (
+        *("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950"),
+        *("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
+    )
+)
 
 
-def _old_glibc(machine: Machine) -> Seen | None:
+def _no_torch(m: Case) -> bool:
+    """Whether the examined Python certainly has no torch at all."""
+    return m.torch.installs == () and not (m.torch.shadow or m.torch.dangling or m.python.problem)
+
+
+def _interpreter(m: Case) -> str:
+    version = f" (Python {m.python.version})" if m.python.version else ""
+    return f"{m.python.executable or 'the examined Python'}{version}"
+
+
+@rule("P09", "python", "the Python interpreter does not respond")
+def no_interpreter(m: Case) -> Match | None:
+    """The interpreter did not respond, and torch was not seen to work in it either."""
+    if not m.python.problem or m.imported:
+        return None
+    others = (f"another Python has torch: {other}" for other in m.python.others)
+    return Match(
+        (m.python.problem, *others), ("Name an interpreter that works:", "$ transload doctor --python /path/to/python")
+    )
+
+
+@rule("P03", "python", "another file is imported instead of torch")
+def shadowed(m: Case) -> Match | None:
+    """Something other than torch is found first, and the real one was not seen to be imported."""
+    shadow, run = m.torch.shadow, m.torch_run
+    if not shadow or (m.imported and run.version and run.file != shadow):
+        return None
+    via = f", through {m.torch.shadow_via}" if m.torch.shadow_via else ""
+    evidence = (f"import torch finds {shadow}{via}", quoted(m.import_error))
+    folder = shadow.rpartition("/")[0]
+    if folder.endswith(("/site-packages", "/dist-packages")):
+        fix = (f"Delete {shadow}, and install torch again:", *m.reinstall)
+        return Match(evidence, fix, "the installed torch is incomplete")
+    if m.torch.shadow_via == "PYTHONPATH":
+        drop = fixes.drop_folder(m, "PYTHONPATH", folder)
+        return Match(evidence, (f"Rename {shadow}, or remove its directory from PYTHONPATH:", *drop))
+    if m.torch.shadow_kind == "source":
+        return Match(evidence, ("Start Python in another directory, outside PyTorch's source tree.",))
+    here = m.torch.shadow_via == "the current directory"
+    return Match(evidence, (f"Rename {shadow}{', or start Python in another directory' if here else ''}.",))
+
+
+@rule("P08", "python", "no torch wheel runs on this system")
+def wrong_system(m: Case) -> Match | None:
+    """torch is absent and could not be installed, or the C library rejected it."""
+    libc = m.platform.libc
+    lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
+    if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
+        asked = (quoted(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
+        return Match((*asked, f"this system has {libc or 'an older C library'}"), _OTHER_SYSTEM)
+    if not _no_torch(m):
+        return None
+    if m.python.bits == 32:
+        return Match(
+            (f"{_interpreter(m)} is a 32-bit program",), ("Install a 64-bit Python, and install torch with it.",)
+        )
+    if libc.startswith("musl"):
+        return Match((f"the C library is {libc}, and torch has no wheels for it",), _OTHER_SYSTEM)
+    return _old_glibc(m)
+
+
+def _old_glibc(m: Case) -> Match | None:
     """glibc is too old for every release that has wheels for this Python."""
-    name, _, version = machine.platform.libc.partition(" ")
-    fitting = [each for each in releases() if _has_wheel(machine, each)]
+    name, _, version = m.platform.libc.partition(" ")
+    fitting = [each for each in releases() if _has_wheel(m, each)]
     if name != "glibc" or not numbers_of(version) or numbers_of(version) >= (2, 28) or not fitting:
         return None
     if any(numbers_of(each)[:2] < _FIRST_MANYLINUX_2_28 for each in fitting):
         return None
-    needs = f"torch {fitting[0]}, the first for Python {machine.python.version}, needs glibc 2.28"
-    return Seen((f"the C library is glibc {version}", needs), _OTHER_SYSTEM)
+    needs = f"torch {fitting[0]}, the first for Python {m.python.version}, needs glibc 2.28"
+    return Match((f"the C library is glibc {version}", needs), _OTHER_SYSTEM)
 
 
-@TABLE.row(
-    "P07",
-    "torch has no wheel for this Python",
-    about="""Each torch release has wheels for a few versions of CPython. For a Python that is older or newer pip
-says "Could not find a version that satisfies the requirement torch (from versions: none)", or takes an old release.
-PyPy has no wheels; the free-threaded builds of CPython (3.13t, 3.14t) only those of some releases.""",
-    fix="Make an environment with a Python that the wanted release has wheels for, for example: uv venv --python 3.12",
-)
-def wrong_python(machine: Machine) -> Seen | None:
+@rule("P07", "python", "torch has no wheel for this Python")
+def wrong_python(m: Case) -> Match | None:
     """torch is absent, and no release in the table has a wheel for this Python."""
-    python = machine.python
-    if not absent(machine) or not numbers_of(python.version) or machine.python.bits != 64:
+    python = m.python
+    if not _no_torch(m) or not numbers_of(python.version) or python.bits != 64:
         return None
-    if any(_has_wheel(machine, release) for release in releases()):
+    if any(_has_wheel(m, release) for release in releases()):
         return None
     newest = index_builds(releases()[-1])[0]
-    ahead = numbers_of(python.version)[:2] > newest.python[1] and python.implementation == "cpython"
+    cpython = python.implementation == "cpython"
+    kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
     low, high = (".".join(map(str, version)) for version in newest.python)
-    evidence = (f"{which(machine)} is {_kind(machine)}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
-    return Seen(evidence, (f"Make an environment with Python {low} to {high}, and install torch there.",), likely=ahead)
+    evidence = (f"{_interpreter(m)} is {kind}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
+    fix = (f"Create an environment with Python {low} to {high}, and install torch there.",)
+    return Match(evidence, fix, likely=cpython and numbers_of(python.version)[:2] > newest.python[1])
 
 
-def _kind(machine: Machine) -> str:
-    python = machine.python
-    free = "free-threaded " if python.free_threaded else ""
-    return f"{free}{'CPython' if python.implementation == 'cpython' else python.implementation}"
-
-
-def _has_wheel(machine: Machine, release: str) -> bool:
-    python = machine.python
-    numbers = numbers_of(python.version)[:2]
+def _has_wheel(m: Case, release: str) -> bool:
+    numbers = numbers_of(m.python.version)[:2]
     builds = index_builds(release)
-    if python.implementation != "cpython" or not builds:
+    if m.python.implementation != "cpython" or not builds:
         return False
-    if python.free_threaded:
+    if m.python.free_threaded:
         return f"{'.'.join(map(str, numbers))}t" in builds[0].free_threaded
     return builds[0].supports_python(numbers)
 
 
-@TABLE.row(
-    "P02",
-    "a torch outside this environment comes first",
-    about="""Python takes the first torch on its path. One in the user's own folder (~/.local, by "pip install
---user") or on PYTHONPATH comes before that of a system or of an environment that shares its packages. Often it is
-an old or a CPU-only one: pip reports the good one as installed, and another is imported.
-
-It is told by two installations of torch on sys.path, of which the first has no CUDA and a later one has.""",
-    fix="""Keep the user's folder out with PYTHONNOUSERSITE=1, or uninstall the torch that comes first with the
-Python and in the folder it belongs to.""",
-    sources=("https://github.com/computational-cell-analytics/micro-sam/issues/953",),
-)
-def outranked(machine: Machine) -> Seen | None:
-    """Error where a CPU-only torch hides one with CUDA from a GPU; else a note that there are two."""
-    installs = machine.torch.installs or ()
-    if len(installs) < 2 or machine.torch.shadow:
+@rule("P02", "python", "a torch from outside this environment is imported first")
+def hidden_install(m: Case) -> Match | None:
+    """An error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two."""
+    installs = m.torch.installs or ()
+    if len(installs) < 2 or m.torch.shadow:
         return None
-    first, rest = installs[0], installs[1:]
-    evidence = (f"import torch takes {_named(first)}", *(f"behind it lies {_named(other)}" for other in rest))
-    better = any(other.cuda for other in rest)
-    if first.cpu_only and better and has_nvidia(machine):
-        return Seen(evidence, _let_pass(machine, first))
-    return Seen(evidence, _let_pass(machine, first), title="there are two torches on the path", severity="note")
+    named = [f"{each.location}: torch {each.version or each.dist_version or 'of unknown version'}" for each in installs]
+    evidence = (f"import torch finds {named[0]}", *(f"it hides {name}" for name in named[1:]))
+    remove = fixes.uninstall(m, "torch")
+    if m.python.user_site and installs[0].location.startswith(m.python.user_site):
+        without = fixes.set_variable(m, "PYTHONNOUSERSITE", "1")
+        fix = (*without, "Or remove that torch permanently:", *remove)
+    else:
+        fix = ("Remove the one that is found first (pip removes the one that Python imports):", *remove)
+    if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
+        return Match(evidence, fix)
+    return Match(evidence, fix, "there are two installations of torch on the path", "note")
 
 
-def _named(install: TorchInstall) -> str:
-    return f"{install.location}: torch {install.version or install.dist_version or 'of unknown version'}"
-
-
-def _let_pass(machine: Machine, first: TorchInstall) -> Lines:
-    remove = fixes.uninstall(machine, "torch")
-    user_site = machine.python.user_site
-    if user_site and first.location.startswith(user_site):
-        return (*fixes.set_variable(machine, "PYTHONNOUSERSITE", "1"), "Or remove that torch for good:", *remove)
-    return ("Remove the one that comes first (pip takes the same one as Python does):", *remove)
-
-
-@TABLE.row(
-    "P04",
-    "two versions of torch lie over one another",
-    about="""An installation that was interrupted, or two tools that install into one folder (conda and pip), leave
-files of two releases in one folder torch. The import fails with undefined symbols, missing names or "cannot import
-name", or works until some function is used. pip leaves folders that begin with a tilde (~orch) when it could not
-delete an old version.
-
-It is told by version.py and the package's metadata naming different releases, and by libraries in torch/lib that
-RECORD does not list.""",
-    fix="""Uninstall torch until pip says it is not installed, delete what is left of torch and ~orch*, and install
-it again.""",
-    sources=("https://github.com/pytorch/pytorch/issues/56126",),
-)
-def overlaid(machine: Machine) -> Seen | None:
-    """Error where such a torch cannot be imported; a warning where it can; leftovers alone are a note."""
-    first = machine.torch.first
-    if first is None or machine.torch.shadow:
+@rule("P04", "python", "files of two torch versions are mixed")
+def mixed_versions(m: Case) -> Match | None:
+    """An error if such a torch cannot be imported; a warning if it can; leftovers alone are a note."""
+    first, error = m.torch.first, m.import_error
+    if first is None or m.torch.shadow:
         return None
-    mixed = _mixed(first)
-    error = import_error(machine)
-    strays = (*machine.torch.leftovers, *machine.torch.dangling)
-    leftovers = tuple(f"left of another version: {name}" for name in strays)
-    if error and (mixed or first.unlisted or first.altered) and not _other_library(error):
-        unlisted = tuple(f"no file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
-        return Seen((*mixed, *unlisted, *leftovers, *said(error)), _again(machine), likely=not mixed)
+    files, metadata = numbers_of(first.version), numbers_of(first.dist_version)
+    length = min(len(files), len(metadata), 3)
+    differ = length >= 2 and files[:length] != metadata[:length]
+    mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}" if differ else ""
+    leftovers = tuple(f"left over from another version: {name}" for name in (*m.torch.leftovers, *m.torch.dangling))
+    delete = "Delete the leftovers of the other version, then:" if m.torch.leftovers else ""
+    repeat = "Repeat that until it finds nothing to uninstall."
+    again = (*fixes.uninstall(m, "torch"), repeat, delete, *m.reinstall)
+    library = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
+    of_cuda = library is not None and is_nvidia_library(library[1])  # torch's own files are not the reason
+    if error and (mixed or first.unlisted or first.altered) and not of_cuda:
+        unlisted = (f"not a file of this release: {name}" for name in (*first.unlisted, *first.altered)[:5])
+        return Match((mixed, *unlisted, *leftovers, quoted(error)), again, likely=not mixed)
     if mixed:
-        return Seen((*mixed, *leftovers), _again(machine), severity="warning")
+        return Match((mixed, *leftovers), again, severity="warning")
     if leftovers:
         title = "parts of another torch were left behind"
-        return Seen(leftovers, ("Delete them: nothing uses them.",), title=title, severity="note")
+        return Match(leftovers, ("Delete them: nothing uses them.",), title, "note")
     return None
 
 
-def _mixed(first: TorchInstall) -> Lines:
-    files, metadata = numbers_of(first.version), numbers_of(first.dist_version)
-    length = min(len(files), len(metadata), 3)
-    if length < 2 or files[:length] == metadata[:length]:
-        return ()
-    return (f"torch/version.py says {first.version}, its metadata {first.dist_version}",)
-
-
-def _other_library(error: str) -> bool:
-    """Whether a library of CUDA is missing: no fault of torch's own files."""
-    found = re.search(r"(lib\S+?\.so[.\d]*): cannot open shared object file", error)
-    return found is not None and is_nvidia_library(found[1])
-
-
-def _again(machine: Machine) -> Lines:
-    leftovers = ("Delete what is left of the other version, then:",) if machine.torch.leftovers else ()
-    remove = fixes.uninstall(machine, "torch")
-    return (*remove, "Repeat that until it finds nothing to uninstall.", *leftovers, *again(machine))
-
-
-def _get(machine: Machine) -> Lines:
-    return fixes.wheel(machine) if has_nvidia(machine) else fixes.install(machine, "torch")
-
-
-@TABLE.row(
-    "P01",
-    "torch is not installed in this Python",
-    about="""Several Pythons live on one machine, each with packages of its own: the system's, one an environment,
-conda's base, that of a notebook kernel or an IDE. "ModuleNotFoundError: No module named 'torch'" in a program,
-while it works in a shell, means that the program runs in another Python than the shell does.""",
-    fix="""Run the program with the Python that has torch, or install torch with the very Python that runs it:
-/path/to/that/python -m pip install torch. In a notebook: %pip install torch.""",
-    avoid="A bare pip install: the pip that the shell finds may belong to yet another Python.",
-    sources=("https://github.com/unslothai/unsloth/issues/1616",),
-)
-def missing(machine: Machine) -> Seen | None:
-    """No torch on the path of the examined Python, nor anything that passes for one."""
-    if not absent(machine) or imported(machine):
+@rule("P01", "python", "torch is not installed in this Python")
+def not_installed(m: Case) -> Match | None:
+    """Neither torch nor anything of that name is on the path of the examined Python."""
+    if not _no_torch(m) or m.imported:
         return None
-    python = machine.python
-    why = (python.why,) if python.why else ()
-    evidence = (f"{which(machine)} has no torch", *why, *(f"there is one in {other}" for other in python.others))
-    install = _get(machine)
-    if not python.others:
-        return Seen(evidence, install)
-    return Seen(evidence, ("Run your program with a Python that has torch, or install it in this one:", *install))
+    elsewhere = m.python.others
+    evidence = (
+        f"{_interpreter(m)} has no torch",
+        m.python.why,
+        *(f"another Python has torch: {other}" for other in elsewhere),
+    )
+    install = fixes.install_torch(m, gpu=m.nvidia)
+    either = "Run your program with a Python that has torch, or install it in this one:" if elsewhere else ""
+    return Match(evidence, (either, *install))
+
+
+@rule("W02", "python", "torch with CUDA needs a 64-bit Python for x64", likely=True)
+def windows_arm(m: Case) -> Match | None:
+    """Windows on ARM, and no torch in this Python."""
+    arm = m.platform.machine.lower() in ("arm64", "aarch64")
+    if m.platform.system != "Windows" or not arm or m.torch.installs != ():
+        return None
+    return Match((f"the processor is {m.platform.machine}",), ("Use an x64 Python, or torch on the CPU.",))
+
+
+# -- the build
+
+
+def _built(install: TorchInstall) -> str:
+    return f"{install.location}/version.py says {install.version}: built without CUDA"
+
+
+def _cpu_build(m: Case) -> TorchInstall | None:
+    """The torch without CUDA that is imported on a machine whose NVIDIA card another build could use."""
+    first = m.torch.first
+    if first is None or m.torch.shadow or not first.cpu_only or not m.has_nvidia:
+        return None
+    if m.platform.system == "Darwin" or m.computes or _never_supported(m) or m.withheld:
+        return None
+    return first
+
+
+def _never_supported(m: Case) -> bool:
+    """Whether no torch ever supported any of the cards: then a build without CUDA is the right one."""
+    return bool(m.cards) and not m.hardware.tegra and not any(_served(card.capability) for card in m.cards)
+
+
+@cache
+def _served(capability: Capability) -> bool:
+    platforms = ("linux-x86_64", "linux-aarch64")
+    builds = (build for each in releases() for platform in platforms for build in index_builds(each, platform))
+    return any(build.supports_card(capability) for build in builds)
+
+
+def _cpu_match(m: Case, first: TorchInstall, *more: str, fix: Lines = ()) -> Match:
+    """A match for a build without CUDA, with a way to prevent the next installation from bringing it back."""
+    beside = ", ".join(first.replaced_by[:4])
+    together = f"it was installed together with {beside}" if beside else ""
+    keep = "To keep this build, name torch and its index in a constraints file, and pass it with -c to later installs."
+    # a card with an unknown chip may be one that CUDA never supported
+    known = m.cards or m.hardware.dxg or m.driver.cuda.works
+    gpus = tuple(map(str, m.cards[:4])) or ("there is an NVIDIA GPU",)
+    install = fix or (*fixes.wheel(m, driver=not m.driver_misfit), keep if beside else "")
+    return Match((_built(first), together, *gpus, *more), install, likely=not known and not fix)
+
+
+@rule("J01", "build", "this torch is not built for Jetson")
+def jetson(m: Case) -> Match | None:
+    """A build without CUDA on a Tegra board."""
+    first = _cpu_build(m)
+    if first is None or not m.hardware.tegra:
+        return None
+    return Match((_built(first), f"this is a Jetson: {m.hardware.tegra}"), jetson_wheel(m))
+
+
+def jetson_wheel(m: Case) -> Lines:
+    """Where the wheels for this board are, by the release of Jetson Linux."""
+    found = re.search(r"\bR(\d{2})\b", m.hardware.tegra)
+    index = _JETSON_INDEXES.get(int(found[1]) if found else 0)
+    if index is None:
+        return (f"Install the torch that NVIDIA builds for this board's JetPack: {_JETSON}",)
+    return fixes.install(m, "torch", index=index, force=True)
+
+
+@rule("T02", "build", "pip installed a torch without CUDA, the default on Windows")
+def windows_default(m: Case) -> Match | None:
+    """A build without CUDA on Windows."""
+    first = _cpu_build(m)
+    return _cpu_match(m, first) if first and m.platform.system == "Windows" else None
+
+
+@rule("T03", "build", "the aarch64 wheel of this torch release has no CUDA")
+def arm_default(m: Case) -> Match | None:
+    """A build without CUDA of a release that has none on PyPI for this processor."""
+    first = _cpu_build(m)
+    if first is None or m.platform.system != "Linux" or m.hardware.tegra:
+        return None
+    old = () < numbers_of(first.version)[:2] < _CUDA_ON_ARM_SINCE
+    return _cpu_match(m, first) if old and m.platform.machine in ("aarch64", "arm64") else None
+
+
+@rule("T05", "build", "conda installed a torch without CUDA", likely=True)
+def conda_cpu(m: Case) -> Match | None:
+    """A build without CUDA that conda installed."""
+    first = _cpu_build(m)
+    if first is None or "cpu" not in first.conda_build:
+        return None
+    return _cpu_match(m, first, f"conda's build is {first.conda_build}", fix=fixes.wheel(m))
+
+
+def _unexplained(m: Case) -> TorchInstall | None:
+    """A build without CUDA that none of the rules above explains."""
+    first = _cpu_build(m)
+    explained = first is None or m.hardware.tegra or "cpu" in first.conda_build or m.fires("T02", "T03")
+    return None if explained else first
+
+
+@rule("T04", "build", "installing another package brought in a torch without CUDA", likely=True)
+def replaced(m: Case) -> Match | None:
+    """A build without CUDA, installed together with something else, without a better explanation."""
+    first = _unexplained(m)
+    return _cpu_match(m, first) if first and first.replaced_by else None
+
+
+@rule("T01", "build", "torch was built without CUDA")
+def cpu_only(m: Case) -> Match | None:
+    """A build without CUDA, for an unknown reason; a note if the card is too old or not for this process."""
+    if _cpu_build(m) is not None:
+        first = _unexplained(m)
+        return _cpu_match(m, first) if first and not first.replaced_by else None
+    found = m.torch.first
+    if found is None or not found.cpu_only or not m.has_nvidia or m.computes:
+        return None
+    if m.withheld:
+        title = "torch was built without CUDA, and this process has no GPU"
+        get = "To use a GPU, request one first and run transload doctor again: it then names the torch to install."
+        return Match((_built(found),), (f"Nothing is wrong if this is intended. {get}",), title, "note")
+    if not _never_supported(m):
+        return None
+    title = "torch has no CUDA, and no build ever supported this card"
+    return Match(tuple(map(str, m.cards)), ("The CPU build is the right one.",), title, "note")
+
+
+@rule("T09", "build", "files of torch are missing or truncated")
+def damaged(m: Case) -> Match | None:
+    """An error if torch cannot be imported or was not run; a note if a library only has another size."""
+    torch, first = m.torch, m.torch.first
+    if first is None:
+        gone = tuple(f"{name} exists, but the files it lists do not" for name in torch.dangling)
+        return Match(gone, m.reinstall) if gone and not m.imported and torch.installs == () else None
+    unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
+    if not m.imported and (first.missing or unread):
+        return Match((*first.missing[:6], unread, quoted(m.import_error)), m.reinstall)
+    if not (first.missing or first.altered) or m.computes:
+        return None
+    title = "files of torch were changed after the installation"
+    return Match((*first.missing[:3], *first.altered[:3]), m.reinstall, title, "note")
+
+
+# -- other vendors and systems
+
+
+@rule("T06", "build", "this torch is built for another vendor's GPU")
+def other_vendor(m: Case) -> Match | None:
+    """A ROCm or XPU build where the only card is NVIDIA's."""
+    first = m.torch.first
+    if first is None or m.torch.shadow or first.cuda or not (first.hip or first.xpu) or not m.has_nvidia:
+        return None
+    rivals = any(card.display and card.vendor == AMD for card in m.hardware.pci or ()) or m.accelerators
+    if rivals or m.torch_run.available or m.torch_run.backends:
+        return None
+    kind = f"ROCm {first.hip}" if first.hip else "Intel's XPU"
+    gpus = tuple(map(str, m.cards[:4])) or ("the GPU is NVIDIA's",)
+    return Match((f"{first.location}/version.py says {first.version}: built for {kind}", *gpus), fixes.wheel(m))
+
+
+@rule("T07", "build", "this torch is not built for this machine's GPU")
+def other_gpu(m: Case) -> Match | None:
+    """Error for an AMD card that ROCm wheels support; a note for what torch might use otherwise."""
+    first = m.torch.first
+    if first is None or not first.known or first.hip or m.has_nvidia or m.torch.shadow:
+        return None
+    usable = [other for other in m.accelerators if other.usable]
+    amd = next((other for other in usable if other.kind == "rocm"), None)
+    intel = next((other for other in usable if other.kind == "xpu"), None)
+    if amd:
+        sure = amd.detail in _ROCM_CARDS and not amd.integrated and m.platform.system == "Linux"
+        return _for_vendor(m, first, amd, "error" if sure else "note")
+    if intel and not first.xpu and "xpu" not in m.torch_run.backends:
+        return _for_vendor(m, first, intel, "note")
+    return None
+
+
+def _for_vendor(m: Case, first: TorchInstall, gpu: Accelerator, severity: Severity) -> Match:
+    builds = [build.build for each in releases() for build in index_builds(each) if build.build.startswith(gpu.kind)]
+    install = fixes.install(m, "torch", index=f"{INDEX}/{builds[-1]}") if builds else ()
+    name = " ".join(filter(None, (gpu.name, gpu.detail)))
+    evidence = (f"torch is {first.version}", f"the GPU is {name}, for {gpu.kind}")
+    return Match(evidence, (*fixes.uninstall(m, "torch"), *install), severity=severity)
+
+
+@rule("T08", "build", "macOS has no CUDA")
+def macos(m: Case) -> Match | None:
+    """A note on every Mac."""
+    if m.platform.system != "Darwin" or m.torch.first is None:
+        return None
+    if m.platform.machine == "arm64":
+        return Match(("this is a Mac with Apple silicon",), ('Use the device "mps".',), severity="note")
+    return Match(("this is a Mac with an Intel processor",), ("torch uses the CPU here.",), severity="note")

@@ -5,41 +5,14 @@ The data is in the JSON files here; ``wheels`` chooses a wheel by it and is impo
 
 from __future__ import annotations
 
-from transload.diagnose.tables._data import (
-    Capability,
-    Sure,
-    System,
-    Version,
-    numbers_of,
-    parse_capability,
-    parse_version,
-)
-from transload.diagnose.tables.builds import (
-    PLATFORMS,
-    Build,
-    Platform,
-    build_of,
-    default_build,
-    index_builds,
-    releases,
-)
-from transload.diagnose.tables.chips import Chip, chip_of, is_data_centre, is_nvswitch
-from transload.diagnose.tables.cubins import TEGRA, covers, runs_on
-from transload.diagnose.tables.drivers import (
-    Generation,
-    branch_of,
-    branch_of_cuda,
-    cuda_of_branch,
-    cuda_text,
-    driver_floor,
-    first_branch,
-    generation,
-    generation_of,
-    toolkit_driver,
-)
-from transload.diagnose.tables.results import Result, cu_result, nvml_result
+import re
+from bisect import bisect
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 __all__ = [
+    "INDEX",
     "PLATFORMS",
     "TEGRA",
     "Build",
@@ -55,6 +28,7 @@ __all__ = [
     "branch_of_cuda",
     "build_of",
     "chip_of",
+    "chips",
     "covers",
     "cu_result",
     "cuda_of_branch",
@@ -73,5 +47,502 @@ __all__ = [
     "parse_version",
     "releases",
     "runs_on",
+    "table",
     "toolkit_driver",
 ]
+
+Version = tuple[int, ...]
+Capability = tuple[int, int]
+Sure = Literal["seen", "stated", "guess"]
+System = Literal["linux", "windows"]
+
+INDEX = "https://download.pytorch.org/whl"
+_VERSION = re.compile(r"\d+(?:\.\d+)*")
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """One data file, read once, also from inside a zip.
+
+    >>> table("drivers")["families"][-1]["cuda"]
+    '13'
+    """
+    import json
+    import pkgutil
+
+    data = pkgutil.get_data(__package__, f"{name}.json")
+    return cast(dict[str, Any], json.loads(data or b"{}"))
+
+
+@lru_cache(maxsize=512)
+def parse_version(text: str) -> Version:
+    """The numbers of a version, to compare it by; what follows them is left out. ValueError if there are none.
+
+    >>> parse_version("580.65.06"), parse_version("2.13.0+cu130")
+    ((580, 65, 6), (2, 13, 0))
+    """
+    found = _VERSION.match(text.strip())
+    if found is None:
+        raise ValueError(f"not a version: {text!r}")
+    return tuple(int(part) for part in found[0].split("."))
+
+
+def numbers_of(text: str) -> Version:
+    """Like ``parse_version``, but empty if it is not a version: text found on a machine may be anything.
+
+    >>> numbers_of("12.8"), numbers_of("N/A")
+    ((12, 8), ())
+    """
+    try:
+        return parse_version(text)
+    except ValueError:
+        return ()
+
+
+def parse_capability(text: str) -> Capability:
+    """A compute capability as two numbers.
+
+    >>> parse_capability("12.0")
+    (12, 0)
+    """
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+# -- result codes
+
+
+class Result(NamedTuple):
+    """A result code. ``name`` and ``text`` are empty for a number not in the table.
+
+    ``runtime_name`` is what the CUDA runtime calls the same number (``cudaErrorNoDevice``); NVML has none.
+    """
+
+    code: int
+    name: str = ""
+    text: str = ""
+    runtime_name: str = ""
+
+
+@cache
+def _results(library: str) -> dict[int, Result]:
+    return {row["code"]: Result(**row) for row in table("results")[library]}
+
+
+def cu_result(code: int) -> Result:
+    """A code of the CUDA driver, with the words torch prints for it. Code 35 and a few others are the runtime's alone.
+
+    >>> cu_result(802).name, cu_result(802).text, cu_result(35).runtime_name
+    ('CUDA_ERROR_SYSTEM_NOT_READY', 'system not yet initialized', 'cudaErrorInsufficientDriver')
+    """
+    found = _results("cuda").get(code, Result(code))
+    return found if found.name else Result(code, found.runtime_name, found.text, found.runtime_name)
+
+
+def nvml_result(code: int) -> Result:
+    """A code of NVML and what it means.
+
+    >>> nvml_result(18).name, nvml_result(12345)
+    ('NVML_ERROR_LIB_RM_VERSION_MISMATCH', Result(code=12345, name='', text='', runtime_name=''))
+    """
+    return _results("nvml").get(code, Result(code))
+
+
+# -- which chip an NVIDIA PCI device id is
+
+# A chip owns a block of this many ids: neighbours farther apart say nothing of what lies between them.
+_BLOCK = 0x80
+
+
+class Chip(NamedTuple):
+    """What a device id tells: code name, generation and capability (None where not published).
+
+    ``inferred`` is true of an id that no list holds but whose neighbours on both sides agree; ``code`` then names both.
+    ``data_centre`` is true of products for data centres, the only ones forward compatibility works on.
+    """
+
+    code: str
+    generation: str
+    capability: Capability | None
+    inferred: bool = False
+    data_centre: bool = False
+
+
+def _ids(runs: str) -> Iterator[int]:
+    for run in runs.split():
+        first, _, last = run.partition("-")
+        yield from range(int(first, 16), int(last or first, 16) + 1)
+
+
+@cache
+def chips() -> dict[int, Chip]:
+    """Every device id in the table, ascending."""
+    server = set(_ids(table("chips")["data_centre"]))
+    found: dict[int, Chip] = {}
+    for code, row in table("chips")["chips"].items():
+        capability = parse_capability(row["capability"]) if row["capability"] else None
+        for device in _ids(row["ids"]):
+            found[device] = Chip(code, row["generation"], capability, data_centre=device in server)
+    return dict(sorted(found.items()))
+
+
+def chip_of(device_id: int) -> Chip | None:
+    """The chip of a PCI device id of vendor 0x10de; ``None`` if it is unknown.
+
+    >>> chip_of(0x2204)
+    Chip(code='GA102', generation='Ampere', capability=(8, 6), inferred=False, data_centre=False)
+    >>> chip_of(0x2209).inferred, chip_of(0x22A0)
+    (True, None)
+    """
+    known = chips()
+    if device_id in known:
+        return known[device_id]
+    order = list(known)
+    at = bisect(order, device_id)
+    if not 0 < at < len(order) or order[at] - order[at - 1] > _BLOCK:
+        return None
+    return _between(known[order[at - 1]], known[order[at]])
+
+
+def _between(below: Chip, above: Chip) -> Chip | None:
+    if below.generation != above.generation:
+        return None
+    code = below.code if below.code == above.code else f"{below.code} or {above.code}"
+    capability = below.capability if below.capability == above.capability else None
+    return Chip(code, below.generation, capability, inferred=True, data_centre=below.data_centre and above.data_centre)
+
+
+def is_data_centre(name: str) -> bool:
+    """Whether the name NVML or ``/proc/driver/nvidia/gpus`` gives a card is that of a data-centre product.
+
+    >>> is_data_centre("NVIDIA A100-SXM4-80GB"), is_data_centre("Tesla T4"), is_data_centre("NVIDIA GeForce RTX 4090")
+    (True, True, False)
+    """
+    names = table("chips")["data_centre_names"]
+    words = re.split(r"[\s/-]+", name.strip().removeprefix("NVIDIA").strip())
+    if words[0] in names["first_words"] or words[0] in names["models"]:
+        return True
+    return any(name.strip().endswith(ending) for ending in names["endings"])
+
+
+def is_nvswitch(device_id: int) -> bool:
+    """Whether a PCI device id of vendor 0x10de is an NVSwitch: such a machine needs the fabric manager.
+
+    >>> is_nvswitch(0x22A3), is_nvswitch(0x2330)
+    (True, False)
+    """
+    return device_id in set(_ids(table("chips")["nvswitches"]))
+
+
+# -- which driver a CUDA version and a GPU generation need
+
+OpenModule = Literal["impossible", "possible", "required"]
+
+
+class Generation(NamedTuple):
+    """A GPU generation: the last driver branch that drives it (0: still driven), and if the open modules can."""
+
+    name: str
+    last_branch: int
+    open_module: OpenModule
+    sure: Sure
+
+
+def driver_floor(cuda: str, system: System = "linux") -> str:
+    """The least driver that runs a wheel built with this CUDA; empty if the family is not in the table.
+
+    From CUDA 11 on a driver of the same major version is enough.
+
+    >>> driver_floor("12.8"), driver_floor("13.2"), driver_floor("12.8", "windows"), driver_floor("10.2")
+    ('525.60.13', '580.65.06', '528.33', '440.33')
+    """
+    major, _, rest = cuda.partition(".")
+    minor = f"{major}.{rest.partition('.')[0]}"
+    for row in table("drivers")["families"]:
+        if row["cuda"] in {major, minor}:
+            return str(row[system])
+    return ""
+
+
+def toolkit_driver(cuda: str, system: System = "linux") -> str:
+    """The driver a toolkit came with, which its PTX and its newest features need; empty if none was published.
+
+    A third number up to 9 is the toolkit's update; a larger one is a library's build and means the first release.
+
+    >>> toolkit_driver("12.8"), toolkit_driver("12.8.1"), toolkit_driver("12.8.90"), toolkit_driver("13.4")
+    ('570.26', '570.124.06', '570.26', '')
+    """
+    numbers = numbers_of(cuda)
+    update = numbers[2] if len(numbers) > 2 and numbers[2] < 10 else 0
+    found = ""
+    for row in table("drivers")["toolkits"]:
+        if parse_version(row["cuda"]) == numbers[:2] and row["update"] <= update:
+            found = str(row[system])
+    return found
+
+
+@cache
+def _branches() -> dict[int, str]:
+    """The branches and the CUDA each announces, ascending."""
+    return {row["branch"]: row["cuda"] for row in table("drivers")["branches"]}
+
+
+def cuda_of_branch(branch: int) -> str:
+    """The CUDA version a driver branch announces; empty for one not in the table. Better to ask the driver itself.
+
+    >>> cuda_of_branch(570), cuda_of_branch(571)
+    ('12.8', '')
+    """
+    return _branches().get(branch, "")
+
+
+def branch_of_cuda(cuda: str) -> int:
+    """The first driver branch that announces this CUDA version or a newer one; 0 if none does yet.
+
+    >>> branch_of_cuda("13.0"), branch_of_cuda("12.0.1")
+    (580, 525)
+    """
+    wanted = numbers_of(cuda)[:2] or (9999,)
+    return next((branch for branch, newest in _branches().items() if parse_version(newest) >= wanted), 0)
+
+
+def branch_of(driver: str) -> int:
+    """The branch of a driver version; Windows drivers of one branch count up past its number. 0 for an older one.
+
+    >>> branch_of("580.65.06"), branch_of("581.29"), branch_of("550.54.14")
+    (580, 580, 550)
+    """
+    known = tuple(_branches())
+    at = bisect(known, (numbers_of(driver) or (0,))[0])
+    return known[at - 1] if at else 0
+
+
+def cuda_text(number: int) -> str:
+    """What ``cuDriverGetVersion`` returns, as people write it.
+
+    >>> cuda_text(12080), cuda_text(13000)
+    ('12.8', '13.0')
+    """
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def generation(name: str) -> Generation | None:
+    """A generation by its name.
+
+    >>> generation("Pascal")
+    Generation(name='Pascal', last_branch=580, open_module='impossible', sure='stated')
+    """
+    for row in table("drivers")["generations"]:
+        if row["name"] == name:
+            return Generation(**row)
+    return None
+
+
+@cache
+def _capabilities() -> dict[Capability, dict[str, Any]]:
+    return {parse_capability(row["capability"]): row for row in table("drivers")["capabilities"]}
+
+
+def generation_of(capability: Capability) -> Generation | None:
+    """The generation of a compute capability; nothing for a capability not in the table.
+
+    >>> generation_of((8, 9)).name, generation_of((8, 7))
+    ('Ada', None)
+    """
+    return generation(_capabilities().get(capability, {}).get("generation", ""))
+
+
+def first_branch(capability: Capability) -> int:
+    """The first driver branch that drives cards of this capability; 0 if not known.
+
+    >>> first_branch((12, 0)), first_branch((8, 7))
+    (570, 0)
+    """
+    return int(_capabilities().get(capability, {}).get("first_branch", 0))
+
+
+# -- which compiled code runs on which card
+
+# Chips of Jetson and Drive boards. Before CUDA 13.2 they share no cubins with the cards of their generation.
+TEGRA: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7)})
+_TEGRA_WITH_DESKTOP_CODE: frozenset[Capability] = frozenset({(7, 2), (8, 7)})
+_DESKTOP_CODE_FOR_TEGRA_SINCE = (13, 2)
+
+_CODE = re.compile(r"(sm|compute)_([0-9]{1,4})([0-9])([af]?)")
+
+
+@lru_cache(maxsize=4096)
+def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
+    """Whether code for an architecture (``sm_86``, ``sm_90a``, ``sm_100f``, ``compute_90``) runs on a card.
+
+    A cubin runs on its own major version from its own minor on; so it does with ``f``, which names that family, and
+    with ``a`` it runs on that chip alone. PTX runs on anything newer, if the driver can compile it.
+    ``build_cuda`` is the CUDA the code was built with; unknown counts as older than 13.2. Nonsense runs nowhere.
+
+    >>> runs_on("sm_86", (8, 9)), runs_on("sm_86", (8, 0)), runs_on("sm_90a", (9, 0)), runs_on("compute_90", (12, 0))
+    (True, False, True, True)
+    >>> runs_on("sm_80", (8, 7), (12, 6)), runs_on("sm_80", (8, 7), (13, 2)), runs_on("sm_101", (11, 0))
+    (False, True, True)
+    """
+    parts = _CODE.fullmatch(code)
+    if parts is None:
+        return False
+    kind, suffix = parts[1], parts[4]
+    made = _renamed((int(parts[2]), int(parts[3])))
+    card = _renamed(capability)
+    if suffix == "a":
+        return made == card
+    if kind == "compute" and not suffix:
+        return made <= card
+    if kind == "sm" and (card in TEGRA or made in TEGRA) and made != card:
+        return _desktop_code_on_tegra(made, card, build_cuda)
+    return made[0] == card[0] and made[1] <= card[1]
+
+
+def _renamed(capability: Capability) -> Capability:
+    # Thor was 10.1 until CUDA 13 renamed it.
+    return (11, 0) if capability == (10, 1) else capability
+
+
+def _desktop_code_on_tegra(made: Capability, card: Capability, build_cuda: tuple[int, int] | None) -> bool:
+    if made in TEGRA or card not in _TEGRA_WITH_DESKTOP_CODE or build_cuda is None:
+        return False
+    return build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE and made[0] == card[0] and made[1] <= card[1]
+
+
+def covers(codes: Iterable[str], capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
+    """Whether any of the architectures of a build runs on a card.
+
+    >>> covers(("sm_75", "sm_80", "sm_86"), (8, 9)), covers(("sm_75", "sm_80"), (6, 1))
+    (True, False)
+    """
+    return any(runs_on(code, capability, build_cuda) for code in codes)
+
+
+# -- the builds of each torch release: from PyPI and from the PyTorch index
+
+Platform = Literal["linux-x86_64", "linux-aarch64", "windows", "macos-arm64", "macos-x86_64"]
+PLATFORMS: tuple[Platform, ...] = get_args(Platform)
+
+
+class Build(NamedTuple):
+    """One build of one release for one platform; ``sure`` is how the list of architectures is known.
+
+    ``cuda`` is the CUDA version as people write it, empty for a build without; ``toolkit`` has all the numbers that are
+    known. ``cudnn``, ``nccl`` and ``triton`` are empty where not known or not there.
+    """
+
+    torch: str
+    platform: str
+    build: str
+    cuda: str
+    toolkit: str
+    archs: tuple[str, ...]
+    on_pypi: bool
+    python: tuple[Version, Version]
+    free_threaded: tuple[str, ...]
+    cudnn: str
+    nccl: str
+    triton: str
+    sure: Sure
+
+    def supports_python(self, python: Version) -> bool:
+        """Whether the release has wheels for this CPython, by its first two numbers."""
+        return self.python[0] <= python[:2] <= self.python[1]
+
+    def supports_card(self, capability: Capability) -> bool:
+        """Whether the build has code for a card, and a cuDNN that still runs on it."""
+        cuda = parse_version(self.cuda or "0.0")
+        return covers(self.archs, capability, (cuda[0], cuda[1])) and _cudnn_runs(self.cudnn, capability)
+
+
+def _cudnn_runs(cudnn: str, capability: Capability) -> bool:
+    return not any(
+        cudnn
+        and parse_version(cudnn) >= parse_version(row["cudnn"])
+        and capability < parse_capability(row["capability"])
+        for row in table("torch_builds")["cudnn_floors"]
+    )
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    return {version: row for row in table("torch_builds")["releases"] for version in row["versions"]}
+
+
+def releases() -> tuple[str, ...]:
+    """The releases in the table, oldest first.
+
+    >>> releases()[0], releases()[-1]
+    ('1.13.0', '2.15.0')
+    """
+    return tuple(_rows())
+
+
+@lru_cache(maxsize=512)
+def _release(torch_version: str) -> str:
+    """The release meant by ``2.13.0``, ``2.13.0+cu130`` or ``2.13`` (its newest); empty if not in the table."""
+    wanted = numbers_of(torch_version)
+    same = (release for release in reversed(_rows()) if parse_version(release)[: len(wanted)] == wanted)
+    return next(same, "") if wanted else ""
+
+
+@cache
+def _builds(release: str, platform: str) -> tuple[Build, ...]:
+    row = _rows()[release]
+    found = [
+        _build(release, row, platform, entry) for entry in row["builds"] + row["others"] if platform in entry["on"]
+    ]
+    return tuple(found)
+
+
+def _build(release: str, row: dict[str, Any], platform: str, entry: dict[str, Any]) -> Build:
+    toolkit = entry.get("cuda", "")
+    low, high = row["python"]
+    linux_cuda = bool(toolkit) and platform.startswith("linux")
+    return Build(
+        torch=release,
+        platform=platform,
+        build=entry["build"],
+        cuda=".".join(toolkit.split(".")[:2]),
+        toolkit=toolkit,
+        archs=tuple(f"sm_{number}" for number in entry.get("archs", "").split()),
+        on_pypi=row["pypi"].get(platform) == entry["build"],
+        python=(parse_version(low), parse_version(high)),
+        free_threaded=tuple(row["free_threaded"]),
+        cudnn=entry.get("cudnn", ""),
+        nccl=row["nccl"] if linux_cuda else "",
+        triton=row["triton"] if linux_cuda else "",
+        sure=entry["sure"],
+    )
+
+
+def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Build, ...]:
+    """Every build of a release for a platform, CUDA ones first; none for a release or platform not in the table.
+
+    >>> [build.build for build in index_builds("2.15.0")]
+    ['cu126', 'cu130', 'cu132', 'cpu', 'xpu']
+    """
+    release = _release(torch_version)
+    return _builds(release, platform) if release else ()
+
+
+@lru_cache(maxsize=512)
+def default_build(torch_version: str, platform: str) -> Build | None:
+    """What a bare ``pip install torch==…`` takes from PyPI.
+
+    >>> default_build("2.15.0", "linux-x86_64").archs
+    ('sm_75', 'sm_80', 'sm_86', 'sm_90', 'sm_100', 'sm_120')
+    >>> default_build("2.15.0", "windows").build
+    'cpu'
+    """
+    return next((build for build in index_builds(torch_version, platform) if build.on_pypi), None)
+
+
+def build_of(torch_version: str, build: str, platform: str) -> Build | None:
+    """One build by its name.
+
+    >>> build_of("2.15", "cu126", "linux-x86_64").archs[0]
+    'sm_50'
+    """
+    return next((found for found in index_builds(torch_version, platform) if found.build == build), None)

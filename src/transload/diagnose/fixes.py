@@ -1,0 +1,785 @@
+"""What to do on this machine: its package manager, its Python tool, its shell, its kind of container.
+
+Every function is pure and returns lines: a command begins with ``$ ``, what to put into a file with ``| ``, anything
+else is a sentence. Nothing is ever run; what needs root or a reboot says so.
+"""
+
+from __future__ import annotations
+
+import re
+from posixpath import normpath
+from shlex import quote
+from typing import TYPE_CHECKING, NamedTuple
+
+from transload.diagnose.tables import INDEX, chip_of, default_build, first_branch, generation, releases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transload.diagnose.tables import Generation
+    from transload.diagnose.tables import Platform as WheelPlatform
+    from transload.diagnose.tables.wheels import WheelChoice
+    from transload.machine import Machine
+
+__all__ = [
+    "bring",
+    "drop_folder",
+    "give_gpu",
+    "give_slurm",
+    "install",
+    "install_driver",
+    "install_torch",
+    "modprobe_option",
+    "on_host",
+    "reboot",
+    "reinstall",
+    "reload_module",
+    "set_variable",
+    "sudo",
+    "system_package",
+    "uninstall",
+    "unset",
+    "wanted",
+    "wheel",
+    "wheel_choice",
+    "wheel_platform",
+    "write_line",
+]
+
+Lines = tuple[str, ...]
+
+
+# -- what root does: packages, kernel modules, a reboot
+
+_INSTALL = {
+    "apt": "apt install",
+    "dnf": "dnf install",
+    "pacman": "pacman -S",
+    "zypper": "zypper install",
+    "apk": "apk add",
+}
+
+
+def sudo(machine: Machine, command: str) -> str:
+    """A command that needs root, as this user must type it.
+
+    >>> from transload.machine import Machine
+    >>> sudo(Machine(), "modprobe nvidia")
+    '$ sudo modprobe nvidia'
+    """
+    return f"$ {command}" if machine.platform.root else f"$ sudo {command}"
+
+
+def on_host(machine: Machine) -> Lines:
+    """The line that sends the reader out of a container; nothing outside one."""
+    return ("On the host, not in this container:",) if machine.surroundings.container else ()
+
+
+def reboot(machine: Machine) -> str:
+    """How to start the machine again."""
+    if machine.surroundings.wsl:
+        return "Then, in Windows, run 'wsl --shutdown' and open the terminal again."
+    if machine.surroundings.container:
+        return "Then reboot the host."
+    return sudo(machine, "reboot")
+
+
+def system_package(machine: Machine, **names: str) -> Lines:
+    """Install a package by this distribution's name for it: ``apt=…``, ``dnf=…``, ``pacman=…`` and so on.
+
+    >>> from transload.machine import Machine, Platform
+    >>> system_package(Machine(platform=Platform(package_manager="dnf", root=True)), dnf="nvidia-modprobe")
+    ('$ dnf install nvidia-modprobe',)
+    """
+    manager = machine.platform.package_manager
+    if manager in names and manager in _INSTALL:
+        return (sudo(machine, f"{_INSTALL[manager]} {names[manager]}"),)
+    known = next(iter(names.values()), "")
+    return (f"Install your distribution's equivalent of the package {known}.",)
+
+
+def _outside(machine: Machine) -> str:
+    """``sudo`` where it is needed on the machine itself: root in a container is nobody on its host."""
+    return "" if machine.platform.root and not machine.surroundings.container else "sudo "
+
+
+def write_line(machine: Machine, *lines: str, file: str) -> str:
+    """Write a line, or several, into a file that is root's.
+
+    >>> from transload.machine import Machine
+    >>> write_line(Machine(), "/opt/lib", file="/etc/ld.so.conf.d/opt.conf")
+    '$ echo /opt/lib | sudo tee /etc/ld.so.conf.d/opt.conf'
+    """
+    text = " ".join(map(quote, lines))
+    write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
+    return f"$ {write} | {'' if machine.platform.root else 'sudo '}tee {file}"
+
+
+_MODULES = {"nvidia": "nvidia_drm nvidia_modeset nvidia_uvm nvidia"}  # what uses a module has to go before it
+
+
+def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
+    """Unload a module of the driver and load it again, on the machine itself."""
+    loaded = machine.kernel.modules
+    first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
+    persisted = module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons
+    commands = (
+        *(("systemctl stop nvidia-persistenced",) if persisted else ()),
+        f"modprobe -r {' '.join(first)}",
+        f"modprobe {module}",
+        *(("systemctl start nvidia-persistenced",) if persisted else ()),
+    )
+    return tuple(f"$ {_outside(machine)}{command}" for command in commands)
+
+
+def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
+    """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
+    write = f"$ echo {quote(line)} | {_outside(machine)}tee /etc/modprobe.d/{file}"
+    again = reload_module(machine, line.split()[1])
+    return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
+
+
+# -- variables of this shell, and where they come from
+
+
+def unset(machine: Machine, *names: str) -> Lines:
+    """Remove variables from this shell, and from where they come from.
+
+    >>> from transload.machine import Machine, Platform
+    >>> unset(Machine(platform=Platform(shell="fish")), "CUDA_VISIBLE_DEVICES")[0]
+    '$ set -e CUDA_VISIBLE_DEVICES'
+    """
+    shell = machine.platform.shell
+    if shell == "fish":
+        command = "; ".join(f"set -e {name}" for name in names)
+    elif shell in ("csh", "tcsh"):
+        command = "; ".join(f"unsetenv {name}" for name in names)
+    elif machine.platform.system == "Windows":
+        command = "; ".join(f"Remove-Item Env:{name}" for name in names)
+    else:
+        command = f"unset {' '.join(names)}"
+    return (f"$ {command}", *_where_set(machine, names))
+
+
+def set_variable(machine: Machine, name: str, value: str) -> Lines:
+    """Set a variable in this shell."""
+    shell = machine.platform.shell
+    if shell == "fish":
+        return (f"$ set -gx {name} {quote(value)}", *_where_set(machine, (name,)))
+    if shell in ("csh", "tcsh"):
+        return (f"$ setenv {name} {quote(value)}", *_where_set(machine, (name,)))
+    if machine.platform.system == "Windows":
+        return (f'$ $env:{name} = "{value}"', *_where_set(machine, (name,)))
+    return (f"$ export {name}={quote(value)}", *_where_set(machine, (name,)))
+
+
+def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
+    """A search path without one of its folders.
+
+    >>> from transload.machine import Machine, Variables
+    >>> drop_folder(Machine(variables=Variables({"LD_LIBRARY_PATH": "/a:/b"})), "LD_LIBRARY_PATH", "/b")[0]
+    '$ export LD_LIBRARY_PATH=/a'
+    """
+    value = machine.variables.get(variable) or ""
+    bad = normpath(folder)
+    left = ":".join(each for each in value.split(":") if not _leads(each, bad))
+    return set_variable(machine, variable, left) if left.strip(":") else unset(machine, variable)
+
+
+def _leads(element: str, folder: str) -> bool:
+    """Whether an element of a search path is the folder; a relative one, if the folder ends in it."""
+    plain = normpath(element) if element else ""
+    if plain.startswith(("/", "..")) or plain in ("", "."):
+        return plain == folder
+    return folder.endswith(f"/{plain}")
+
+
+def _where_set(machine: Machine, names: Lines) -> Lines:
+    """Where a change has to be made to last."""
+    lines = tuple(
+        f"To make it permanent, change {name} where it is set: {', '.join(machine.variables.origins[name])}"
+        for name in names
+        if machine.variables.origins.get(name)
+    )
+    if lines or not any(name in machine.variables.values for name in names):
+        return lines
+    around = machine.surroundings
+    if around.service:
+        return (f"To make it permanent, remove it from the unit: systemctl edit {around.service}",)
+    if around.container:
+        return ("To make it permanent, remove it from the image's ENV, the compose file or the run command's -e.",)
+    return ("To make it permanent, remove it where it is set: the shell's startup files, the IDE, the launch script.",)
+
+
+# -- how to start a container or a job with a GPU
+
+
+_DOCKER: Lines = (
+    "Start the container with GPUs:",
+    "$ docker run --gpus all …",
+    "In a compose file, under the service:",
+    "| deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}",
+    "This needs the nvidia-container-toolkit on the host.",
+)
+_APPTAINER: Lines = ("Start it with the host's driver:", "$ apptainer exec --nv IMAGE COMMAND")
+_START: dict[str, Lines] = {
+    "podman": (
+        "On the host, once, and again after each driver update (needs root):",
+        "$ sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+        "Then start the container with GPUs:",
+        "$ podman run --device nvidia.com/gpu=all …",
+    ),
+    "apptainer": _APPTAINER,
+    "singularity": _APPTAINER,
+    "lxc": (
+        "On the host, give the container the device nodes (major 195, and that of nvidia-uvm in /proc/devices):",
+        "$ lxc config device add CONTAINER gpu gpu",
+        "Inside, install the driver's libraries of the host's version, without its kernel module.",
+    ),
+}
+
+
+def give_gpu(machine: Machine) -> Lines:
+    """How to start this kind of container or job with a GPU."""
+    around = machine.surroundings
+    if around.kubernetes:
+        return (
+            "Request a GPU in the pod's container spec:",
+            "| resources: {limits: {nvidia.com/gpu: 1}}",
+            "If the cluster's default runtime is not NVIDIA's, also set runtimeClassName: nvidia.",
+        )
+    if around.slurm and not around.container:
+        return give_slurm(machine)
+    return _START.get(around.container, _DOCKER)
+
+
+def give_slurm(machine: Machine) -> Lines:
+    """How to ask Slurm for a GPU, and how to pass it to the container that the job runs in."""
+    container = machine.surroundings.container
+    inner = ("Then pass it to the container:", *_START.get(container, _DOCKER)) if container else ()
+    return (
+        "Ask Slurm for a GPU:",
+        "$ srun --gres=gpu:1 --pty bash",
+        "Or in the batch script:",
+        "| #SBATCH --gres=gpu:1",
+        *inner,
+    )
+
+
+# -- NVIDIA's driver: which branch and which flavour drive the cards of this machine, and the packages that hold it
+
+DOWNLOAD = "https://www.nvidia.com/drivers"
+_CURRENT = 580  # a branch that the distributions below are known to have, in both flavours
+_FIRST_OPEN = 515
+
+
+class Wanted(NamedTuple):
+    """A driver: of branch ``low`` or newer and no newer than ``high``, 0 where any will do.
+
+    ``first`` is the branch that first drove the newest of the cards, and ``low`` what something else asks for.
+    ``open_module`` is ``None`` where either kernel module drives the cards.
+    """
+
+    low: int = 0
+    high: int = 0
+    first: int = 0
+    open_module: bool | None = None
+    dropped: Lines = ()
+    """Generations of cards that no driver serves beside the others."""
+    kept: Lines = ()
+
+    @property
+    def branch(self) -> int:
+        """The one branch that it must be; 0 where there is a choice."""
+        return self.high
+
+    @property
+    def words(self) -> str:
+        """As in ``NVIDIA's driver of branch 580 or newer with the open kernel module``."""
+        least = max(self.low, self.first)
+        which = f" of branch {self.high}" if self.high else f" of branch {least} or newer" if least else ""
+        flavour = {True: " with the open kernel module", False: " with the proprietary kernel module", None: ""}
+        return f"{which}{flavour[self.open_module]}"
+
+
+class _Card(NamedTuple):
+    generation: Generation
+    first: int
+
+
+def _cards(machine: Machine) -> list[_Card]:
+    """The cards on the bus that a driver of this machine is to drive."""
+    chips = (chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
+    known = ((generation(chip.generation), chip.capability) for chip in chips if chip)
+    return [_Card(found, first_branch(capability) if capability else 0) for found, capability in known if found]
+
+
+def _together(card: _Card, newest: _Card) -> bool:
+    """Whether one driver drives both."""
+    flavours = {card.generation.open_module, newest.generation.open_module}
+    last = card.generation.last_branch
+    return flavours != {"impossible", "required"} and (not last or last >= newest.first)
+
+
+def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
+    """The driver for the cards of this machine; where no driver serves all of them, for the newest ones."""
+    cards = _cards(machine)
+    newest = max(cards, key=lambda card: (card.first, not card.generation.last_branch), default=None)
+    served = [card for card in cards if newest and _together(card, newest)]
+    last = min((card.generation.last_branch for card in served if card.generation.last_branch), default=0)
+    return Wanted(
+        at_least,
+        exactly or last,
+        max((card.first for card in served), default=0),
+        _flavour(machine, {card.generation.open_module for card in served}, exactly or last),
+        dropped=tuple(sorted({card.generation.name for card in cards if card not in served})),
+        kept=tuple(sorted({card.generation.name for card in served})),
+    )
+
+
+def _flavour(machine: Machine, flavours: set[str], branch: int) -> bool | None:
+    if "impossible" in flavours or 0 < branch < _FIRST_OPEN:
+        return False
+    if "required" in flavours:
+        return True
+    # of a card that is not known, the module that is loaded tells which flavour drives it
+    return {"open": True, "proprietary": False}.get(machine.kernel.flavour) if not flavours else None
+
+
+def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
+    """Install NVIDIA's driver, in the branch and the flavour that drive the cards of this machine.
+
+    ``at_least`` is a floor, which any newer branch meets; ``exactly`` names the one branch that will do.
+    """
+    want = wanted(machine, at_least, exactly)
+    if machine.surroundings.wsl:
+        return (
+            f"Install or update the driver{want.words if at_least or exactly else ''} in Windows: {DOWNLOAD}",
+            "Never install a Linux driver inside WSL: its libcuda would hide the one Windows provides.",
+        )
+    if machine.platform.system == "Windows":
+        return (f"Install the driver{want.words if at_least or exactly else ''}: {DOWNLOAD}",)
+    if 0 < want.high < at_least:
+        last = f"Branch {want.high} is the last driver for {' and '.join(want.kept) or 'this card'}"
+        return (f"{last}: branch {at_least} and newer do not support it.",)
+    if machine.surroundings.container:
+        return (*on_host(machine), f"Install or update NVIDIA's driver{want.words}, then reboot the host.")
+    steps = _DRIVER.get(_distribution(machine), _other)(machine, want)
+    return (*_both(want), *steps, reboot(machine))
+
+
+def _both(want: Wanted) -> Lines:
+    if not want.dropped:
+        return ()
+    kept, dropped = " and ".join(want.kept), " and ".join(want.dropped)
+    return (f"No driver supports both {kept} and {dropped}. This is the one for {kept}:",)
+
+
+def _distribution(machine: Machine) -> str:
+    names = (machine.platform.distribution, *machine.platform.distribution_like)
+    return next((name for name in names if name in _DRIVER), "")
+
+
+def _in_words(want: Wanted, how: str) -> Lines:
+    return (f"Install NVIDIA's driver{want.words}: {how}",)
+
+
+def _other(machine: Machine, want: Wanted) -> Lines:
+    del machine
+    return _in_words(want, f"with your distribution's packages, or from {DOWNLOAD}")
+
+
+def _ubuntu(machine: Machine, want: Wanted) -> Lines:
+    if not want.low and not want.high and not want.open_module:
+        return (sudo(machine, "apt install ubuntu-drivers-common"), sudo(machine, "ubuntu-drivers install"))
+    branch = want.high or max(want.low, want.first, _CURRENT)
+    flavour = "" if want.open_module is False else "-open"
+    return (sudo(machine, "apt update"), sudo(machine, f"apt install nvidia-driver-{branch}{flavour}"))
+
+
+_DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
+
+
+def _debian(machine: Machine, want: Wanted) -> Lines:
+    if 0 < want.high < _FIRST_OPEN:
+        return _in_words(want, f"Debian 11 and 12 have 470 as nvidia-tesla-470-driver; others are at {DOWNLOAD}")
+    if not want.low and not want.open_module and want.first <= _DEBIANS:
+        return (
+            "With the components contrib, non-free and non-free-firmware enabled in Debian's apt sources:",
+            sudo(machine, "apt install linux-headers-$(uname -r) nvidia-driver firmware-misc-nonfree"),
+        )
+    package = _of_nvidia(want) + (f"-{want.high}" if want.high else "")
+    return (
+        "From NVIDIA's own repository (developer.nvidia.com/cuda-downloads):",
+        sudo(machine, f"apt install {package}"),
+    )
+
+
+def _of_nvidia(want: Wanted) -> str:
+    return "cuda-drivers" if want.open_module is False else "nvidia-open"
+
+
+def _fedora(machine: Machine, want: Wanted) -> Lines:
+    legacy = {390: "-390xx", 470: "-470xx"}
+    if want.high and want.high not in legacy:
+        return _in_words(
+            want,
+            f"RPM Fusion's akmod-nvidia while that is {want.high}, later most likely akmod-nvidia-{want.high}xx",
+        )
+    suffix = legacy.get(want.high, "")
+    packages = f"akmod-nvidia{suffix} xorg-x11-drv-nvidia{suffix}-cuda"
+    return (
+        "With the RPM Fusion repositories enabled:",
+        sudo(machine, f"dnf install {packages}"),
+        "Wait until 'modinfo nvidia' prints a version: the module is being built.",
+    )
+
+
+def _rhel(machine: Machine, want: Wanted) -> Lines:
+    if want.high:
+        return _in_words(want, "from NVIDIA's repository (developer.nvidia.com/cuda-downloads), held at that branch")
+    return (
+        "With NVIDIA's repository enabled (developer.nvidia.com/cuda-downloads):",
+        sudo(machine, f"dnf install {_of_nvidia(want)}"),
+    )
+
+
+def _arch(machine: Machine, want: Wanted) -> Lines:
+    if want.high in (390, 470, 580):
+        return (f"From the AUR: nvidia-{want.high}xx-dkms and nvidia-{want.high}xx-utils",)
+    if want.high or want.open_module is False:
+        return _in_words(want, f"from the AUR, or from {DOWNLOAD}")
+    return (sudo(machine, "pacman -Syu nvidia-open nvidia-utils"),)
+
+
+def _suse(machine: Machine, want: Wanted) -> Lines:
+    if max(want.low, want.first) > _CURRENT or 0 < want.high < _CURRENT:
+        older = "G05 packages are of branch 470" if want.high == 470 else "repository has it"
+        return _in_words(want, f"NVIDIA's {older}, or {DOWNLOAD}")
+    closed = want.open_module is False
+    package = "nvidia-driver-G06-kmp-default" if closed else "nvidia-open-driver-G06-signed-kmp-default"
+    return (
+        "With NVIDIA's repository for openSUSE or SLES enabled:",
+        sudo(machine, f"zypper install {package} nvidia-compute-utils-G06"),
+    )
+
+
+def _nixos(machine: Machine, want: Wanted) -> Lines:
+    name = {470: "legacy_470", 535: "legacy_535"}.get(want.high, "")
+    package = f" hardware.nvidia.package = config.boot.kernelPackages.nvidiaPackages.{name};" if name else ""
+    flavour = "false" if want.open_module is False else "true"
+    held = f"And hardware.nvidia.package of branch {want.high}: production while that is one, later a legacy package."
+    return (
+        "In configuration.nix:",
+        f'| services.xserver.videoDrivers = [ "nvidia" ]; hardware.nvidia.open = {flavour};{package}',
+        *((held,) if want.high and not name else ()),
+        sudo(machine, "nixos-rebuild switch"),
+    )
+
+
+def _alpine(machine: Machine, want: Wanted) -> Lines:
+    del machine, want
+    return ("NVIDIA publishes no driver for musl: use a distribution with glibc on this machine.",)
+
+
+_DRIVER: dict[str, Callable[[Machine, Wanted], Lines]] = {
+    "ubuntu": _ubuntu,
+    "debian": _debian,
+    "amzn": _rhel,
+    "ol": _rhel,
+    "fedora": _fedora,
+    "rhel": _rhel,
+    "centos": _rhel,
+    "arch": _arch,
+    "suse": _suse,
+    "opensuse": _suse,
+    "sles": _suse,
+    "nixos": _nixos,
+    "alpine": _alpine,
+}
+
+
+# -- Python packages, with the tool of the environment that was examined; and which torch to install at all
+
+_TRIO = ("torchvision", "torchaudio")
+_CONDAS = ("conda", "pixi")
+_ON_CONDA = {
+    **{name: name for name in ("numpy", "torchvision", "torchaudio", "triton", "xformers")},
+    "torch": "pytorch",
+    **{f"nvidia-cudnn-cu{major}": "cudnn" for major in (11, 12, 13)},
+    **{f"nvidia-nccl-cu{major}": "nccl" for major in (11, 12, 13)},
+}
+"""The name at conda-forge of what the rules install or remove."""
+_HOLDS = {
+    "libcudnn": "cudnn",
+    "libnccl": "nccl",
+    "libcudart": "cuda-cudart",
+    "libcupti": "cuda-cupti",
+    "libnvrtc": "cuda-nvrtc",
+    "libnvJitLink": "libnvjitlink",
+    **{f"lib{name}": f"lib{name}" for name in ("cublas", "cufft", "curand", "cusolver", "cusparse")},
+}
+"""The start of a library's name, and conda-forge's package that holds it."""
+
+
+def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
+    """The torch build that fits the driver, the cards, the Python and the platform of this machine."""
+    from transload.diagnose.tables.wheels import choose_wheel
+
+    told = set(machine.capabilities.values())
+    capabilities = told
+    if not told:
+        chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
+        capabilities = {chip.capability for chip in chips if chip is not None and chip.capability is not None}
+    driver = machine.driver.nvml.driver or machine.kernel.version
+    return choose_wheel(
+        driver=driver or None,
+        driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0) or None,
+        capabilities=sorted(capabilities),
+        platform=wheel_platform(machine),
+        python=_python_version(machine),
+        torch=torch,
+        driver_sees_cards=bool(told),
+    )
+
+
+def _preferred(machine: Machine) -> WheelChoice:
+    """The installed release, for which other packages are made, in a build that fits; else the newest."""
+    newest = wheel_choice(machine)
+    first = machine.torch.first
+    release = first.version.partition("+")[0] if first else ""
+    same = wheel_choice(machine, release) if release in releases() else newest
+    return same if same.torch_version and (not same.needs_driver or newest.needs_driver) else newest
+
+
+def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) -> Lines:
+    """Install the torch that fits both the driver and the card, with the tool of this environment.
+
+    It is of the release ``torch``; else of the one that is installed, where that has a build that fits. Without
+    ``driver`` another finding says how to install the driver that it may need.
+    """
+    choice = wheel_choice(machine, torch) if torch else _preferred(machine)
+    if not choice.torch_version:
+        return (choice.reason,)
+    beside = [name for name in _TRIO if name in machine.python.packages]
+    lines = (*_reinstall(machine, choice, beside), *_why(machine, choice))
+    if not choice.needs_driver:
+        return (*lines, *_newer(machine, choice))
+    if not driver:
+        return ("Once the driver is changed:", *lines)
+    branch = int(choice.needs_driver.partition(".")[0])
+    older = choice.direction == "older"
+    update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
+    return ("First install the driver:", *update, "Then install torch:", *lines)
+
+
+def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
+    """Install torch where none is known: for the NVIDIA GPU; without one (``False``) the small CPU build.
+
+    ``None`` is a machine of which it is not known whether it has one.
+    """
+    if gpu:
+        return wheel(machine)
+    default = default_build(releases()[-1], wheel_platform(machine))
+    with_cuda = gpu is False and default is not None and bool(default.cuda)
+    return install(machine, "torch", index=f"{INDEX}/cpu" if with_cuda else "", force=force)
+
+
+def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
+    """Install torch once more, with all that it needs: the same release, in the build that fits this machine."""
+    first = machine.torch.first
+    release, _, build = (first.version if first else "").partition("+")
+    if release not in releases():
+        return install_torch(machine, gpu=gpu, force=True)
+    if gpu:
+        return wheel(machine, release if wheel_choice(machine, release).torch_version else None)
+    default = default_build(release, wheel_platform(machine))
+    index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
+    return install(machine, f"torch=={release}", index=index, force=True)
+
+
+def _why(machine: Machine, choice: WheelChoice) -> Lines:
+    likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
+    if _tool(machine) not in _CONDAS:
+        return (f"Why this build{likely}: {choice.reason}",)
+    if _conda_again(machine, choice):
+        return ()
+    return (f"Why CUDA {_cuda(choice)}, judged by PyTorch's wheels{likely}: {choice.reason}",)
+
+
+def _newer(machine: Machine, choice: WheelChoice) -> Lines:
+    first, newest = machine.torch.first, wheel_choice(machine)
+    same = first is not None and first.version.partition("+")[0] == choice.torch_version != newest.torch_version
+    if not same or newest.needs_driver or _tool(machine) in _CONDAS:
+        return ()
+    return (f"You have this release; the newest that works on this machine is {newest.torch_version} {newest.build}.",)
+
+
+def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
+    tool = _tool(machine)
+    if tool in _CONDAS:
+        return _conda_torch(machine, choice, beside)
+    wanted = (f"torch=={choice.torch_version}", *beside)
+    if tool == "poetry" and choice.index:
+        source = f"pytorch-{choice.build}"
+        return (
+            f"$ poetry source add --priority=explicit {source} {choice.index}",
+            f"$ poetry add --source {source} {' '.join(wanted)}",
+        )
+    if _project(machine) == "uv":
+        source = f" --index pytorch-{choice.build}={choice.index}" if choice.index else ""
+        return (f"$ uv add{source} {' '.join(wanted)}",)
+    others = () if _project(machine) else _of_other_cuda(machine, choice)  # a project's tool removes them itself
+    remove = uninstall(machine, "torch", *beside, *others)
+    return (*remove, *(line for line in install(machine, *wanted, index=choice.index) if line not in remove))
+
+
+def _of_other_cuda(machine: Machine, choice: WheelChoice) -> Lines:
+    """NVIDIA's packages for another CUDA than the chosen build's: they put other files into the same folders."""
+    major = _cuda(choice).partition(".")[0]
+    found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
+    return tuple(sorted(name for name, of in found if of and of[1] != major))
+
+
+def _cuda(choice: WheelChoice) -> str:
+    """``12.6`` of ``cu126``."""
+    return f"{choice.build[2:-1]}.{choice.build[-1]}"
+
+
+def _conda_again(machine: Machine, choice: WheelChoice) -> bool:
+    """Whether conda's torch is the right one, and only has to be put in its place once more."""
+    first = machine.torch.first
+    release = first.version.partition("+")[0] if first else ""
+    major = first.cuda.partition(".")[0] if first else ""
+    return release == choice.torch_version and major == _cuda(choice).partition(".")[0]
+
+
+def _conda_torch(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
+    if _conda_again(machine, choice):  # conda keeps what already meets the request, and so what is broken
+        return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
+    return _conda(machine, "pytorch-gpu", f'"cuda-version={_cuda(choice)}"', *beside)
+
+
+def _conda(machine: Machine, *names: str, force: bool = False) -> Lines:
+    """Install packages of conda-forge."""
+    wanted = " ".join(names)
+    if machine.python.tool == "pixi":
+        anew = ("$ pixi clean", "$ pixi install") if force else ()
+        return (f"$ pixi add {wanted}", *anew)
+    again = " --force-reinstall" if force else ""
+    return (f"$ conda install{_prefix(machine)} -c conda-forge{again} {wanted}",)
+
+
+def _prefix(machine: Machine) -> str:
+    return f" -p {quote(machine.python.prefix)}" if machine.python.prefix else ""
+
+
+def _conda_names(requirements: tuple[str, ...]) -> Lines:
+    """What conda-forge calls some packages of PyPI; nothing where one of them may not be there.
+
+    >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
+    (('pytorch=2.5.1', 'cudnn'), ())
+    """
+    plain = [each for each in requirements if each not in ("--no-deps", "--upgrade")]
+    parts = [each.partition("==") for each in plain]
+    if not all(name in _ON_CONDA for name, _, _ in parts):
+        return ()
+    # NVIDIA's own version numbers are cut differently there
+    pinned = ("torch", *_TRIO)
+    return tuple(_ON_CONDA[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
+
+
+def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
+    """Install Python packages into the environment that was examined.
+
+    >>> from transload.machine import Machine, Python
+    >>> install(Machine(python=Python("/opt/venv/bin/python")), "torch", force=True)
+    ('$ /opt/venv/bin/python -m pip install --force-reinstall torch',)
+    """
+    tool, project = _tool(machine), _project(machine)
+    if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
+        return _conda(machine, *names, force=force)
+    wanted = " ".join(map(quote, requirements))
+    source = f" --index-url {index}" if index else ""
+    python = quote(machine.python.executable or "python")
+    if project and not index and not force:
+        return (f"$ {project} add {wanted}",)
+    if tool == "uv":
+        again = " --reinstall" if force else ""
+        return (f"$ uv pip install --python {python}{again} {wanted}{source}", *_record(project, index))
+    again = " --force-reinstall" if force else ""
+    line = f"$ {python} -m pip install{again} {wanted}{source}"
+    if machine.python.externally_managed:
+        return (
+            "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
+            f"$ {python} -m venv .venv",
+            line.replace(f"$ {python} ", "$ .venv/bin/python ", 1),
+        )
+    return (*_ensure_pip(machine), line, *_record(project, index))
+
+
+def _record(project: str, index: str) -> Lines:
+    """What to do so that a project's tool does not undo an installation from another index."""
+    if not project or not index:
+        return ()
+    return (f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.",)
+
+
+def bring(machine: Machine, *libraries: str) -> Lines:
+    """Install the packages of conda-forge that hold some libraries again; nothing where it is not conda that does.
+
+    >>> from transload.machine import Machine, Python
+    >>> bring(Machine(python=Python(tool="conda")), "libcudnn.so.9", "libcublasLt.so.12")
+    ('$ conda install -c conda-forge --force-reinstall cudnn libcublas',)
+    """
+    names = sorted({package for name in libraries for start, package in _HOLDS.items() if name.startswith(start)})
+    return _conda(machine, *names, force=True) if names and _tool(machine) in _CONDAS else ()
+
+
+def uninstall(machine: Machine, *packages: str) -> Lines:
+    """Remove Python packages from the environment that was examined."""
+    python = quote(machine.python.executable or "python")
+    tool, project = _tool(machine), _project(machine)
+    if machine.python.externally_managed:
+        return ()
+    if tool in _CONDAS and (names := _conda_names(packages)):
+        listed = " ".join(names)
+        return (f"$ pixi remove {listed}" if tool == "pixi" else f"$ conda remove --force{_prefix(machine)} {listed}",)
+    listed = " ".join(packages)
+    if project and project != "uv":
+        return (f"$ {project} remove {listed}",)
+    if tool == "uv":
+        return (f"$ uv pip uninstall --python {python} {listed}",)
+    return (*_ensure_pip(machine), f"$ {python} -m pip uninstall -y {listed}")
+
+
+def _ensure_pip(machine: Machine) -> Lines:
+    python = quote(machine.python.executable or "python")
+    return () if machine.python.pip else (f"$ {python} -m ensurepip",)
+
+
+def _project(machine: Machine) -> str:
+    """The tool that keeps a list of this project's packages, and undoes what is installed past it; empty for none."""
+    tool = _tool(machine)
+    return tool if tool in ("poetry", "pdm") or (tool == "uv" and machine.python.project) else ""
+
+
+def _tool(machine: Machine) -> str:
+    """What to install torch with: what installed it, where that differs from the environment's own tool."""
+    first = machine.torch.first
+    if machine.python.tool in _CONDAS and first and first.installer in ("pip", "uv"):
+        return first.installer
+    return machine.python.tool
+
+
+def wheel_platform(machine: Machine) -> WheelPlatform:
+    """Whose wheels this machine takes."""
+    system, arm = machine.platform.system, machine.platform.machine in ("aarch64", "arm64")
+    if system == "Darwin":
+        return "macos-arm64" if arm else "macos-x86_64"
+    return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
+
+
+def _python_version(machine: Machine) -> tuple[int, int]:
+    found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
+    return (int(found[1]), int(found[2])) if found else (3, 12)

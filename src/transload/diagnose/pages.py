@@ -1,0 +1,68 @@
+"""The page of a cause, in Markdown: ``doctor --explain`` prints it, ``explain`` quotes it, the site shows it.
+
+The pages are docs/doctor/CODE.md, where a reader of the repository looks for them. A wheel and the zipapp carry them
+as diagnose/pages.
+"""
+
+from __future__ import annotations
+
+import re
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["page", "parts", "section"]
+
+_UP = "[All causes](README.md)\n"  # for readers of the site
+_MARKUP = re.compile(r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(https?://[^>]*)>")
+
+
+def page(code: str) -> str:
+    """The Markdown of a cause's page."""
+    import pkgutil
+
+    try:
+        data = pkgutil.get_data("transload.diagnose", f"pages/{code}.md")
+    except OSError:  # not packed: this is a source tree
+        from pathlib import Path
+
+        data = (Path(__file__).parents[3] / "docs" / "doctor" / f"{code}.md").read_bytes()
+    return (data or b"").decode()
+
+
+def parts(markdown: str) -> Iterator[tuple[str, str]]:
+    r"""What a page is made of: its ``title``, a ``heading``, a ``prose`` paragraph, an ``item`` of a list, or ``code``.
+
+    >>> list(parts("# U04: a `stub`\n\nTwo\nlines.\n\n- <https://a.b>\n\n    $ ls\n"))
+    [('title', 'U04: a stub'), ('prose', 'Two lines.'), ('item', 'https://a.b'), ('code', '$ ls')]
+    """
+    for block in re.split(r"\n{2,}", markdown.removesuffix(_UP).strip("\n")):
+        if block.startswith("    "):
+            yield "code", dedent(block)
+        elif block.startswith("- "):
+            for item in re.split(r"\n?^- ", block, flags=re.MULTILINE)[1:]:
+                yield "item", _plain(item)
+        else:
+            mark, _, text = block.partition(" ")
+            kind = {"#": "title", "##": "heading"}.get(mark, "prose")
+            yield kind, _plain(block if kind == "prose" else text)
+
+
+def _plain(text: str) -> str:
+    def shown(match: re.Match[str]) -> str:
+        return "<" if match[3] else next(group for group in match.groups() if group is not None)
+
+    return _MARKUP.sub(shown, " ".join(text.split()))
+
+
+def section(code: str, heading: str) -> str:
+    """What a page says under a heading, as one line of text."""
+    inside, out = False, []
+    for kind, text in parts(page(code)):
+        if kind == "heading":
+            inside = text == heading
+        elif inside:
+            out.append(text)
+    return " ".join(out)
