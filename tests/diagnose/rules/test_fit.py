@@ -262,7 +262,7 @@ def fitting() -> Iterator[tuple[str, Machine]]:
                     build.cuda,
                     build.archs,
                 )
-                for capability in (card for card in CARDS if build.supports_card(card)):
+                for capability in (each_card for each_card in CARDS if build.supports_card(each_card)):
                     yield f"{release}+{build.build} {cpu} {capability}", carded(machine, capability)
 
 
