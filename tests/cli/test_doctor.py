@@ -302,6 +302,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
+    monkeypatch.setattr(transload, "doctor", stand_in)  # the package keeps what it has looked up once
     monkeypatch.setattr("transload.diagnose.doctor", stand_in)
     return stand_in
 
