@@ -12,7 +12,7 @@ from transload.converting.comparing import Back
 from transload.converting.moving import Descriptor, Writer
 from transload.dtypes import ITEMSIZE
 from transload.errors import ConvertError
-from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted

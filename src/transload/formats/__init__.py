@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.formats.foreign import Foreign
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import ZipIndex
+    from transload.formats.zip import ZipIndex
     from transload.io.sources import Source, SourceLike
 
 __all__ = ["FORMATS", "no_collecting", "read"]
@@ -106,7 +106,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
     are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
     """
-    from transload.formats.zip_index import starts_like_zip
+    from transload.formats.zip import starts_like_zip
 
     if starts_like_zip(source):
         return _rank(source) or _read_zip(source, verify=verify, tree=tree)
@@ -156,7 +156,7 @@ def _try_pickle(source: Source) -> Checkpoint | None:
 
 def _foreign(source: Source, *, verify: bool) -> Checkpoint:
     from transload.formats.foreign import identify
-    from transload.formats.zip_index import ends_like_zip
+    from transload.formats.zip import ends_like_zip
 
     what = identify(source)
     if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
@@ -177,7 +177,7 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import read_index
+    from transload.formats.zip import read_index
 
     index = read_index(source)
     if not index.ok:

@@ -12,7 +12,7 @@ from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Tree
 from transload.formats.torch_zip import Archive, pickle_problems, read_pickle, read_torch_zip
-from transload.formats.zip_index import read_index, starts_like_zip
+from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource, Source, copied
 from transload.nodes import Call, Global, Persistent, Pickle
 

@@ -15,7 +15,7 @@ from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Place, Slot, StorageTable
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
-from transload.formats.zip_index import ends_like_zip
+from transload.formats.zip import ends_like_zip
 from transload.io.sources import Source
 from transload.nodes import Dict, Global, Pickle
 

@@ -11,7 +11,7 @@ from transload.findings import Problem
 from transload.formats.tensors import Place, StorageTable, find_tensors
 from transload.formats.torch_legacy import run_at
 from transload.formats.torch_zip import pickle_problems
-from transload.formats.zip_index import ends_like_zip
+from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
 from transload.nodes import Global, Persistent, Pickle
 

@@ -13,7 +13,7 @@ from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Place, StorageTable, Tree, find_tensors
-from transload.formats.zip_index import Payload, ZipIndex, read_payload
+from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 

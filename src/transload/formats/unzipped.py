@@ -12,7 +12,7 @@ from transload.checkpoint import Checkpoint, Record
 from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats.torch_zip import Archive, read_torch_zip
-from transload.formats.zip_index import Payload
+from transload.formats.zip import Payload
 from transload.io.sources import FileSource
 
 __all__ = ["open_directory", "read_unzipped"]

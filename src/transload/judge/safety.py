@@ -399,7 +399,7 @@ def _first(args: object) -> tuple[object, ...]:
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import read_index, starts_like_zip
+    from transload.formats.zip import read_index, starts_like_zip
     from transload.io.sources import BytesSource
 
     source = BytesSource(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-from transload.formats.zip_index import widen
+from transload.formats.zip import widen
 from transload.io.sources import Source
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from struct import pack_into
 from typing import NamedTuple
 
-from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 from transload.rescuing.parts import Part, literal
 
 __all__ = ["Item", "laid_out"]

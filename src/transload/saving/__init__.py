@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
-from transload.formats.zip_writer import ALIGNMENT, Sink, write_archive
+from transload.formats.zip import ALIGNMENT
+from transload.formats.zip_writer import Sink, write_archive
 from transload.io.atomic import Beside, FileObject, Straight, SystemFile, is_atomic
 from transload.io.progress import telling
 from transload.saving.origin import ORIGIN, Origin, origin_of

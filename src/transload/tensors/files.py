@@ -280,7 +280,7 @@ def _opened(f: object) -> Source:
 def _begins(source: Source) -> bool:
     """Whether a checkpoint begins here: else what lies before the position of a file object is meant, too."""
     from transload.formats.torch_legacy import looks_like_legacy
-    from transload.formats.zip_index import starts_like_zip
+    from transload.formats.zip import starts_like_zip
 
     return starts_like_zip(source) or looks_like_legacy(source)
 
