@@ -88,9 +88,13 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     if isinstance(f, str | os.PathLike):
         path = os.fspath(f)
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
-            return _read_directory(path, verify=verify)
+            from transload.formats.directory import read_directory
+
+            return read_directory(path, verify=verify, read_file=lambda name: read(name, verify=verify))
         if path.endswith(".index.json"):
-            return _read_sharded(path, verify=verify)
+            from transload.formats.directory import read_sharded
+
+            return read_sharded(path, lambda name: read(name, verify=verify))
     from transload.io.sources import open_source
 
     source = open_source(f)
@@ -122,7 +126,8 @@ def _rank(source: Source) -> Checkpoint | None:
     folder, name = os.path.split(source.name)
     if not name.endswith(".distcp") or not os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
         return None
-    from transload.formats.foreign import Foreign, quoted
+    from transload.findings import quoted
+    from transload.formats.foreign import Foreign
 
     title = "one of the files of a torch.distributed.checkpoint directory"
     return _named(
@@ -259,19 +264,3 @@ def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> 
     known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
     problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
     return replace(checkpoint, problems=problems, checksummed=not bad and not known)
-
-
-def _read_directory(path: str, *, verify: bool) -> Checkpoint:
-    from transload.formats.directory import read_directory
-    from transload.formats.unzipped import read_unzipped
-
-    def read_file(name: str) -> Checkpoint:
-        return read(name, verify=verify)
-
-    return read_directory(path, verify=verify, read_file=read_file, read_unzipped=read_unzipped)
-
-
-def _read_sharded(path: str, *, verify: bool) -> Checkpoint:
-    from transload.formats.directory import read_sharded
-
-    return read_sharded(path, lambda name: read(name, verify=verify))

@@ -50,11 +50,11 @@ def looks_like_tar(source: Source) -> bool:
     return _header(source.read(0, _BLOCK)) is not None
 
 
-def members(source: Source) -> tuple[list[Member], list[Problem]]:
+def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
     """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
     out: list[Member] = []
     position, odd, always = 0, "", ""
-    for _ in range(_MAX_MEMBERS):
+    for _ in range(most):
         block = source.read(position, _BLOCK)
         header = _header(block)
         if header is None:
@@ -68,7 +68,7 @@ def members(source: Source) -> tuple[list[Member], list[Problem]]:
             out.append(Member(header.name, start, header.size, odd))
             odd = ""
         position = start + -(-header.size // _BLOCK) * _BLOCK
-    return out, [Problem("tar-broken", f"byte {position}", f"more than {_MAX_MEMBERS} members")]
+    return out, [Problem("tar-broken", f"byte {position}", f"more than {most} members")]
 
 
 def _why_ended(block: bytes, position: int) -> list[Problem]:

@@ -126,7 +126,7 @@ def _refuse_rank(path: str) -> None:
     """A rank's file is a row of small archives, and what they hold stands in another file."""
     folder, name = os.path.split(path)
     if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as below
-        from transload.formats.foreign import rescue_command
+        from transload.findings import rescue_command
 
         what = "it is one of the files of a torch.distributed.checkpoint directory"
         raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.formats.unzipped import open_directory
+from transload.formats.directory import open_directory
 from transload.io.sources import FileSource, copied
 from transload.rescuing.layout import Item, laid_out
 from transload.rescuing.mended import Mended

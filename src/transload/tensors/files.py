@@ -212,9 +212,8 @@ class Files:
 
     def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
         from transload.formats.directory import read_directory
-        from transload.formats.unzipped import read_unzipped
 
-        checkpoint = read_directory(path, read_file=self._read_file, read_unzipped=read_unzipped)
+        checkpoint = read_directory(path, read_file=self._read_file)
         if checkpoint.format == "sharded":
             return self._sharded(checkpoint, path)
         if "unpacked" in dict(checkpoint.facts):
