@@ -114,11 +114,21 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
     if starts_like_zip(source):
         return _rank(source) or _read_zip(source, verify=verify, tree=tree)
-    for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
-        checkpoint = recognise(source)
-        if checkpoint is not None:
-            return checkpoint
-    return _foreign(source, verify=verify)
+    from transload.formats.torch_tar import looks_like_tar, read_tar
+
+    if looks_like_tar(source) and (checkpoint := read_tar(source)) is not None:
+        return checkpoint
+    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
+
+    if looks_like_legacy(source):
+        return read_legacy(source)
+    from transload.formats.safetensors import looks_like, read_safetensors
+
+    if looks_like(source):
+        return read_safetensors(source)
+    from transload.formats.plain_pickle import read_plain_pickle
+
+    return read_plain_pickle(source) or _foreign(source, verify=verify)
 
 
 def _rank(source: Source) -> Checkpoint | None:
@@ -133,30 +143,6 @@ def _rank(source: Source) -> Checkpoint | None:
     return _named(
         source, Foreign("distcp", title, (), ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}"))
     )
-
-
-def _try_tar(source: Source) -> Checkpoint | None:
-    from transload.formats.torch_tar import looks_like_tar, read_tar
-
-    return read_tar(source) if looks_like_tar(source) else None
-
-
-def _try_legacy(source: Source) -> Checkpoint | None:
-    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
-
-    return read_legacy(source) if looks_like_legacy(source) else None
-
-
-def _try_safetensors(source: Source) -> Checkpoint | None:
-    from transload.formats.safetensors import looks_like, read_safetensors
-
-    return read_safetensors(source) if looks_like(source) else None
-
-
-def _try_pickle(source: Source) -> Checkpoint | None:
-    from transload.formats.plain_pickle import read_plain_pickle
-
-    return read_plain_pickle(source)
 
 
 def _foreign(source: Source, *, verify: bool) -> Checkpoint:
@@ -196,19 +182,22 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     archive = Archive.of_zip(source, index)
     reader = _zip_reader(archive)
     if reader is None:
-        return _foreign_zip(source, index)
-    problems = (*index.problems, *_other_face(source))
+        from transload.formats.foreign import identify_zip
+
+        prefix = f"{index.root}/" if index.root else ""
+        # A name that begins with a slash is one outside the folder.
+        names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
+        return _named(source, identify_zip(names, source.name), index)
+    problems = [*index.problems]
+    # The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name.
+    if b"{" in source.read(8, 64):
+        from transload.formats.safetensors import looks_like
+
+        if looks_like(source):
+            problems.append(Problem("zip-inside", detail="it is also a safetensors file, and torch goes by the name"))
     light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
     return _with_checksums(checkpoint, source, index) if verify else checkpoint
-
-
-def _other_face(source: Source) -> list[Problem]:
-    """The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name."""
-    from transload.formats.safetensors import looks_like
-
-    detail = "it is also a safetensors file, and torch goes by the name"
-    return [Problem("zip-inside", detail=detail)] if looks_like(source) else []
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
@@ -244,15 +233,6 @@ _ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
     # What is left of a torch.save archive whose index is lost.
     (_holds("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0"), "torch_zip", "read_torch_zip"),
 )
-
-
-def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:
-    from transload.formats.foreign import identify_zip
-
-    prefix = f"{index.root}/" if index.root else ""
-    # A name that begins with a slash is one outside the folder.
-    names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
-    return _named(source, identify_zip(names, source.name), index)
 
 
 def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:

@@ -1,4 +1,7 @@
-"""What the recognisers share: the answer, and a bounded look at the bytes."""
+"""What a file is that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
+
+``identify`` asks each function of ``_LOOKS`` in turn; each gets a ``View`` of the first and last bytes.
+"""
 
 from __future__ import annotations
 

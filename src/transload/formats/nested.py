@@ -1,4 +1,4 @@
-"""Records that are files of their own: a ``torch.save`` inside a package, and pickles beside it."""
+"""What the readers of programs and packages share: nested checkpoints, JSON records, tensors described by JSON."""
 
 from __future__ import annotations
 
@@ -130,15 +130,11 @@ def read_nested(archive: Archive, record: Record) -> Checkpoint:
         inner = Archive.of_zip(source, index)
         found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
     else:
-        found = _bare_pickles(source)
+        data = source.read(0, MAX_PACKED)
+        pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+        problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+        found = Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
     return _moved(found, record)
-
-
-def _bare_pickles(source: Source) -> Checkpoint:
-    data = source.read(0, MAX_PACKED)
-    pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
-    problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
-    return Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
 
 
 def _moved(inner: Checkpoint, record: Record) -> Checkpoint:

@@ -1,4 +1,9 @@
-"""The state of a pickle machine: its stack, its memo, and what it has read so far."""
+"""Runs a pickle without importing or calling anything: a graph of inert nodes, and what a loader would import and call.
+
+``run`` reads one pickle, ``run_all`` those that follow one another, ``opcodes`` walks over one without running it.
+``_execute`` is the loop over the frequent opcodes; ``_RARE`` has a handler for each of the others. ``TensorPattern``
+reads the call that rebuilds an ordinary tensor in one step, by comparing its bytes with a template.
+"""
 
 from __future__ import annotations
 
@@ -190,11 +195,11 @@ _NUMBERS = {0x4A: Struct("<i"), 0x4B: Struct("<B"), 0x4D: Struct("<H")}
 _GETS = {0x68: Struct("<B"), 0x6A: Struct("<I")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 
-_MAX_MOULDS = 4096
+_MAX_TEMPLATES = 4096
 _MAX_FOLLOWING = 64
 
 
-class _Mould:
+class _Template:
     """The call of a tensor with holes: ``pieces``, the text of a key after the first, a memo index after the others.
 
     ``values`` are what the pieces stand for; ``written`` says which of the seven values a call can enter into the memo
@@ -248,27 +253,27 @@ def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
 
 
 class _Step:
-    """The last two moulds that fitted, and the steps that came next, by the last part of the tensor's name."""
+    """The last two templates that fitted, and the steps that came next, by the last part of the tensor's name."""
 
-    __slots__ = ("following", "mould")
+    __slots__ = ("following", "template")
 
-    def __init__(self, mould: _Mould | None) -> None:
-        self.mould = mould
+    def __init__(self, template: _Template | None) -> None:
+        self.template = template
         self.following: dict[str, _Step] = {}
 
 
 class TensorPattern:
     """Reads the calls of tensors in one run of a machine.
 
-    Which mould will fit is guessed: layers repeat one another, so it is the one that came after the same two moulds,
-    under a name with the same last part. A wrong guess costs a match of the regular expression.
+    Which template will fit is guessed: layers repeat one another, so it is the one that came after the same two
+    templates, under a name with the same last part. A wrong guess costs a match of the regular expression.
     """
 
     def __init__(self, vm: Machine) -> None:
         self._data, self._size = vm.data, vm.size
         self._calls, self._persistent = vm.out.calls, vm.out.persistent
-        self._moulds: dict[tuple[bytes | None, ...], _Mould] = {}
-        self._steps: dict[tuple[_Mould | None, _Mould], _Step] = {}
+        self._templates: dict[tuple[bytes | None, ...], _Template] = {}
+        self._steps: dict[tuple[_Template | None, _Template], _Step] = {}
         self._step = _Step(None)
 
     def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
@@ -281,17 +286,17 @@ class TensorPattern:
         name = stack[-2] if len(stack) > 1 else ""
         name = name.rpartition(".")[2] if type(name) is str else ""
         step = self._step.following.get(name)
-        if step is not None and (end := self._fill(step.mould, pos, stack, memo)):
+        if step is not None and (end := self._fill(step.template, pos, stack, memo)):
             self._step = step
             return end
-        mould = self._mould(pos, memo)
-        end = self._fill(mould, pos, stack, memo) if mould is not None else 0
-        if mould is not None and end:
-            self._learn(mould, name)
+        template = self._template(pos, memo)
+        end = self._fill(template, pos, stack, memo) if template is not None else 0
+        if template is not None and end:
+            self._learn(template, name)
         return end
 
-    def _mould(self, pos: int, memo: list[Any]) -> _Mould | None:
-        """The mould of what stands there, if it is the call of a tensor."""
+    def _template(self, pos: int, memo: list[Any]) -> _Template | None:
+        """The template of what stands there, if it is the call of a tensor."""
         match = _CALL(self._data, pos)
         if match is None:
             return None
@@ -299,36 +304,36 @@ class TensorPattern:
         if text and length[0] != len(text):
             return None
         pieces = (head, length, again, tail, first, size, stride, last)
-        mould = self._moulds.get(pieces)
-        if mould is None:
-            if len(self._moulds) >= _MAX_MOULDS:
-                self._moulds.clear()
+        template = self._templates.get(pieces)
+        if template is None:
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
             try:
-                mould = self._moulds[pieces] = _Mould(match, memo)
+                template = self._templates[pieces] = _Template(match, memo)
             except LookupError:
                 return None
-        return mould
+        return template
 
-    def _learn(self, mould: _Mould, name: str) -> None:
+    def _learn(self, template: _Template, name: str) -> None:
         """Take the step that was not guessed, and remember it."""
-        if len(self._steps) >= _MAX_MOULDS:
+        if len(self._steps) >= _MAX_TEMPLATES:
             self._steps.clear()
-        key = (self._step.mould, mould)
+        key = (self._step.template, template)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _Step(mould)
+            step = self._steps[key] = _Step(template)
         if len(self._step.following) >= _MAX_FOLLOWING:
             self._step.following.clear()
         self._step.following[name] = step
         self._step = step
 
-    def _fill(self, mould: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
-        """Make the nodes of a call if the bytes fit the mould; where it ends, or 0."""
-        layout, index = mould.layout, len(memo)
+    def _fill(self, template: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
+        """Make the nodes of a call if the bytes fit the template; where it ends, or 0."""
+        layout, index = template.layout, len(memo)
         end: int = pos + layout.size
         if end > self._size:
             return 0
-        if mould.puts == 7:
+        if template.puts == 7:
             begin, text, p0, i0, p1, i1, p2, i2, p3, i3, p4, i4, p5, i5, p6, i6 = layout.unpack_from(self._data, pos)
             # Seven numbers that rise from the next index to the sixth after it are those between.
             if i0 != index or i6 != index + 6 or not i0 < i1 < i2 < i3 < i4 < i5 < i6:
@@ -337,15 +342,15 @@ class TensorPattern:
         else:
             found = layout.unpack_from(self._data, pos)
             text, pieces = found[1], (found[0], *found[2::2])
-            if found[3::2] != (*range(index, index + mould.puts),):
+            if found[3::2] != (*range(index, index + template.puts),):
                 return 0
-        if pieces != mould.pieces or (text and not text.isdigit()):
+        if pieces != template.pieces or (text and not text.isdigit()):
             return 0
-        kind, key, place, offset, shape, steps, flag, ordered = mould.values
+        kind, key, place, offset, shape, steps, flag, ordered = template.values
         if text:
             key = text.decode()
         pid = (*kind, key, *place)
-        storage = Persistent(pid, pos + mould.named)
+        storage = Persistent(pid, pos + template.named)
         hooks = Call(ordered, (), "reduce", end - 17)
         size, stride = tuple(shape), tuple(steps)  # new ones: who walks the graph knows things by their identity
         args = (storage, offset, size, stride, flag, hooks)
@@ -353,7 +358,7 @@ class TensorPattern:
         self._persistent.append(storage)
         self._calls += (hooks, call)
         entries = (key, pid, size, stride, hooks, args, call)
-        memo += entries if mould.puts == 7 else compress(entries, mould.written)
+        memo += entries if template.puts == 7 else compress(entries, template.written)
         return end
 
 

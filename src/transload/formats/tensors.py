@@ -1,9 +1,12 @@
-"""Inert nodes as text: the names they bear, and values short enough to show."""
+"""The tensors, storages and values in the graph of a pickle.
+
+``find_tensors`` walks a graph. A call of one of torch's rebuild functions goes to its reader in ``READERS``; a
+``StorageTable`` resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -604,8 +607,7 @@ MAX_LEAVES = 10_000
 """Values kept beside the tensors; a loss history of a million floats is counted, not listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """What a pickle's root holds."""
 
     tensors: tuple[Tensor, ...]

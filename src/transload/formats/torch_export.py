@@ -1,4 +1,4 @@
-"""The graph of an exported program: versions, devices written into it, and targets that no exporter names."""
+"""Programs of ``torch.export``: their graphs, with devices and targets that no exporter writes, and their tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
+from transload.checkpoint import Checkpoint, Key, Origin, Part, Storage, Tensor
 from transload.dtypes import SCALAR_TYPES
 from transload.findings import Problem
 from transload.formats.nested import (
@@ -225,18 +225,19 @@ def gather(out: Gathered) -> None:
                 model = name.removeprefix(prefix).removesuffix(suffix)
                 out.take(name, out.lead(model, path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
-            _read_samples(out, name, record)
+            # Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them.
+            inner = out.nested(name)
+            held = inner.tensors if inner else ()
+            devices = ", ".join(sorted({tensor.device for tensor in held}))
+            facts = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
+            out.parts.append(Part(name, "sample inputs", record.size, facts))
         elif name.startswith(("extra/", "extra_files/")) and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
-    _check_complete(out)
-    _read_rest(out)
-
-
-def _check_complete(out: Gathered) -> None:
     for model in out.models:
         if not any(out.archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
             detail = "its weights are not in the archive: neither a table of them nor a nested file"
             out.problems.append(Problem("export-no-program", f"models/{model}.json", detail))
+    _read_rest(out)
 
 
 def _read_rest(out: Gathered) -> None:
@@ -334,12 +335,3 @@ def _described(record: str, meta: dict[str, Any], archive: Archive, *, parameter
         parameter=parameter,
     )
     return node(what, archive)
-
-
-def _read_samples(out: Gathered, name: str, record: Record) -> None:
-    """Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them."""
-    inner = out.nested(name)
-    held = inner.tensors if inner else ()
-    devices = ", ".join(sorted({tensor.device for tensor in held}))
-    facts = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
-    out.parts.append(Part(name, "sample inputs", record.size, facts))

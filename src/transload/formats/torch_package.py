@@ -102,7 +102,10 @@ def _plain(archive: Archive, pickle: Pickle) -> Pickle:
     payload = archive.get(pickle.name, pickle_machine.MAX_STREAM)
     copy = plain_form(pickle_machine.run(payload.data if payload else b"", name=pickle.name))
     for held in copy.persistent:
-        _plain_key(held)
+        # TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``.
+        pid = held.id
+        if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
+            held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
     return copy
 
 
@@ -116,13 +119,6 @@ def _entries(pickle: Pickle) -> list[object]:
     for index, call in enumerate(call for _, call in calls if call is not top):
         entries += [f"{pickle.name}/reduce_package {index}", _as_object(call)]
     return entries
-
-
-def _plain_key(held: Persistent) -> None:
-    """TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``."""
-    pid = held.id
-    if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
-        held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
 
 
 def _package_call(held: Persistent) -> Call | None:

@@ -1,8 +1,11 @@
-"""What a file says of its own origin: the record that ``transload.save`` writes, read without trusting it."""
+"""The zip format of ``torch.save``: ``data.pkl``, the storages ``data/0``, ``data/1`` … and small records beside them.
+
+An ``Archive`` is the records of a zip file or of an unpacked directory. ``read_torch_zip`` runs the pickle, finds its
+tensors, and compares every storage with its record. The origin that ``transload.save`` records is read, too.
+"""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -90,10 +93,12 @@ def read_recorded(data: bytes) -> Recorded | None:
 
 
 def _parsed(data: bytes) -> Any:
+    from json import loads
+
     if len(data) > MAX_RECORD:
         return None
     try:
-        return json.loads(data)
+        return loads(data)
     except (ValueError, RecursionError):
         return None
 
@@ -129,7 +134,9 @@ def _entries(found: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    from json import dumps
+
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
 
 
 Counted = tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]]

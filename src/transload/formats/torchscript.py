@@ -1,7 +1,8 @@
-"""What the text of a TorchScript program shows: devices written into it, and operators that reach beyond tensors.
+"""TorchScript programs: their tensors, and what their code shows.
 
-The text is never run and not compiled either. It is cut up as TorchScript's own lexer would, and where the two could
-differ the rule is to see too much rather than too little.
+The code is searched for devices written into it, and for operators that reach beyond tensors. It is never run and not
+compiled either. It is split into tokens as TorchScript's own lexer does it; where the two could differ, too much is
+seen rather than too little.
 """
 
 from __future__ import annotations

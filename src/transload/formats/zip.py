@@ -25,7 +25,6 @@ all at once, joined by newlines, and headers are first compared with the one bef
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -219,8 +218,7 @@ class Payload(NamedTuple):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipIndex:
+class ZipIndex(NamedTuple):
     """The records of an archive by name below the common folder, in directory order.
 
     ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear

@@ -41,9 +41,11 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     reached = min(walk.position, source.size)
     detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
     walk.problems.append(Problem("zip-walked", detail=detail))
-    tail = _zeros_at_end(source)
-    if tail:
-        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {tail} zero bytes"))
+    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
+    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= _BLOCK:
+        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes"))
     problems = tuple(walk.problems)
     return ZipIndex(walk.root, walk.records, problems, by_torch=True, end=walk.position, ok=bool(walk.records))
 
@@ -154,10 +156,3 @@ class _Walk:
         if raw[:4] != _DESCRIPTOR or len(raw) < 16:
             return None, 0
         return int.from_bytes(raw[4:8], "little"), 24 if extra[:2] == b"\x01\x00" else 16
-
-
-def _zeros_at_end(source: Source) -> int:
-    """Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came."""
-    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    return zeros if zeros >= _BLOCK else 0

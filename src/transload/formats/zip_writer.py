@@ -326,21 +326,18 @@ class Checksums:
         """Begin with some chunks; what is returned gives their checksums."""
         task = _Task(chunks)
         if len(self._threads) < self._wanted:
-            self._hire()
+            # One more thread, if there can be one: none starts while a program ends (from Python 3.12 on).
+            thread = Thread(target=self._work, name="transload checksums", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._wanted = len(self._threads)
+            else:
+                self._threads.append(thread)
         if not self._threads:
             return task.now
         self._queue.put(task)
         return task.result
-
-    def _hire(self) -> None:
-        """One more thread, if there can be one: none starts while a program ends (from Python 3.12 on)."""
-        thread = Thread(target=self._work, name="transload checksums", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            self._wanted = len(self._threads)
-        else:
-            self._threads.append(thread)
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:

@@ -240,11 +240,11 @@ def _warnings(checkpoint: Checkpoint, mended: Mended, out: Source | None) -> lis
 
 
 def _written(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
-    from transload.io.atomic import Beside, SystemFile
+    from transload.io.atomic import AtomicFile, SystemFile
     from transload.io.progress import telling
 
     tell = telling(progress, out.size, "writing")
-    with Beside(target) as file:
+    with AtomicFile(target) as file:
         sink = SystemFile(file.descriptor, push=True)
         for start in range(0, out.size, _PIECE):
             count = min(_PIECE, out.size - start)
@@ -260,8 +260,8 @@ def write_report(made: Rescue) -> None:
     """Write the report that lies beside a new file."""
     import json
 
-    from transload.io.atomic import Beside, SystemFile
+    from transload.io.atomic import AtomicFile, SystemFile
 
     text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
-    with Beside(made.report) as file:
+    with AtomicFile(made.report) as file:
         SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])
