@@ -146,23 +146,24 @@ def _moved(inner: Checkpoint, record: Record) -> Checkpoint:
     return replace(
         inner,
         tensors=tuple(_moved_tensor(tensor, record.name, base) for tensor in inner.tensors),
-        storages=tuple(_moved_storage(storage, record.name, base) for storage in inner.storages),
+        storages=tuple(
+            s._replace(id=f"{record.name}/{s.id}", offset=_sum(s.offset, base), record=record.name)
+            for s in inner.storages
+        ),
         problems=tuple(
             replace(problem, where=" › ".join(filter(None, (record.name, problem.where)))) for problem in inner.problems
         ),
     )
 
 
-def _moved_storage(storage: Storage, record: str, base: int | None) -> Storage:
-    offset = None if storage.offset is None or base is None else storage.offset + base
-    return storage._replace(id=f"{record}/{storage.id}", offset=offset, record=record)
+def _sum(offset: int | None, base: int | None) -> int | None:
+    return None if offset is None or base is None else offset + base
 
 
 def _moved_tensor(tensor: Tensor, record: str, base: int | None) -> Tensor:
-    at = None if tensor.file_offset is None or base is None else tensor.file_offset + base
     storage = None if tensor.storage is None else f"{record}/{tensor.storage}"
     parts = tuple(_moved_tensor(part, record, base) for part in tensor.parts)
-    return tensor._replace(storage=storage, file_offset=at, parts=parts)
+    return tensor._replace(storage=storage, file_offset=_sum(tensor.file_offset, base), parts=parts)
 
 
 MAX_JSON = 128 << 20

@@ -24,7 +24,7 @@ from transload.formats.nested import (
     typed,
 )
 from transload.formats.tensors import find_tensors
-from transload.formats.torch_zip import Archive, check_storages, note, storage_table, stray_records
+from transload.formats.torch_zip import Archive, check_storages, note, note_facts, storage_table, stray_records
 from transload.formats.torchscript import OPERATORS
 from transload.nodes import Call, Dict, Pickle
 
@@ -206,13 +206,8 @@ def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nby
 
 
 def pt2_facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    """What the small records of an archive say."""
-    facts = [("folder", archive.root)] if archive.root else []
-    for name in _NOTES:
-        value = note(archive, name, problems)
-        if value is not None:
-            facts.append((name.rpartition("/")[2], value))
-    return facts
+    """What the small records of an archive say; the old form has no folder."""
+    return [fact for fact in note_facts(archive, _NOTES, problems) if fact != ("folder", "")]
 
 
 def gather(out: Gathered) -> None:

@@ -12,7 +12,7 @@ from transload.findings import Problem, some
 from transload.formats import pickle_machine
 from transload.formats.nested import Budget, head, looks_like_pickle, read_stream
 from transload.formats.tensors import find_tensors
-from transload.formats.torch_zip import Archive, check_storages, note, storage_table
+from transload.formats.torch_zip import Archive, check_storages, note_facts, storage_table
 from transload.formats.torchscript import MAX_CODE, code_problems, plain_form
 from transload.nodes import Call, Dict, Persistent, Pickle
 
@@ -58,11 +58,10 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
 
 
 def _facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    facts = [("folder", archive.root)] if archive.root else []
-    for name in _NOTES:
-        value = note(archive, name, problems)
-        if value is not None:
-            facts.append((name.rpartition("/")[2], value[:80]))
+    notes = note_facts(archive, _NOTES, problems)
+    facts = [
+        (name, value if name == "folder" else value[:80]) for name, value in notes if (name, value) != ("folder", "")
+    ]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:

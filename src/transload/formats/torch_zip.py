@@ -241,15 +241,11 @@ class Archive:
         record = self.records.get(name)
         if record is None:
             if self._folded is None:
-                self._folded = self._fold()
+                names = "\n".join(self.records)
+                plain = names == names.lower()  # as nearly always
+                self._folded = self.records if plain else {key.lower(): value for key, value in self.records.items()}
             record = self._folded.get(name.lower())
         return record
-
-    def _fold(self) -> dict[str, Record]:
-        names = "\n".join(self.records)
-        if names == names.lower():  # as nearly always
-            return self.records
-        return {key.lower(): value for key, value in self.records.items()}
 
     def get(self, name: str, limit: int) -> Payload | None:
         """The bytes of a record, ``None`` if there is no such record."""
@@ -262,7 +258,8 @@ def read_torch_zip(
 ) -> Checkpoint:
     """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     found = list(problems)
-    facts = _facts(archive, found)
+    facts = tuple(note_facts(archive, _NOTES, found))
+    found += _check_notes(archive, dict(facts))
     big_endian = dict(facts).get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
@@ -325,14 +322,10 @@ def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
     return payload.data.decode("utf-8", "backslashreplace").strip()
 
 
-def _facts(archive: Archive, problems: list[Problem]) -> tuple[tuple[str, str], ...]:
-    facts = [("folder", archive.root)]
-    for name in _NOTES:
-        text = note(archive, name, problems)
-        if text is not None:
-            facts.append((name.rpartition("/")[2].strip("."), text))
-    problems += _check_notes(archive, dict(facts))
-    return tuple(facts)
+def note_facts(archive: Archive, names: Iterable[str], problems: list[Problem]) -> list[tuple[str, str]]:
+    """The folder of an archive, and what its small records say."""
+    notes = ((name.rpartition("/")[2].strip("."), note(archive, name, problems)) for name in names)
+    return [("folder", archive.root), *((name, text) for name, text in notes if text is not None)]
 
 
 def _check_notes(archive: Archive, known: dict[str, str]) -> list[Problem]:
