@@ -205,7 +205,7 @@ _CARRIERS = {
 
 
 def _rebuild(name: str, args: tuple[Any, ...], _: Call) -> Complaint:
-    _, least, most = READERS[name]
+    least, most = READERS[name][1:]
     flag, hooks, metadata, state = _CARRIERS[name]
     count = len(args)
     if not least <= count <= most:
