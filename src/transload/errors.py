@@ -72,41 +72,40 @@ def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> Trans
     return made
 
 
-class CannotReadError(TransloadError, OSError):
-    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
+class _FromSystemError(TransloadError, OSError):
+    """An error of the operating system; ``errno`` is its number for the reason."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
         self.errno = errno
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _read_again, (type(self), self.what, self.where, self.fix, self.errno)
+        return _again_with_errno, (type(self), self.what, self.where, self.fix, self.errno)
 
 
-def _read_again(kind: type[CannotReadError], what: str, where: str, fix: str, errno: int | None) -> CannotReadError:
+def _again_with_errno(
+    kind: type[_FromSystemError], what: str, where: str, fix: str, errno: int | None
+) -> _FromSystemError:
     return kind(what, where=where, fix=fix, errno=errno)
+
+
+class CannotReadError(_FromSystemError):
+    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
 
 
 class UsageError(TransloadError, ValueError):
     """The call itself makes no sense."""
 
 
-class CannotWriteError(TransloadError, OSError, RuntimeError):
+class CannotWriteError(_FromSystemError, RuntimeError):
     """The operating system did not take the bytes; ``errno`` is its number for the reason.
 
     It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
     """
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.errno = errno
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _write_error_again, (type(self), self.what, self.where, self.fix, self.errno)
-
 
 class NoDirectoryError(CannotWriteError, FileNotFoundError):
-    """The directory the file shall be in is not there."""
+    """The directory of the file does not exist."""
 
 
 class ForbiddenWriteError(CannotWriteError, PermissionError):
@@ -115,12 +114,6 @@ class ForbiddenWriteError(CannotWriteError, PermissionError):
 
 class FullDiskError(CannotWriteError):
     """There is no room: on the disk, in a quota, or below a limit for files."""
-
-
-def _write_error_again(
-    kind: type[CannotWriteError], what: str, where: str, fix: str, errno: int | None
-) -> CannotWriteError:
-    return kind(what, where=where, fix=fix, errno=errno)
 
 
 _ROOM = "Make room there, or write to another place."
@@ -244,9 +237,8 @@ def os_error(error: CannotReadError) -> CannotReadError:
     >>> isinstance(os_error(CannotReadError("no such file", errno=ENOENT)), FileNotFoundError)
     True
     """
-    from errno import EACCES, ENOENT, EPERM
-
-    kind = {ENOENT: MissingFileError, EACCES: ForbiddenFileError, EPERM: ForbiddenFileError}.get(error.errno or 0)
+    forbidden = dict.fromkeys((numbers.EACCES, numbers.EPERM), ForbiddenFileError)
+    kind = {numbers.ENOENT: MissingFileError, **forbidden}.get(error.errno or 0)
     return kind(error.what, where=error.where, fix=error.fix, errno=error.errno) if kind else error
 
 

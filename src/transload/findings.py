@@ -15,6 +15,9 @@ __all__ = [
     "Problem",
     "Safety",
     "Severity",
+    "is_named",
+    "quoted",
+    "rescue_command",
     "some",
     "worst_integrity",
     "worst_safety",
@@ -145,3 +148,29 @@ def some(names: list[str] | tuple[str, ...], most: int = MOST_NAMES) -> str:
     """
     shown = ", ".join(name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME] + "…" for name in names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def quoted(path: str) -> str:
+    """A path as a shell takes it, and no command takes for an option.
+
+    >>> quoted("my model.pt"), quoted("-x.pt")
+    ("'my model.pt'", './-x.pt')
+    """
+    import shlex
+
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+
+
+def is_named(name: str) -> bool:
+    """Whether the name of a source is a path; bytes and streams have none."""
+    return not name.startswith("<")
+
+
+def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
+    """The command that saves a checkpoint out of what it lies in, or what is left of it.
+
+    >>> rescue_command("my model.pt.gz")
+    "$ transload rescue 'my model.pt.gz' NEW.pt"
+    """
+    file = quoted(path) if is_named(path) else "FILE"
+    return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"

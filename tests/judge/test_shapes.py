@@ -18,8 +18,9 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
+from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT
-from transload.judge.safety import _SHADOWED, _SIGNATURES, check_call, judge_pickles
+from transload.judge.safety import _CARRIERS, _SHADOWED, check_call, judge_pickles
 from transload.nodes import Call, Dict, Global
 
 
@@ -276,16 +277,16 @@ def test_every_allowed_name_has_a_rule_that_looks_at_a_call() -> None:
 def test_every_rebuild_function_has_its_signature() -> None:
     import inspect
 
-    for full, signature in _SIGNATURES.items():
+    for full, carriers in _CARRIERS.items():
         function = getattr(torch._utils, full.rpartition(".")[2])
         parameters = list(inspect.signature(function).parameters.values())
         required = [p for p in parameters if p.default is p.empty]
-        assert (len(required), len(parameters)) == (signature.least, signature.most), full
-        for index, expected in ((signature.flag, "requires_grad"), (signature.hooks, "backward_hooks")):
+        assert (len(required), len(parameters)) == READERS[full][1:], full
+        for index, expected in ((carriers.flag, "requires_grad"), (carriers.hooks, "backward_hooks")):
             assert index == 99 or parameters[index].name == expected, full
-        assert signature.metadata == 99 or parameters[signature.metadata].name == "metadata"
-        assert signature.state == 99 or parameters[signature.state].name == "state"
-    assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_SIGNATURES)
+        assert carriers.metadata == 99 or parameters[carriers.metadata].name == "metadata"
+        assert carriers.state == 99 or parameters[carriers.state].name == "state"
+    assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_CARRIERS)
 
 
 def test_what_may_not_be_shadowed_is_there() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryError, TransloadError, cannot_write
 from transload.io import atomic
-from transload.io.atomic import Beside, Straight, clear_debris, is_atomic
+from transload.io.atomic import AtomicFile, DirectFile, clear_debris, is_atomic
 
 as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
 posix = pytest.mark.skipif(os.name == "nt", reason="rights and links are another matter there")
@@ -41,7 +41,7 @@ def is_everybody() -> bool:
 
 
 def put(path: Path, data: bytes) -> None:
-    with Beside(str(path)) as file:
+    with AtomicFile(str(path)) as file:
         os.write(file.descriptor, data)
 
 
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"old")
-    with Beside(str(path)) as file:
+    with AtomicFile(str(path)) as file:
         os.write(file.descriptor, b"new")
         assert path.read_bytes() == b"old"
         assert len(names(tmp_path)) == 2
@@ -63,7 +63,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
 def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), Beside(str(path)) as file:  # noqa: PT012 - the interrupt is the test's own
+    with pytest.raises(KeyboardInterrupt), AtomicFile(str(path)) as file:  # noqa: PT012 - the interrupt is the test's own
         os.write(file.descriptor, b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
@@ -153,7 +153,7 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(CannotWriteError, match="it is a directory"):
         put(tmp_path, b"")
     with pytest.raises(CannotWriteError, match="it is a directory"):
-        Straight(str(tmp_path))
+        DirectFile(str(tmp_path))
 
 
 def test_part_of_the_path_is_a_file(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
     reader.start()
-    with Straight(str(pipe)) as file:
+    with DirectFile(str(pipe)) as file:
         os.write(file.descriptor, b"through")
     reader.join()
     assert got == [b"through"]
@@ -240,8 +240,8 @@ def test_pipes_and_devices_are_written_into(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from transload.io.atomic import Beside
-with Beside(sys.argv[1]) as file:
+from transload.io.atomic import AtomicFile
+with AtomicFile(sys.argv[1]) as file:
     os.write(file.descriptor, b"half")
     print("there", flush=True)
     if sys.argv[2] == "die":

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError
-from transload.findings import Finding, Severity
-from transload.formats.foreign import quoted
+from transload.findings import Finding, Severity, quoted
 from transload.judge.problems import WITHOUT_CODE
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 

@@ -11,7 +11,7 @@ from typing import Any
 from transload.converting.folder import Folder
 from transload.converting.old_set import OldSet, clear_links
 from transload.errors import TransloadError, UsageError, cannot_write
-from transload.io.atomic import Beside, flush_directory, place_of
+from transload.io.atomic import AtomicFile, flush_directory, place_of
 
 __all__ = ["Bundle", "refuse_existing"]
 
@@ -36,7 +36,7 @@ class Bundle:
     def __init__(self, *, overwrite: bool, is_source: Callable[[str], bool] | None = None) -> None:
         self._overwrite = overwrite
         self._is_source = is_source or (lambda _: False)
-        self._files: list[Beside | Folder] = []
+        self._files: list[AtomicFile | Folder] = []
         self._leader = ""
         self._removed: list[str] = []
 
@@ -52,7 +52,7 @@ class Bundle:
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
-    def add(self, path: str, *, leads: bool = False) -> Beside:
+    def add(self, path: str, *, leads: bool = False) -> AtomicFile:
         """A file that will be there in the end. The last one added gets its name last.
 
         One that ``leads`` is the index of the others: it leads to old ones or to new ones, never to both.
@@ -61,7 +61,7 @@ class Bundle:
         if leads:
             self._leader = path
         self._refuse_source(path, path)
-        self._files.append(file := Beside(path))
+        self._files.append(file := AtomicFile(path))
         return file
 
     def add_folder(self, path: str) -> Folder:
@@ -88,7 +88,7 @@ class Bundle:
 
     def _commit(self) -> None:
         before = {file.path: os.path.lexists(file.path) for file in self._files}
-        done: list[Beside | Folder] = []
+        done: list[AtomicFile | Folder] = []
         old = self._prepared([path for path, there in before.items() if there])
         try:
             for file in self._files:
@@ -112,7 +112,7 @@ class Bundle:
         """Let everything reach the disk, and keep what is there."""
         try:
             for file in self._files:
-                if isinstance(file, Beside):
+                if isinstance(file, AtomicFile):
                     os.fsync(file.descriptor)
             return self._old([path for path in replaced if path.endswith(".safetensors")])
         except BaseException as error:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from transload.converting.moving import Writer
-from transload.io.atomic import Beside, clear_debris, flush_directory, place_of
+from transload.io.atomic import AtomicFile, clear_debris, flush_directory, place_of
 
 __all__ = ["OldSet", "clear_links", "clear_parts", "other_shards"]
 
@@ -58,7 +58,7 @@ class OldSet:
         self._write(json.dumps({**table, "weight_map": held}, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def _write(self, text: bytes) -> None:
-        with Beside(self._index) as file:
+        with AtomicFile(self._index) as file:
             Writer(file.descriptor, None).whole(text)
 
     def restore(self, *, touched: bool) -> None:

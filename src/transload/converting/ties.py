@@ -15,7 +15,7 @@ __all__ = ["metadata_of", "with_second_names"]
 def metadata_of(content: Content) -> dict[str, str]:
     """What the safetensors files of a checkpoint say of themselves, put together."""
     from transload.formats.safetensors import header_metadata, looks_like
-    from transload.formats.zip_index import starts_like_zip
+    from transload.formats.zip import starts_like_zip
 
     found: dict[str, str] = {}
     if content.checkpoint.format not in ("safetensors", "sharded", "directory"):

@@ -12,12 +12,12 @@ from transload.converting.comparing import Back
 from transload.converting.moving import Descriptor, Writer
 from transload.dtypes import ITEMSIZE
 from transload.errors import ConvertError
-from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted
     from transload.converting.job import Job
-    from transload.io.atomic import Beside
+    from transload.io.atomic import AtomicFile
 
 __all__ = ["MAX_RANK", "holds", "member_name", "write_npz"]
 
@@ -120,7 +120,7 @@ def _head(entry: Entry) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
-def _found(file: Beside, entries: tuple[Entry, ...], heads: list[bytes]) -> list[Back]:
+def _found(file: AtomicFile, entries: tuple[Entry, ...], heads: list[bytes]) -> list[Back]:
     """Where Python's own ``zipfile`` finds the entries."""
     from zipfile import BadZipFile, ZipFile
 

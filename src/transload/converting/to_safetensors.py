@@ -16,7 +16,7 @@ from transload.errors import ConvertError
 if TYPE_CHECKING:
     from transload.converting.entries import Data, Entry, Sorted
     from transload.converting.job import Job
-    from transload.io.atomic import Beside
+    from transload.io.atomic import AtomicFile
 
 __all__ = ["holds", "index_name", "shard_names", "write_safetensors"]
 
@@ -61,7 +61,7 @@ def write_safetensors(job: Job, found: Sorted, data: Data, metadata: dict[str, s
     return places
 
 
-def _pour(job: Job, file: Beside, shard: _Shard, data: Data) -> None:
+def _pour(job: Job, file: AtomicFile, shard: _Shard, data: Data) -> None:
     def tell(nbytes: int) -> None:
         if job.tell is not None:
             job.tell(2 * nbytes)
@@ -123,7 +123,7 @@ def _shard(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata:
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _found(file: Beside, shard: _Shard) -> list[Back]:
+def _found(file: AtomicFile, shard: _Shard) -> list[Back]:
     """Where the reader finds the entries of a file that was just written; it must find just them."""
     from transload.formats.safetensors import read_safetensors
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transload.converting.entries import Data
     from transload.converting.job import Job
     from transload.converting.structure import Structure
-    from transload.io.atomic import Beside
+    from transload.io.atomic import AtomicFile
     from transload.tensors import Content
 
 __all__ = ["Layout", "holds", "laid_out", "write_torch"]
@@ -278,7 +278,7 @@ def _records(pickled: bytes, storages: list[_Stored], data: Data) -> Iterator[Re
         yield Bunch(small)
 
 
-def _found(file: Beside, slots: tuple[Slot, ...], views: dict[int, _View], storages: list[_Stored]) -> list[Back]:
+def _found(file: AtomicFile, slots: tuple[Slot, ...], views: dict[int, _View], storages: list[_Stored]) -> list[Back]:
     """Where the reader finds what was just written; it must find just that."""
     from transload.formats import read_source
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.formats.foreign import Foreign
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import ZipIndex
+    from transload.formats.zip import ZipIndex
     from transload.io.sources import Source, SourceLike
 
 __all__ = ["FORMATS", "no_collecting", "read"]
@@ -88,9 +88,13 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     if isinstance(f, str | os.PathLike):
         path = os.fspath(f)
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
-            return _read_directory(path, verify=verify)
+            from transload.formats.directory import read_directory
+
+            return read_directory(path, verify=verify, read_file=lambda name: read(name, verify=verify))
         if path.endswith(".index.json"):
-            return _read_sharded(path, verify=verify)
+            from transload.formats.directory import read_sharded
+
+            return read_sharded(path, lambda name: read(name, verify=verify))
     from transload.io.sources import open_source
 
     source = open_source(f)
@@ -106,15 +110,25 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
     are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
     """
-    from transload.formats.zip_index import starts_like_zip
+    from transload.formats.zip import starts_like_zip
 
     if starts_like_zip(source):
         return _rank(source) or _read_zip(source, verify=verify, tree=tree)
-    for recognise in (_try_tar, _try_legacy, _try_safetensors, _try_pickle):
-        checkpoint = recognise(source)
-        if checkpoint is not None:
-            return checkpoint
-    return _foreign(source, verify=verify)
+    from transload.formats.torch_tar import looks_like_tar, read_tar
+
+    if looks_like_tar(source) and (checkpoint := read_tar(source)) is not None:
+        return checkpoint
+    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
+
+    if looks_like_legacy(source):
+        return read_legacy(source)
+    from transload.formats.safetensors import looks_like, read_safetensors
+
+    if looks_like(source):
+        return read_safetensors(source)
+    from transload.formats.plain_pickle import read_plain_pickle
+
+    return read_plain_pickle(source) or _foreign(source, verify=verify)
 
 
 def _rank(source: Source) -> Checkpoint | None:
@@ -122,7 +136,8 @@ def _rank(source: Source) -> Checkpoint | None:
     folder, name = os.path.split(source.name)
     if not name.endswith(".distcp") or not os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
         return None
-    from transload.formats.foreign import Foreign, quoted
+    from transload.findings import quoted
+    from transload.formats.foreign import Foreign
 
     title = "one of the files of a torch.distributed.checkpoint directory"
     return _named(
@@ -130,33 +145,9 @@ def _rank(source: Source) -> Checkpoint | None:
     )
 
 
-def _try_tar(source: Source) -> Checkpoint | None:
-    from transload.formats.torch_tar import looks_like_tar, read_tar
-
-    return read_tar(source) if looks_like_tar(source) else None
-
-
-def _try_legacy(source: Source) -> Checkpoint | None:
-    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
-
-    return read_legacy(source) if looks_like_legacy(source) else None
-
-
-def _try_safetensors(source: Source) -> Checkpoint | None:
-    from transload.formats.safetensors import looks_like, read_safetensors
-
-    return read_safetensors(source) if looks_like(source) else None
-
-
-def _try_pickle(source: Source) -> Checkpoint | None:
-    from transload.formats.plain_pickle import read_plain_pickle
-
-    return read_plain_pickle(source)
-
-
 def _foreign(source: Source, *, verify: bool) -> Checkpoint:
     from transload.formats.foreign import identify
-    from transload.formats.zip_index import ends_like_zip
+    from transload.formats.zip import ends_like_zip
 
     what = identify(source)
     if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
@@ -177,7 +168,7 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import read_index
+    from transload.formats.zip import read_index
 
     index = read_index(source)
     if not index.ok:
@@ -191,19 +182,22 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     archive = Archive.of_zip(source, index)
     reader = _zip_reader(archive)
     if reader is None:
-        return _foreign_zip(source, index)
-    problems = (*index.problems, *_other_face(source))
+        from transload.formats.foreign import identify_zip
+
+        prefix = f"{index.root}/" if index.root else ""
+        # A name that begins with a slash is one outside the folder.
+        names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
+        return _named(source, identify_zip(names, source.name), index)
+    problems = [*index.problems]
+    # The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name.
+    if b"{" in source.read(8, 64):
+        from transload.formats.safetensors import looks_like
+
+        if looks_like(source):
+            problems.append(Problem("zip-inside", detail="it is also a safetensors file, and torch goes by the name"))
     light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
     return _with_checksums(checkpoint, source, index) if verify else checkpoint
-
-
-def _other_face(source: Source) -> list[Problem]:
-    """The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name."""
-    from transload.formats.safetensors import looks_like
-
-    detail = "it is also a safetensors file, and torch goes by the name"
-    return [Problem("zip-inside", detail=detail)] if looks_like(source) else []
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
@@ -241,15 +235,6 @@ _ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
 )
 
 
-def _foreign_zip(source: Source, index: ZipIndex) -> Checkpoint:
-    from transload.formats.foreign import identify_zip
-
-    prefix = f"{index.root}/" if index.root else ""
-    # A name that begins with a slash is one outside the folder.
-    names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
-    return _named(source, identify_zip(names, source.name), index)
-
-
 def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:
     from transload.formats.verify import verify_records
 
@@ -259,19 +244,3 @@ def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> 
     known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
     problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
     return replace(checkpoint, problems=problems, checksummed=not bad and not known)
-
-
-def _read_directory(path: str, *, verify: bool) -> Checkpoint:
-    from transload.formats.directory import read_directory
-    from transload.formats.unzipped import read_unzipped
-
-    def read_file(name: str) -> Checkpoint:
-        return read(name, verify=verify)
-
-    return read_directory(path, verify=verify, read_file=read_file, read_unzipped=read_unzipped)
-
-
-def _read_sharded(path: str, *, verify: bool) -> Checkpoint:
-    from transload.formats.directory import read_sharded
-
-    return read_sharded(path, lambda name: read(name, verify=verify))

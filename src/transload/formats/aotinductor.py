@@ -1,7 +1,8 @@
-"""The header of an ELF file: which processor it was compiled for and, for NVIDIA's (a cubin), which GPU.
+"""AOTInductor packages: compiled libraries and kernels, which GPU they need, and the weights beside them.
 
-The numbers are those of LLVM's ``BinaryFormat/ELF.h``; the two layouts of a cubin's flags were checked against what
-ptxas of CUDA 12.8, 12.9 and 13 writes for sm_50 to sm_120.
+``read_elf`` reads which processor a library was compiled for and, for NVIDIA's (a cubin), which GPU. The numbers are
+those of LLVM's ``BinaryFormat/ELF.h``; the two layouts of a cubin's flags were checked against what ptxas of CUDA 12.8,
+12.9 and 13 writes for sm_50 to sm_120.
 """
 
 from __future__ import annotations

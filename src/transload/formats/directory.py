@@ -1,20 +1,27 @@
-"""What directory checkpoints have in common: a bounded listing, names that stay inside, and merging of parts."""
+"""Checkpoints that are directories: shards with an index, DCP, DeepSpeed, Megatron, unpacked archives, single files.
+
+``read_directory`` lists one level, takes the first kind of ``_KINDS`` that fits, and looks at what lies beside it.
+A ``Merger`` puts the checkpoints of many files together into one.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Part, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Part, Record, Storage, Tensor, contiguous
 from transload.errors import CannotReadError
-from transload.findings import Noted, some
+from transload.findings import Noted, Problem, some
 from transload.formats.safetensors import looks_like
+from transload.formats.torch_zip import Archive, read_torch_zip
+from transload.formats.zip import Payload
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
 
@@ -28,13 +35,14 @@ __all__ = [
     "is_megatron",
     "list_directory",
     "numbered_shards",
-    "read_dcp_into",
+    "open_directory",
     "read_deepspeed",
     "read_directory",
     "read_megatron",
     "read_note",
     "read_numbered",
     "read_sharded",
+    "read_unzipped",
     "try_list",
     "try_read",
 ]
@@ -51,9 +59,7 @@ class Readers:
     """How to read what a directory is made of. None of them raises for content."""
 
     file: Callable[[str], Checkpoint]
-    unzipped: Callable[[str], Checkpoint]
     item: Callable[[Source], Checkpoint]
-    pickle: Callable[[bytes, str], Pickle]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +91,19 @@ def list_directory(path: str) -> Listing:
             for count, entry in enumerate(entries, 1):
                 if count > MAX_ENTRIES:
                     break
-                _sort_in(entry, files, folders, dangling)
+                try:
+                    if entry.is_dir():
+                        folders.append(entry.name)
+                    else:
+                        files[entry.name] = entry.stat().st_size
+                except OSError:
+                    # A link to nothing or to itself: what is left in a cache after its blobs were deleted.
+                    dangling.append(entry.name)
     except (OSError, ValueError) as error:
         what = f"cannot list the directory: {getattr(error, 'strerror', None) or error}"
         raise CannotReadError(what, where=path, errno=getattr(error, "errno", None)) from error
     ordered = dict(sorted(files.items()))
     return Listing(path, ordered, tuple(sorted(folders)), tuple(sorted(dangling)), count > MAX_ENTRIES)
-
-
-def _sort_in(entry: os.DirEntry[str], files: dict[str, int], folders: list[str], dangling: list[str]) -> None:
-    try:
-        if entry.is_dir():
-            folders.append(entry.name)
-        else:
-            files[entry.name] = entry.stat().st_size
-    except OSError:
-        # A link to nothing or to itself: what is left in a cache after its blobs were deleted.
-        dangling.append(entry.name)
 
 
 def try_list(path: str, where: str, noted: Noted) -> Listing | None:
@@ -117,14 +119,12 @@ def read_note(path: str) -> str:
     """The first word or line of a small text file; empty if it cannot be read."""
     try:
         source = FileSource(path)
+        try:
+            return source.read(0, MAX_NOTE).decode("utf-8", "replace").strip()
+        finally:
+            source.close()
     except CannotReadError:
         return ""
-    try:
-        return source.read(0, MAX_NOTE).decode("utf-8", "replace").strip()
-    except CannotReadError:
-        return ""
-    finally:
-        source.close()
 
 
 def inner_name(name: object) -> str:
@@ -301,8 +301,21 @@ def read_sharded(index_path: str, read_file: Callable[[str], Checkpoint]) -> Che
         _read_shard(folder / shard, shard, expected, read_file, merger)
     whole = not any(noted.has(code) for code in ("shard-missing", "part-unreadable", "index-invalid", "shard-outside"))
     if whole:
-        _check_total(merger, total)
-        _check_names(merger, weights)
+        # ``total_size`` counts tensors or, where they share memory, storages: writers differ, so either will do.
+        tensors = sum(tensor.nbytes for tensor in merger.tensors)
+        storages = sum(storage.nbytes for storage in merger.storages)
+        if total is not None and total not in (tensors, storages):
+            merger.noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
+        # Tensors that the index does not know, or that stand in two shards.
+        seen: set[str] = set()
+        twice: list[str] = []
+        for tensor in merger.tensors:
+            (twice.append if tensor.name in seen else seen.add)(tensor.name)
+        if twice:
+            merger.noted.add("shard-tensor-twice", "", f"{len(twice):,} tensors: {some(twice, 3)}")
+        unlisted = [name for name in seen if name not in weights]
+        if unlisted:
+            merger.noted.add("shard-tensor-unlisted", "", f"{len(unlisted):,} tensors: {some(sorted(unlisted), 3)}")
     _check_strays(folder, set(shards), noted)
     merger.parts.append(Part(name, "index", index.stat().st_size))
     facts = (("index", name), ("shards", f"{len(shards):,}"), ("tensors in the index", f"{len(weights):,}"))
@@ -382,27 +395,6 @@ def _read_shard(
     if absent:
         detail = f"{len(absent):,} tensors that the index puts here: {some(absent, 3)}"
         merger.noted.add("shard-tensor-missing", shard, detail)
-
-
-def _check_names(merger: Merger, weights: dict[str, str]) -> None:
-    """Tensors that the index does not know, or that stand in two shards."""
-    seen: set[str] = set()
-    twice: list[str] = []
-    for tensor in merger.tensors:
-        (twice.append if tensor.name in seen else seen.add)(tensor.name)
-    if twice:
-        merger.noted.add("shard-tensor-twice", "", f"{len(twice):,} tensors: {some(twice, 3)}")
-    unlisted = [name for name in seen if name not in weights]
-    if unlisted:
-        merger.noted.add("shard-tensor-unlisted", "", f"{len(unlisted):,} tensors: {some(sorted(unlisted), 3)}")
-
-
-def _check_total(merger: Merger, total: int | None) -> None:
-    """``total_size`` counts tensors or, where they share memory, storages: writers differ, so either will do."""
-    tensors = sum(tensor.nbytes for tensor in merger.tensors)
-    storages = sum(storage.nbytes for storage in merger.storages)
-    if total is not None and total not in (tensors, storages):
-        merger.noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
 
 
 def _check_strays(folder: Path, known: set[str], noted: Noted) -> None:
@@ -520,13 +512,13 @@ def _deepspeed_kind(name: str) -> tuple[str, re.Match[str]] | None:
     return None
 
 
-class _Step(NamedTuple):
-    """The folder of one step: where it goes, what it holds, how to read it, and its place below the root."""
+class _Folder(NamedTuple):
+    """A directory being read: where it goes, what it holds, how to read it, and its place below the root."""
 
     merger: Merger
     listing: Listing
     readers: Readers
-    prefix: str
+    prefix: str = ""
 
     def read(self, name: str, kind: str) -> None:
         """Read one rank's file."""
@@ -537,15 +529,15 @@ class _Step(NamedTuple):
         else:
             self.merger.add(where, checkpoint, kind=kind)
 
-    def note(self, code: str, detail: str) -> None:
-        """Note a problem with the step."""
-        self.merger.noted.add(code, self.prefix.rstrip("/"), detail)
+    def note(self, code: str, detail: str, name: str = "") -> None:
+        """Note a problem with one of its files, or with the folder itself."""
+        self.merger.noted.add(code, self.prefix + name if name else self.prefix.rstrip("/"), detail)
 
 
-def _open_step(merger: Merger, listing: Listing, readers: Readers, tag: str) -> _Step | None:
+def _open_step(merger: Merger, listing: Listing, readers: Readers, tag: str) -> _Folder | None:
     """The folder of that name, or the directory itself for an empty one."""
     here = try_list(listing.join(tag), tag, merger.noted) if tag else listing
-    return _Step(merger, here, readers, f"{tag}/" if tag else "") if here is not None else None
+    return _Folder(merger, here, readers, f"{tag}/" if tag else "") if here is not None else None
 
 
 def read_deepspeed(listing: Listing, readers: Readers) -> Checkpoint:
@@ -558,10 +550,17 @@ def read_deepspeed(listing: Listing, readers: Readers) -> Checkpoint:
     kinds = _read_states(step) if step else {}
     if not kinds:
         merger.noted.add("directory-unknown", tag, "a DeepSpeed directory without any rank's file")
-    return merger.checkpoint(listing.path, "deepspeed", _deepspeed_facts(tag, kinds, listing), _flavour(listing, tag))
+    stage = "3" if "partitioned model" in kinds else "1 or 2" if "optimizer states" in kinds else "0"
+    ranks = len(kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ())
+    facts = [("step", tag), ("ZeRO stage", stage), ("ranks found", f"{ranks:,}")]
+    if "zero_to_fp32.py" in listing.files:
+        facts.append(("script", "zero_to_fp32.py is there to put the weights together; it runs as any program does"))
+    lightning = tag == "checkpoint" or "checkpoint" in listing.folders  # what Lightning calls the step
+    facts = [fact for fact in facts if fact[1]]
+    return merger.checkpoint(listing.path, "deepspeed", tuple(facts), "Lightning" if lightning else "")
 
 
-def _read_states(step: _Step) -> dict[str, set[int]]:
+def _read_states(step: _Folder) -> dict[str, set[int]]:
     """Every rank's file; the ranks found, by kind of file."""
     kinds: dict[str, set[int]] = {}
     for name in step.listing.files:
@@ -573,9 +572,10 @@ def _read_states(step: _Step) -> dict[str, set[int]]:
     return kinds
 
 
-def _check_ranks(kinds: dict[str, set[int]], step: _Step) -> None:
+def _check_ranks(kinds: dict[str, set[int]], step: _Folder) -> None:
     """Gaps among the data-parallel ranks; how many there were is in the model file, if anywhere."""
-    claimed = _world_size(step.merger)
+    sizes = (leaf.text for leaf in step.merger.leaves if leaf.path[-1:] == ("dp_world_size",))
+    claimed = next((int(size[:6]) for size in sizes if size.isdecimal()), 0)
     for kind in ("optimizer states", "partitioned model"):
         ranks = kinds.get(kind)
         if ranks:
@@ -585,38 +585,20 @@ def _check_ranks(kinds: dict[str, set[int]], step: _Step) -> None:
                 step.note("rank-missing", f"{kind} of {len(missing):,} of {world:,} ranks: {some(missing, 8)}")
 
 
-def _world_size(merger: Merger) -> int:
-    for leaf in merger.leaves:
-        if leaf.path[-1:] == ("dp_world_size",) and leaf.text.isdecimal():
-            return int(leaf.text[:6])
-    return 0
-
-
-def _deepspeed_facts(tag: str, kinds: dict[str, set[int]], listing: Listing) -> tuple[tuple[str, str], ...]:
-    stage = "3" if "partitioned model" in kinds else "1 or 2" if "optimizer states" in kinds else "0"
-    ranks = len(kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ())
-    facts = [("step", tag), ("ZeRO stage", stage), ("ranks found", f"{ranks:,}")]
-    if "zero_to_fp32.py" in listing.files:
-        facts.append(("script", "zero_to_fp32.py is there to put the weights together; it runs as any program does"))
-    return tuple(fact for fact in facts if fact[1])
-
-
-def _flavour(listing: Listing, tag: str) -> str:
-    """Lightning calls the step ``checkpoint``."""
-    return "Lightning" if tag == "checkpoint" or "checkpoint" in listing.folders else ""
-
-
 def read_megatron(listing: Listing, readers: Readers) -> Checkpoint:
     """The newest iteration: every rank's folder, or the distributed checkpoint that newer releases write."""
     merger = Merger(Noted(), named=True)
     inside = METADATA in listing.files or any(MEGATRON_FOLDER.fullmatch(name) for name in listing.folders)
-    tag = "" if inside else _newest(listing, _iteration(listing), ITERATION, merger.noted)
+    # The folder that the note names: ``10`` is ``iter_0000010``, ``release`` is itself.
+    wanted = read_note(listing.join(ITERATION)) if ITERATION in listing.files else ""
+    wanted = f"iter_{int(wanted[:12]):07d}" if re.fullmatch(r"[0-9]{1,12}", wanted) else wanted
+    tag = "" if inside else _newest(listing, wanted, ITERATION, merger.noted)
     step = _open_step(merger, listing, readers, tag) if tag or inside else None
     facts: tuple[tuple[str, str], ...] = (("iteration", tag),) if tag else ()
     if step is None:
         merger.noted.add("directory-unknown", tag, "a Megatron directory without any iteration")
     elif {METADATA, "common.pt"} & step.listing.files.keys():
-        facts += read_dcp_into(merger, step.listing, readers, step.prefix)
+        facts += _read_dcp(step)
         if "common.pt" in step.listing.files:
             step.read("common.pt", "common")
     else:
@@ -624,20 +606,19 @@ def read_megatron(listing: Listing, readers: Readers) -> Checkpoint:
     return merger.checkpoint(listing.path, "megatron", facts)
 
 
-def _iteration(listing: Listing) -> str:
-    """The folder that the note names: ``10`` is ``iter_0000010``, ``release`` is itself."""
-    text = read_note(listing.join(ITERATION)) if ITERATION in listing.files else ""
-    return f"iter_{int(text[:12]):07d}" if re.fullmatch(r"[0-9]{1,12}", text) else text
-
-
-def _read_grid(step: _Step) -> tuple[tuple[str, str], ...]:
+def _read_grid(step: _Folder) -> tuple[tuple[str, str], ...]:
     """Folders ``mp_rank_TT_PPP``, each with one rank's files."""
     ranks: set[tuple[int, ...]] = set()
     for folder in step.listing.folders:
         found = MEGATRON_FOLDER.fullmatch(folder)
         if found:
             ranks.add(tuple(int(number) for number in found.groups() if number is not None))
-            _read_folder(step, folder)
+            inner = try_list(step.listing.join(folder), step.prefix + folder, step.merger.noted)
+            files = [name for name in inner.files if name.endswith(".pt")] if inner else []
+            if inner and not files:
+                step.note("part-unreadable", f"{folder} holds no .pt file")
+            for name in files:
+                step.read(f"{folder}/{name}", "rank")
     if not ranks:
         step.note("directory-unknown", "no rank's folder is in it")
         return ()
@@ -647,15 +628,6 @@ def _read_grid(step: _Step) -> tuple[tuple[str, str], ...]:
     if missing:
         step.note("rank-missing", f"{len(missing):,} of {prod(sizes):,} ranks: {some(missing, 8)}")
     return (("parallel layout", " × ".join(map(str, sizes))), ("ranks found", f"{len(ranks):,}"))
-
-
-def _read_folder(step: _Step, folder: str) -> None:
-    inner = try_list(step.listing.join(folder), step.prefix + folder, step.merger.noted)
-    files = [name for name in inner.files if name.endswith(".pt")] if inner else []
-    if inner and not files:
-        step.note("part-unreadable", f"{folder} holds no .pt file")
-    for name in files:
-        step.read(f"{folder}/{name}", "rank")
 
 
 METADATA = ".metadata"
@@ -686,29 +658,16 @@ class _Entry(NamedTuple):
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-class _Reading(NamedTuple):
-    """A directory being read: where it goes, what it holds, how to read it, and its place below the root."""
-
-    merger: Merger
-    listing: Listing
-    readers: Readers
-    prefix: str
-
-    def note(self, code: str, name: str, detail: str) -> None:
-        """Note a problem with one of its files."""
-        self.merger.noted.add(code, self.prefix + name, detail)
-
-
-def read_dcp_into(merger: Merger, listing: Listing, readers: Readers, prefix: str = "") -> tuple[tuple[str, str], ...]:
-    """Read a directory with ``.metadata`` into ``merger``; facts come back. ``prefix`` is its place below the root."""
-    reading = _Reading(merger, listing, readers, prefix)
+def _read_dcp(folder: _Folder) -> tuple[tuple[str, str], ...]:
+    """Read a directory with ``.metadata`` into the folder's merger; facts come back."""
+    merger, listing, prefix = folder.merger, folder.listing, folder.prefix
     ranks = [name for name in listing.files if name.endswith(".distcp")]
     merger.parts += [Part(prefix + name, "rank file", listing.files[name]) for name in ranks]
-    fields = _state(_metadata(reading))
+    fields = _state(_metadata(folder))
     if not fields:
         return (("rank files", f"{len(ranks):,}"),)
     entries = _entries(fields.get("state_dict_metadata"))
-    pieces = _read_items(_items(fields.get("storage_data"), reading), reading)
+    pieces = _read_items(_items(fields.get("storage_data"), folder), folder)
     _assemble(entries, pieces, merger)
     version = fields.get("version")
     objects = sum(entry is None for entry in entries.values())
@@ -719,44 +678,42 @@ def read_dcp_into(merger: Merger, listing: Listing, readers: Readers, prefix: st
     )
 
 
-def _metadata(reading: _Reading) -> object:
+def _metadata(folder: _Folder) -> object:
     """The root of ``.metadata``; ``None``, with a problem, if there is none."""
-    files = reading.listing.files
+    files = folder.listing.files
     size = files.get(METADATA)
     if size is None:
         left = [name for name in files if name.endswith((".metadata", ".metadata.tmp"))]
         detail = f"only {some(left)} is there" if left else "it is written last, when every rank is done"
-        reading.note("dcp-metadata-missing", METADATA, detail)
+        folder.note("dcp-metadata-missing", detail, METADATA)
         return None
     if size > MAX_METADATA:
-        reading.note("dcp-metadata-too-large", METADATA, f"{size:,} bytes; the limit is {MAX_METADATA:,}")
+        folder.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", METADATA)
         return None
+    from transload.formats.pickle_machine import run
     from transload.formats.torch_zip import pickle_problems
 
-    data = _contents(reading)
-    pickle = reading.readers.pickle(data, reading.prefix + METADATA)
+    data = _contents(folder)
+    pickle = run(data, name=folder.prefix + METADATA)
     pickle.main = True
-    reading.merger.pickles.append(pickle)
-    reading.merger.parts.append(Part(reading.prefix + METADATA, "index", size))
-    reading.merger.noted.extend(tuple(pickle_problems(pickle, len(data))))
+    folder.merger.pickles.append(pickle)
+    folder.merger.parts.append(Part(folder.prefix + METADATA, "index", size))
+    folder.merger.noted.extend(tuple(pickle_problems(pickle, len(data))))
     if not _state(pickle.root) and not pickle.broken:
-        reading.note("dcp-metadata-invalid", METADATA, "it is a pickle, but not of the metadata of a checkpoint")
+        folder.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
     return pickle.root
 
 
-def _contents(reading: _Reading) -> bytes:
+def _contents(folder: _Folder) -> bytes:
     try:
-        source = FileSource(reading.listing.join(METADATA))
+        source = FileSource(folder.listing.join(METADATA))
+        try:
+            return source.read(0, source.size)
+        finally:
+            source.close()
     except CannotReadError as error:
-        reading.note("part-unreadable", METADATA, error.what)
+        folder.note("part-unreadable", error.what, METADATA)
         return b""
-    try:
-        return source.read(0, source.size)
-    except CannotReadError as error:
-        reading.note("part-unreadable", METADATA, error.what)
-        return b""
-    finally:
-        source.close()
 
 
 def _state(node: object) -> dict[str, object]:
@@ -809,7 +766,7 @@ def _dtype(node: object) -> str:
     return first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
 
 
-def _items(node: object, reading: _Reading) -> list[_Item]:
+def _items(node: object, folder: _Folder) -> list[_Item]:
     """Where each piece lies. A path that leads out of the directory is noted and never opened."""
     items: list[_Item] = []
     for key, value in _pairs(node):
@@ -817,7 +774,7 @@ def _items(node: object, reading: _Reading) -> list[_Item]:
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         file, fqn = inner_name(name), index.get("fqn")
         if not file:
-            reading.note("dcp-path-outside", METADATA, f"{str(name)[:200]!r} was not opened")
+            folder.note("dcp-path-outside", f"{str(name)[:200]!r} was not opened", METADATA)
         elif type(offset) is int and type(length) is int and isinstance(fqn, str) and min(offset, length) >= 0:
             at = _size(index.get("offset")) or ()
             items.append(_Item(fqn, at, file, offset, length, bool(info.get("transform_descriptors"))))
@@ -828,54 +785,54 @@ _Pieces = dict[str, dict[tuple[int, ...], tuple[Tensor, ...]]]
 """Tensors found in the items: by name, then by where in the whole they belong."""
 
 
-def _read_items(items: list[_Item], reading: _Reading) -> _Pieces:
+def _read_items(items: list[_Item], folder: _Folder) -> _Pieces:
     """Read every item, file by file, as far as the files reach."""
     pieces: _Pieces = {}
     files: dict[str, list[_Item]] = {}
     for item in items[:MAX_ITEMS]:
         files.setdefault(item.file, []).append(item)
     if len(items) > MAX_ITEMS:
-        reading.note("dcp-items-unread", METADATA, f"{len(items) - MAX_ITEMS:,} of {len(items):,}")
+        folder.note("dcp-items-unread", f"{len(items) - MAX_ITEMS:,} of {len(items):,}", METADATA)
     for file, held in sorted(files.items()):
         try:
-            source = FileSource(reading.listing.join(file))
+            source = FileSource(folder.listing.join(file))
         except CannotReadError as error:
             names = some([item.fqn for item in held], 3)
-            reading.note("dcp-file-missing", file, f"{error.what}; {len(held):,} entries need it: {names}")
-            reading.merger.lost(reading.prefix + file, "rank file")
+            folder.note("dcp-file-missing", f"{error.what}; {len(held):,} entries need it: {names}", file)
+            folder.merger.lost(folder.prefix + file, "rank file")
             continue
         try:
-            _read_file(source, held, reading, pieces)
+            _read_file(source, held, folder, pieces)
         finally:
             source.close()
     return pieces
 
 
-def _read_file(source: FileSource, held: list[_Item], reading: _Reading, pieces: _Pieces) -> None:
+def _read_file(source: FileSource, held: list[_Item], folder: _Folder, pieces: _Pieces) -> None:
     file = held[0].file
     cut = [item.fqn for item in held if item.offset + item.length > source.size]
     if cut:
         detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {some(cut, 3)}"
-        reading.note("dcp-file-cut", file, detail)
+        folder.note("dcp-file-cut", detail, file)
     elif sum(item.length for item in held) > source.size:
         # A thousand entries that are all the same gigabyte would be a thousand gigabytes to verify.
-        reading.note("dcp-items-overlap", file, f"{len(held):,} entries are longer together than the file")
+        folder.note("dcp-items-overlap", f"{len(held):,} entries are longer together than the file", file)
         return
     opaque: list[str] = []
     for item in held:
         if item.transformed or looks_like(Slice(source, item.offset, source.size, "")):
             opaque.append(item.fqn)
         elif item.offset < source.size:
-            pieces.setdefault(item.fqn, {})[item.at] = _read_item(source, item, reading)
+            pieces.setdefault(item.fqn, {})[item.at] = _read_item(source, item, folder)
     if opaque:
-        reading.note("dcp-transformed", file, f"{len(opaque):,} entries: {some(opaque, 3)}")
+        folder.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
 
 
-def _read_item(source: FileSource, item: _Item, reading: _Reading) -> tuple[Tensor, ...]:
-    file = reading.prefix + item.file
-    found = reading.readers.item(Slice(source, item.offset, item.length, f"{file} › {item.fqn}"))
+def _read_item(source: FileSource, item: _Item, folder: _Folder) -> tuple[Tensor, ...]:
+    file = folder.prefix + item.file
+    found = folder.readers.item(Slice(source, item.offset, item.length, f"{file} › {item.fqn}"))
     # Two items of one file may both call their storage "0".
-    return reading.merger.take(file, found, steps=(item.fqn,), shift=item.offset, label=f"{file}@{item.offset}")
+    return folder.merger.take(file, found, steps=(item.fqn,), shift=item.offset, label=f"{file}@{item.offset}")
 
 
 def _assemble(entries: dict[str, _Entry | None], pieces: _Pieces, merger: Merger) -> None:
@@ -923,27 +880,15 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", 
 MAX_DEPTH = 3
 
 
-def read_directory(
-    path: str,
-    *,
-    verify: bool = False,
-    read_file: Callable[[str], Checkpoint],
-    read_unzipped: Callable[[str], Checkpoint],
-) -> Checkpoint:
-    """What a directory holds, read with the callables given for single files and unpacked archives.
+def read_directory(path: str, *, verify: bool = False, read_file: Callable[[str], Checkpoint]) -> Checkpoint:
+    """What a directory holds; ``read_file`` reads the files in it.
 
     ``verify`` is passed on to the small archives inside ``.distcp`` files. Bad content is a problem, never an error;
     ``CannotReadError`` only if the directory itself cannot be listed.
     """
     from transload.formats import read_source
-    from transload.formats.pickle_machine import run
 
-    readers = Readers(
-        file=read_file,
-        unzipped=read_unzipped,
-        item=lambda source: read_source(source, verify=verify),
-        pickle=lambda data, name: run(data, name=name),
-    )
+    readers = Readers(read_file, lambda source: read_source(source, verify=verify))
     listing = list_directory(path)
     checkpoint = next(read(listing, readers) for fits, read in _KINDS if fits(listing))
     return _with_surroundings(checkpoint, listing, readers)
@@ -993,14 +938,10 @@ def _pickles_beside(listing: Listing, name: str, readers: Readers, noted: Noted)
 _TELLING = frozenset({"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"})
 
 
-def _is_dcp(listing: Listing) -> bool:
-    return METADATA in listing.files or any(name.endswith(".distcp") for name in listing.files)
-
-
 def _dcp(listing: Listing, readers: Readers) -> Checkpoint:
     """``torch.distributed.checkpoint``, alone or in Lightning's sharded form with ``meta.pt`` beside it."""
     merger = Merger(Noted())
-    facts = read_dcp_into(merger, listing, readers)
+    facts = _read_dcp(_Folder(merger, listing, readers))
     lightning = "meta.pt" in listing.files
     if lightning:
         meta = try_read(listing.join("meta.pt"), "meta.pt", readers.file, merger.noted)
@@ -1026,10 +967,6 @@ def _is_archive(listing: Listing) -> bool:
     return "data.pkl" in listing.files and ("data" in listing.folders or "version" in listing.files)
 
 
-def _unzipped(listing: Listing, readers: Readers) -> Checkpoint:
-    return readers.unzipped(listing.path)
-
-
 def _indexes(listing: Listing) -> list[str]:
     """Indexes of shards, safetensors before pickles, plain before variants."""
     found = [name for name in listing.files if name.endswith(INDEX_SUFFIX)]
@@ -1041,10 +978,6 @@ def _indexed(listing: Listing, readers: Readers) -> Checkpoint:
     checkpoint = read_sharded(listing.join(first), readers.file)
     note = (("also here, not read", some(others)),) if others else ()
     return replace(checkpoint, path=listing.path, facts=(*checkpoint.facts, *note))
-
-
-def _numbered(listing: Listing, readers: Readers) -> Checkpoint:
-    return read_numbered(listing, readers.file)
 
 
 def _main_file(listing: Listing) -> str:
@@ -1068,14 +1001,10 @@ def _single(listing: Listing, readers: Readers) -> Checkpoint:
     return replace(
         checkpoint,
         path=listing.path,
-        storages=tuple(_in_file(storage, name) for storage in checkpoint.storages),
+        storages=tuple(storage._replace(file=name) for storage in checkpoint.storages),
         parts=(Part(name, "weights", listing.files[name]), *checkpoint.parts),
         facts=(("read", f"{name}, of the {len(listing.files):,} files in the directory"), *checkpoint.facts),
     )
-
-
-def _in_file(storage: Storage, name: str) -> Storage:
-    return storage._replace(file=name)
 
 
 def _unknown(listing: Listing, _readers: Readers) -> Checkpoint:
@@ -1130,10 +1059,125 @@ _Kind = tuple[Callable[[Listing], object], Callable[[Listing, Readers], Checkpoi
 # The order matters: Megatron's newer form holds a distributed checkpoint, and any of them may hold loose files.
 _WHOLE: tuple[_Kind, ...] = (
     (is_megatron, read_megatron),
-    (_is_dcp, _dcp),
+    (lambda listing: any(name == METADATA or name.endswith(".distcp") for name in listing.files), _dcp),
     (is_deepspeed, read_deepspeed),
-    (_unpacked, _unzipped),
+    (_unpacked, lambda listing, _: read_unzipped(listing.path)),
     (_indexes, _indexed),
-    (numbered_shards, _numbered),
+    (numbered_shards, lambda listing, readers: read_numbered(listing, readers.file)),
 )
 _KINDS: tuple[_Kind, ...] = (*_WHOLE, (_main_file, _single), (lambda _: True, _unknown))
+
+
+MAX_UNPACKED_FILES = 200_000
+"""Files listed: somebody may point at their home directory. Twenty thousand tensors are twenty thousand files."""
+
+MAX_NESTED_FOLDERS = 32
+"""Directories below one another: a program's source lies ten deep at most."""
+
+
+def read_unzipped(path: str) -> Checkpoint:
+    """A checkpoint out of an unpacked ``torch.save`` archive; of a TorchScript program or a package, if it was one.
+
+    ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: a stranger's
+    archive could show any file of this machine as its own.
+    """
+    problems: list[Problem] = []
+    home = _home(path)
+    archive = open_directory(home, problems)
+    nbytes = sum(record.size for record in archive.records.values())
+    found = _reader(archive)(archive, problems, path=path, nbytes=nbytes)
+    lead = "" if home == path else f"{Path(home).name}/"
+    storages = tuple(s._replace(file=f"{lead}{s.record}" if s.record else "") for s in found.storages)
+    kind = "torch-directory" if found.format == "torch-zip" else found.format
+    return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
+
+
+def _home(path: str) -> str:
+    """The directory of the records: the one given, or the only thing in it, since unzipping makes a folder."""
+    try:
+        entries = list(os.scandir(path))
+    except OSError as error:
+        raise CannotReadError(error.strerror or str(error), where=path, errno=error.errno) from error
+    return entries[0].path if len(entries) == 1 and entries[0].is_dir(follow_symlinks=False) else path
+
+
+def _reader(archive: Archive) -> Callable[..., Checkpoint]:
+    if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
+        from transload.formats.torchscript import read_torchscript
+
+        return read_torchscript
+    if archive.find(".data/extern_modules"):
+        from transload.formats.torch_package import read_package
+
+        return read_package
+    return read_torch_zip
+
+
+def open_directory(path: str, problems: list[Problem]) -> Archive:
+    """The files of a directory as the records of an archive; those that cannot be are noted in ``problems``."""
+    top = Path(os.path.realpath(path))
+    records = {name: Record(name, 0, size, size) for name, size in _files(top, problems)}
+
+    def read(record: Record, limit: int) -> Payload:
+        if record.size > limit:
+            return Payload(b"", intact=False, problem=f"{record.size} bytes are more than the {limit} we read")
+        try:
+            source = FileSource(top / record.name)
+            data = source.read(record.offset or 0, record.size)
+            source.close()
+        except CannotReadError as error:
+            return Payload(b"", intact=False, problem=error.what)
+        return Payload(data, intact=True)
+
+    return Archive(records, read, top.name)
+
+
+def _files(top: Path, problems: list[Problem]) -> Iterator[tuple[str, int]]:
+    """Relative name, with slashes, and size of every file; numbers in order, as torch writes storages."""
+    count = 0
+    for folder, folders, files in os.walk(top):
+        here = Path(folder)
+        _prune(top, here, folders, problems)
+        for name in sorted(files, key=_numeric):
+            count += 1
+            if count > MAX_UNPACKED_FILES:
+                problems.append(
+                    Problem("directory-too-long", detail=f"only its first {MAX_UNPACKED_FILES:,} files were read")
+                )
+                return
+            size = _size_inside(top, here / name, problems)
+            if size is not None:
+                yield (here / name).relative_to(top).as_posix(), size
+
+
+def _numeric(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isascii() and name.isdecimal() and len(name) < 20 else (1 << 64, name)
+
+
+def _prune(top: Path, here: Path, folders: list[str], problems: list[Problem]) -> None:
+    """Do not go into linked directories, which may lead anywhere and round in circles, nor too deep."""
+    for name in [name for name in folders if (here / name).is_symlink()]:
+        folders.remove(name)
+        where = (here / name).relative_to(top).as_posix()
+        problems.append(Problem("link-outside", where, "a linked directory is not read"))
+    folders.sort()
+    if len(here.relative_to(top).parts) >= MAX_NESTED_FOLDERS and folders:
+        folders.clear()
+        problems.append(Problem("directory-too-long", detail=f"nested deeper than {MAX_NESTED_FOLDERS} directories"))
+
+
+def _size_inside(top: Path, file: Path, problems: list[Problem]) -> int | None:
+    """The size of a plain file inside the directory; ``None``, with a problem, for anything else."""
+    where = file.relative_to(top).as_posix()
+    if file.is_symlink() and top not in Path(os.path.realpath(file)).parents:
+        problems.append(Problem("link-outside", where, "a link that leads out of the directory is not followed"))
+        return None
+    try:
+        status = file.stat()
+    except OSError as error:
+        problems.append(Problem("record-unreadable", where, error.strerror or str(error)))
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        problems.append(Problem("record-unreadable", where, "it is no regular file"))
+        return None
+    return status.st_size

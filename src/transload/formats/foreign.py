@@ -1,4 +1,7 @@
-"""What the recognisers share: the answer, and a bounded look at the bytes."""
+"""What a file is that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
+
+``identify`` asks each function of ``_LOOKS`` in turn; each gets a ``View`` of the first and last bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from transload.findings import is_named, quoted, rescue_command
 from transload.io.sources import BytesSource, Slice, Source
 
 __all__ = [
@@ -21,15 +25,12 @@ __all__ = [
     "clean",
     "identify",
     "identify_zip",
-    "is_named",
     "listed",
     "magic",
     "mangled",
     "match",
     "packed",
     "pickled",
-    "quoted",
-    "rescue_command",
     "taken_out",
     "tar",
     "text",
@@ -102,32 +103,6 @@ class View:
         return quoted(self.path + suffix)
 
 
-def quoted(path: str) -> str:
-    """A path as a shell takes it, and no command takes for an option.
-
-    >>> quoted("my model.pt"), quoted("-x.pt")
-    ("'my model.pt'", './-x.pt')
-    """
-    import shlex
-
-    return shlex.quote(f"./{path}" if path.startswith("-") else path)
-
-
-def is_named(name: str) -> bool:
-    """Whether the name of a source is a path; bytes and streams have none."""
-    return not name.startswith("<")
-
-
-def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
-    """The command that saves a checkpoint out of what it lies in, or what is left of it.
-
-    >>> rescue_command("my model.pt.gz")
-    "$ transload rescue 'my model.pt.gz' NEW.pt"
-    """
-    file = quoted(path) if is_named(path) else "FILE"
-    return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"
-
-
 def taken_out(path: str, ending: str, member: str = "") -> tuple[str, ...]:
     """What to do about a checkpoint inside something else."""
     which = "This takes one of them out." if member else "This takes the checkpoint out, as far as it is there."
@@ -163,7 +138,6 @@ UNPACKED = 64 * 1024
 LZMA_MEMORY = 64 << 20
 # Members of a tar looked at; each costs one small read.
 TAR_MEMBERS = 64
-TAR_BLOCK = 512
 # Names of a zip that are looked at, and how much of its directory: a zip can hold millions of empty records.
 MAX_NAMES = 10_000
 MAX_DIRECTORY = 256 * 1024
@@ -238,7 +212,9 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
         if all(any(re.search(pattern, name) for name in ours) for pattern in kind.all_of):
             fix = (kind.fix.format(file=quoted(path), path=path),) if kind.fix else ()
             holds = ".pt" if kind.format.startswith("torch-zip") else ""
-            return Foreign(kind.format, kind.title, _records(ours), fix or _rescued(holds, path), holds)
+            return Foreign(
+                kind.format, kind.title, _records(ours), fix or (taken_out(path, holds) if holds else ()), holds
+            )
     inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
     if inside:
         found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
@@ -255,10 +231,6 @@ _RESCUED = {
     **dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"),
     "safetensors": ".safetensors",
 }
-
-
-def _rescued(holds: str, path: str) -> tuple[str, ...]:
-    return taken_out(path, holds) if holds else ()
 
 
 def _is_usual(member: str) -> bool:
@@ -315,7 +287,9 @@ def zipped(view: View) -> Foreign | None:
 
 def tar(view: View) -> Foreign | None:
     """A tar archive: the first header's checksum is right."""
-    names = _tar_names(view)
+    from transload.formats.torch_tar import members
+
+    names = [clean(member.name, 100) for member in members(view.source, TAR_MEMBERS)[0]]
     if not names:
         return None
     if {"pickle", "storages", "tensors"} <= {name.removeprefix("./") for name in names}:
@@ -324,37 +298,6 @@ def tar(view: View) -> Foreign | None:
     if inside:
         return _holding("tar", "a tar archive", inside, names, f"tar xf {view.file}")
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
-
-
-def _tar_names(view: View) -> list[str]:
-    names: list[str] = []
-    offset = 0
-    while len(names) < TAR_MEMBERS:
-        block = view.source.read(offset, TAR_BLOCK)
-        size = _tar_size(block)
-        if size is None:
-            break
-        names.append(clean(block[:100].split(b"\0")[0], 100))
-        offset += TAR_BLOCK + -(-size // TAR_BLOCK) * TAR_BLOCK
-    return names
-
-
-def _tar_size(block: bytes) -> int | None:
-    """The size of the member that this header describes; ``None`` if it is no header."""
-    if len(block) < TAR_BLOCK or not block[0]:
-        return None
-    total = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
-    try:
-        if _octal(block[148:156]) != total:
-            return None
-        # A size that sets the top bit is a binary number: a member of 8 GiB or more.
-        return int.from_bytes(block[125:136], "big") if block[124] & 0x80 else _octal(block[124:136])
-    except ValueError:
-        return None
-
-
-def _octal(field: bytes) -> int:
-    return int(field.strip(b" \0") or b"0", 8)
 
 
 class _Packer(NamedTuple):
@@ -371,16 +314,10 @@ class _Decompressor(Protocol):
     def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
 
 
-def _gunzip(view: View) -> bytes:
+def _inflate(view: View, kind: int) -> bytes:
     import zlib
 
-    return zlib.decompressobj(31).decompress(view.head, UNPACKED)
-
-
-def _inflate(view: View) -> bytes:
-    import zlib
-
-    return zlib.decompressobj(15).decompress(view.head, UNPACKED)
+    return zlib.decompressobj(kind).decompress(view.head, UNPACKED)
 
 
 def _bunzip2(view: View) -> bytes:
@@ -400,7 +337,7 @@ def _unxz(view: View) -> bytes:
 _ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 
 _PACKERS = (
-    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", _gunzip, rescued=True),
+    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", lambda view: _inflate(view, 31), rescued=True),
     _Packer("bzip2", b"BZh", "bunzip2 -c", _bunzip2, rescued=True),
     _Packer("xz", b"\xfd7zXZ\0", "xz -dc", _unxz, rescued=True),
     _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", rescued=True),
@@ -408,7 +345,10 @@ _PACKERS = (
     _Packer("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so"),
     _Packer("rar", b"Rar!\x1a\x07", "unrar p -inul"),
     _Packer("compress", b"\x1f\x9d", "uncompress -c"),
-    *(_Packer("zlib", b"\x78" + level, _ZLIB, _inflate) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
+    *(
+        _Packer("zlib", b"\x78" + level, _ZLIB, lambda view: _inflate(view, 15))
+        for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")
+    ),
 )
 
 
@@ -612,7 +552,14 @@ def _protobuf(view: View) -> Foreign | None:
     numbers = {number for number, _, _ in fields}
     for format_, title, fits, fix in _PROTOBUFS:
         if fields and fits(fields, numbers):
-            return Foreign(format_, f"{title}, not a PyTorch checkpoint", _producer(format_, fields), (fix,))
+            # Who wrote an ONNX file: its second and third fields are text.
+            said = [clean(data, 60) for number, _, data in fields if number in (2, 3) and data.isascii()]
+            return Foreign(
+                format_,
+                f"{title}, not a PyTorch checkpoint",
+                ((f"written by {listed(said)}",) if format_ == "onnx" and said else ()),
+                (fix,),
+            )
     return None
 
 
@@ -670,12 +617,6 @@ _PROTOBUFS: tuple[tuple[str, str, Callable[[list[_Field], set[int]], bool], str]
     ("tensorflow", "a TensorFlow SavedModel (.pb)", _is_saved_model, "tf.saved_model.load its directory."),
     ("tensorflow", "a frozen TensorFlow graph (.pb)", _is_graph, "Load it with tf.compat.v1.GraphDef."),
 )
-
-
-def _producer(format_: str, fields: list[_Field]) -> tuple[str, ...]:
-    """Who wrote an ONNX file: its second and third fields are text."""
-    said = [clean(data, 60) for number, _, data in fields if number in (2, 3) and data.isascii()]
-    return (f"written by {listed(said)}",) if format_ == "onnx" and said else ()
 
 
 LOOKS: tuple[Callable[[View], Foreign | None], ...] = (
@@ -961,13 +902,10 @@ def _http(view: View) -> Foreign | None:
     rest = Slice(view.source, body, view.size - body, view.source.name)
     inner = _identify(View(rest, depth=view.depth + 1, whole=view.whole))
     title = f"an HTTP response ({clean(status[1])}) with its header in front of {inner.title}"
-    fix = (_cut_front(view, body),) if inner.format in ("torch-tar", "pickle") else inner.fix
+    cut = f"Cut the first {body:,} bytes off: tail -c +{body + 1} {view.file} > {view.beside('.cut')}"
+    fix = (cut,) if inner.format in ("torch-tar", "pickle") else inner.fix
     fix = taken_out(view.path, inner.holds) if inner.holds else fix
     return Foreign("http", title, inner.details, fix, inner.holds)
-
-
-def _cut_front(view: View, count: int) -> str:
-    return f"Cut the first {count:,} bytes off: tail -c +{count + 1} {view.file} > {view.beside('.cut')}"
 
 
 def _mangled(view: View) -> Foreign | None:
@@ -985,18 +923,15 @@ def _mangled(view: View) -> Foreign | None:
         return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))
     if sum(0x80 <= ord(c) <= 0xFF for c in decoded) >= 4:
         title = "a binary file that was re-encoded from Latin-1 to UTF-8"
-        return Foreign("utf8", title, (), (_BINARY, _undo(view, _UNDO_UTF8)))
+        code = "import sys; d = open(sys.argv[1], 'rb').read(); "
+        code += "open(sys.argv[2], 'xb').write(d.decode().encode('latin-1'))"
+        undo = f'Or try to undo it: python -c "{code}" {view.file} {view.beside(".mended")}'
+        return Foreign("utf8", title, (), (_BINARY, undo))
     return None
 
 
 _BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.pt binary' in .gitattributes)."
 _UNDONE = ("If there is no other copy, this undoes it.",)
-_UNDO_UTF8 = "d.decode().encode('latin-1')"
-
-
-def _undo(view: View, expression: str) -> str:
-    code = f"import sys; d = open(sys.argv[1], 'rb').read(); open(sys.argv[2], 'xb').write({expression})"
-    return f'Or try to undo it: python -c "{code}" {view.file} {view.beside(".mended")}'
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -1028,10 +963,6 @@ def _packed(view: View) -> Foreign | None:
     return packed(view, look)
 
 
-def _binary(view: View) -> Foreign | None:
-    return next((foreign for look in LOOKS if (foreign := look(view)) is not None), None)
-
-
 def _embedded(view: View) -> Foreign | None:
     """A checkpoint behind foreign bytes: torch looks for its magic at byte 0 only."""
     starts = [start for start in (_torch_record(view.wide), view.wide.find(LEGACY_MAGIC)) if start > 0]
@@ -1055,10 +986,6 @@ def _torch_record(data: bytes) -> int:
     return -1
 
 
-def _weak(view: View) -> Foreign | None:
-    return next((foreign for look in WEAK_LOOKS if (foreign := look(view)) is not None), None)
-
-
 def _unknown(view: View) -> Foreign:
     first = view.head[:16].hex(" ")
     details = [f"first bytes: {first}"]
@@ -1077,9 +1004,9 @@ _LOOKS = (
     zipped,
     _packed,
     tar,
-    _binary,
+    *LOOKS,
     _embedded,
     _zeros_first,
     text,
-    _weak,
+    *WEAK_LOOKS,
 )

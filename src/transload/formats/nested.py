@@ -1,4 +1,4 @@
-"""Records that are files of their own: a ``torch.save`` inside a package, and pickles beside it."""
+"""What the readers of programs and packages share: nested checkpoints, JSON records, tensors described by JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Tree
 from transload.formats.torch_zip import Archive, pickle_problems, read_pickle, read_torch_zip
-from transload.formats.zip_index import read_index, starts_like_zip
+from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource, Source, copied
 from transload.nodes import Call, Global, Persistent, Pickle
 
@@ -130,15 +130,11 @@ def read_nested(archive: Archive, record: Record) -> Checkpoint:
         inner = Archive.of_zip(source, index)
         found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
     else:
-        found = _bare_pickles(source)
+        data = source.read(0, MAX_PACKED)
+        pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+        problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+        found = Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
     return _moved(found, record)
-
-
-def _bare_pickles(source: Source) -> Checkpoint:
-    data = source.read(0, MAX_PACKED)
-    pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
-    problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
-    return Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
 
 
 def _moved(inner: Checkpoint, record: Record) -> Checkpoint:
@@ -150,23 +146,24 @@ def _moved(inner: Checkpoint, record: Record) -> Checkpoint:
     return replace(
         inner,
         tensors=tuple(_moved_tensor(tensor, record.name, base) for tensor in inner.tensors),
-        storages=tuple(_moved_storage(storage, record.name, base) for storage in inner.storages),
+        storages=tuple(
+            s._replace(id=f"{record.name}/{s.id}", offset=_sum(s.offset, base), record=record.name)
+            for s in inner.storages
+        ),
         problems=tuple(
             replace(problem, where=" › ".join(filter(None, (record.name, problem.where)))) for problem in inner.problems
         ),
     )
 
 
-def _moved_storage(storage: Storage, record: str, base: int | None) -> Storage:
-    offset = None if storage.offset is None or base is None else storage.offset + base
-    return storage._replace(id=f"{record}/{storage.id}", offset=offset, record=record)
+def _sum(offset: int | None, base: int | None) -> int | None:
+    return None if offset is None or base is None else offset + base
 
 
 def _moved_tensor(tensor: Tensor, record: str, base: int | None) -> Tensor:
-    at = None if tensor.file_offset is None or base is None else tensor.file_offset + base
     storage = None if tensor.storage is None else f"{record}/{tensor.storage}"
     parts = tuple(_moved_tensor(part, record, base) for part in tensor.parts)
-    return tensor._replace(storage=storage, file_offset=at, parts=parts)
+    return tensor._replace(storage=storage, file_offset=_sum(tensor.file_offset, base), parts=parts)
 
 
 MAX_JSON = 128 << 20

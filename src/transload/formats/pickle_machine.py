@@ -1,4 +1,9 @@
-"""The state of a pickle machine: its stack, its memo, and what it has read so far."""
+"""Runs a pickle without importing or calling anything: a graph of inert nodes, and what a loader would import and call.
+
+``run`` reads one pickle, ``run_all`` those that follow one another, ``opcodes`` walks over one without running it.
+``_execute`` is the loop over the frequent opcodes; ``_RARE`` has a handler for each of the others. ``TensorPattern``
+reads the call that rebuilds an ordinary tensor in one step, by comparing its bytes with a template.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from typing import Any
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
 __all__ = [
-    "HANDLERS",
     "MAX_GAP",
     "MAX_INT_BYTES",
     "MAX_IRREGULAR",
@@ -191,11 +195,11 @@ _NUMBERS = {0x4A: Struct("<i"), 0x4B: Struct("<B"), 0x4D: Struct("<H")}
 _GETS = {0x68: Struct("<B"), 0x6A: Struct("<I")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 
-_MAX_MOULDS = 4096
+_MAX_TEMPLATES = 4096
 _MAX_FOLLOWING = 64
 
 
-class _Mould:
+class _Template:
     """The call of a tensor with holes: ``pieces``, the text of a key after the first, a memo index after the others.
 
     ``values`` are what the pieces stand for; ``written`` says which of the seven values a call can enter into the memo
@@ -249,27 +253,27 @@ def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
 
 
 class _Step:
-    """The last two moulds that fitted, and the steps that came next, by the last part of the tensor's name."""
+    """The last two templates that fitted, and the steps that came next, by the last part of the tensor's name."""
 
-    __slots__ = ("following", "mould")
+    __slots__ = ("following", "template")
 
-    def __init__(self, mould: _Mould | None) -> None:
-        self.mould = mould
+    def __init__(self, template: _Template | None) -> None:
+        self.template = template
         self.following: dict[str, _Step] = {}
 
 
 class TensorPattern:
     """Reads the calls of tensors in one run of a machine.
 
-    Which mould will fit is guessed: layers repeat one another, so it is the one that came after the same two moulds,
-    under a name with the same last part. A wrong guess costs a match of the regular expression.
+    Which template will fit is guessed: layers repeat one another, so it is the one that came after the same two
+    templates, under a name with the same last part. A wrong guess costs a match of the regular expression.
     """
 
     def __init__(self, vm: Machine) -> None:
         self._data, self._size = vm.data, vm.size
         self._calls, self._persistent = vm.out.calls, vm.out.persistent
-        self._moulds: dict[tuple[bytes | None, ...], _Mould] = {}
-        self._steps: dict[tuple[_Mould | None, _Mould], _Step] = {}
+        self._templates: dict[tuple[bytes | None, ...], _Template] = {}
+        self._steps: dict[tuple[_Template | None, _Template], _Step] = {}
         self._step = _Step(None)
 
     def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
@@ -282,17 +286,17 @@ class TensorPattern:
         name = stack[-2] if len(stack) > 1 else ""
         name = name.rpartition(".")[2] if type(name) is str else ""
         step = self._step.following.get(name)
-        if step is not None and (end := self._fill(step.mould, pos, stack, memo)):
+        if step is not None and (end := self._fill(step.template, pos, stack, memo)):
             self._step = step
             return end
-        mould = self._mould(pos, memo)
-        end = self._fill(mould, pos, stack, memo) if mould is not None else 0
-        if mould is not None and end:
-            self._learn(mould, name)
+        template = self._template(pos, memo)
+        end = self._fill(template, pos, stack, memo) if template is not None else 0
+        if template is not None and end:
+            self._learn(template, name)
         return end
 
-    def _mould(self, pos: int, memo: list[Any]) -> _Mould | None:
-        """The mould of what stands there, if it is the call of a tensor."""
+    def _template(self, pos: int, memo: list[Any]) -> _Template | None:
+        """The template of what stands there, if it is the call of a tensor."""
         match = _CALL(self._data, pos)
         if match is None:
             return None
@@ -300,36 +304,36 @@ class TensorPattern:
         if text and length[0] != len(text):
             return None
         pieces = (head, length, again, tail, first, size, stride, last)
-        mould = self._moulds.get(pieces)
-        if mould is None:
-            if len(self._moulds) >= _MAX_MOULDS:
-                self._moulds.clear()
+        template = self._templates.get(pieces)
+        if template is None:
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
             try:
-                mould = self._moulds[pieces] = _Mould(match, memo)
+                template = self._templates[pieces] = _Template(match, memo)
             except LookupError:
                 return None
-        return mould
+        return template
 
-    def _learn(self, mould: _Mould, name: str) -> None:
+    def _learn(self, template: _Template, name: str) -> None:
         """Take the step that was not guessed, and remember it."""
-        if len(self._steps) >= _MAX_MOULDS:
+        if len(self._steps) >= _MAX_TEMPLATES:
             self._steps.clear()
-        key = (self._step.mould, mould)
+        key = (self._step.template, template)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _Step(mould)
+            step = self._steps[key] = _Step(template)
         if len(self._step.following) >= _MAX_FOLLOWING:
             self._step.following.clear()
         self._step.following[name] = step
         self._step = step
 
-    def _fill(self, mould: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
-        """Make the nodes of a call if the bytes fit the mould; where it ends, or 0."""
-        layout, index = mould.layout, len(memo)
+    def _fill(self, template: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
+        """Make the nodes of a call if the bytes fit the template; where it ends, or 0."""
+        layout, index = template.layout, len(memo)
         end: int = pos + layout.size
         if end > self._size:
             return 0
-        if mould.puts == 7:
+        if template.puts == 7:
             begin, text, p0, i0, p1, i1, p2, i2, p3, i3, p4, i4, p5, i5, p6, i6 = layout.unpack_from(self._data, pos)
             # Seven numbers that rise from the next index to the sixth after it are those between.
             if i0 != index or i6 != index + 6 or not i0 < i1 < i2 < i3 < i4 < i5 < i6:
@@ -338,15 +342,15 @@ class TensorPattern:
         else:
             found = layout.unpack_from(self._data, pos)
             text, pieces = found[1], (found[0], *found[2::2])
-            if found[3::2] != (*range(index, index + mould.puts),):
+            if found[3::2] != (*range(index, index + template.puts),):
                 return 0
-        if pieces != mould.pieces or (text and not text.isdigit()):
+        if pieces != template.pieces or (text and not text.isdigit()):
             return 0
-        kind, key, place, offset, shape, steps, flag, ordered = mould.values
+        kind, key, place, offset, shape, steps, flag, ordered = template.values
         if text:
             key = text.decode()
         pid = (*kind, key, *place)
-        storage = Persistent(pid, pos + mould.named)
+        storage = Persistent(pid, pos + template.named)
         hooks = Call(ordered, (), "reduce", end - 17)
         size, stride = tuple(shape), tuple(steps)  # new ones: who walks the graph knows things by their identity
         args = (storage, offset, size, stride, flag, hooks)
@@ -354,7 +358,7 @@ class TensorPattern:
         self._persistent.append(storage)
         self._calls += (hooks, call)
         entries = (key, pid, size, stride, hooks, args, call)
-        memo += entries if mould.puts == 7 else compress(entries, mould.written)
+        memo += entries if template.puts == 7 else compress(entries, template.written)
         return end
 
 
@@ -415,16 +419,6 @@ def _inst(vm: Machine) -> None:
     vm.stack.append(vm.call(callee, args, "inst"))
 
 
-def _obj(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
-
-
-def _newobj(vm: Machine) -> None:
-    args = vm.stack.pop()
-    vm.stack[-1] = vm.call(vm.stack[-1], args, "newobj")
-
-
 def _newobj_ex(vm: Machine) -> None:
     kwargs, args = vm.stack.pop(), vm.stack.pop()
     node = vm.call(vm.stack[-1], args, "newobj_ex")
@@ -432,16 +426,13 @@ def _newobj_ex(vm: Machine) -> None:
     vm.stack[-1] = node
 
 
-def _extension(width: int) -> Callable[[Machine], None]:
-    def ext(vm: Machine) -> None:
-        code = int.from_bytes(vm.take(width), "little", signed=width == 4)
-        if code <= 0:
-            raise Broken(f"extension code {code} is not above zero")
-        node = Extension(code)
-        vm.out.extensions.append(node)
-        vm.stack.append(node)
-
-    return ext
+def _extension(vm: Machine, width: int) -> None:
+    code = int.from_bytes(vm.take(width), "little", signed=width == 4)
+    if code <= 0:
+        raise Broken(f"extension code {code} is not above zero")
+    node = Extension(code)
+    vm.out.extensions.append(node)
+    vm.stack.append(node)
 
 
 def _build(vm: Machine) -> None:
@@ -460,16 +451,6 @@ def _changed(vm: Machine, target: object, items: list[Any], how: str) -> None:
     vm.odd(f"{how} {_kind(target)}")
     if type(target) is Global or type(target) is Extension:
         vm.out.built.append((target, items))
-
-
-def _append(vm: Machine) -> None:
-    value = vm.stack.pop()
-    _extend(vm, vm.stack[-1], [value])
-
-
-def _appends(vm: Machine) -> None:
-    items = vm.pop_mark()
-    _extend(vm, vm.stack[-1], items)
 
 
 def _extend(vm: Machine, target: object, items: list[Any]) -> None:
@@ -494,11 +475,6 @@ def _additems(vm: Machine) -> None:
         _extend(vm, target, items)
     else:
         _changed(vm, target, items, "members are added to")
-
-
-def _setitem(vm: Machine) -> None:
-    value, key = vm.stack.pop(), vm.stack.pop()
-    _update(vm, vm.stack[-1], [key, value])
 
 
 def _setitems(vm: Machine) -> None:
@@ -554,28 +530,6 @@ def _dict(vm: Machine) -> None:
     _update(vm, node, items)
 
 
-def _empty_dict(vm: Machine) -> None:
-    vm.stack.append(Dict([]))
-
-
-def _empty_list(vm: Machine) -> None:
-    vm.stack.append([])
-
-
-def _list(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(items)
-
-
-def _empty_set(vm: Machine) -> None:
-    vm.stack.append(Set([]))
-
-
-def _frozenset(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(Set(items, frozen=True))
-
-
 def _tuple3(vm: Machine) -> None:
     third, second = vm.stack.pop(), vm.stack.pop()
     vm.stack[-1] = (vm.stack[-1], second, third)
@@ -588,35 +542,11 @@ def _pop(vm: Machine) -> None:
         vm.pop_mark()
 
 
-def _pop_mark(vm: Machine) -> None:
-    vm.pop_mark()
-
-
-def _dup(vm: Machine) -> None:
-    vm.stack.append(vm.stack[-1])
-
-
-def _none(vm: Machine) -> None:
-    vm.stack.append(None)
-
-
-def _newtrue(vm: Machine) -> None:
-    vm.stack.append(True)
-
-
-def _memoize(vm: Machine) -> None:
-    vm.remember(len(vm.memo), vm.stack[-1])
-
-
 def _put(vm: Machine) -> None:
     index = _decimal(vm)
     if index < 0:
         raise Broken("a negative memo index")
     vm.remember(index, vm.stack[-1])
-
-
-def _get(vm: Machine) -> None:
-    vm.stack.append(vm.recall(_decimal(vm)))
 
 
 def _c_text(vm: Machine) -> bytes:
@@ -641,10 +571,6 @@ def _int(vm: Machine) -> None:
     vm.stack.append(_number(vm, text) if special is None else special)
 
 
-def _long(vm: Machine) -> None:
-    vm.stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))
-
-
 def _number(vm: Machine, text: bytes) -> int | Big:
     if len(text) > MAX_TEXT_DIGITS:
         vm.odd("an integer of thousands of digits")
@@ -660,14 +586,6 @@ def _number(vm: Machine, text: bytes) -> int | Big:
     raise Broken("an integer that is no number")
 
 
-def _long1(vm: Machine) -> None:
-    vm.stack.append(_little(vm, vm.take(1)[0]))
-
-
-def _long4(vm: Machine) -> None:
-    vm.stack.append(_little(vm, int.from_bytes(vm.take(4), "little", signed=True)))
-
-
 def _little(vm: Machine, count: int) -> int | Big:
     raw = vm.take(count)
     return int.from_bytes(raw, "little", signed=True) if count <= MAX_INT_BYTES else Big(count)
@@ -679,10 +597,6 @@ def _float(vm: Machine) -> None:
         vm.stack.append(float(text))
     except ValueError:
         raise Broken("a float that is no number") from None
-
-
-def _binfloat(vm: Machine) -> None:
-    vm.stack.append(_F64(vm.take(8))[0])
 
 
 def _python2_text(vm: Machine, raw: bytes) -> None:
@@ -718,27 +632,12 @@ def _unescape(match: re.Match[bytes]) -> bytes:
     return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])
 
 
-def _short_binstring(vm: Machine) -> None:
-    _python2_text(vm, vm.take(vm.take(1)[0]))
+def _counted(vm: Machine, width: int) -> bytes:
+    return vm.take(int.from_bytes(vm.take(width), "little"))
 
 
-def _binstring(vm: Machine) -> None:
-    _python2_text(vm, vm.take(int.from_bytes(vm.take(4), "little", signed=True)))
-
-
-def _unicode(vm: Machine) -> None:
-    vm.stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])
-
-
-def _counted(width: int, convert: Callable[[bytes], object]) -> Callable[[Machine], None]:
-    def counted(vm: Machine) -> None:
-        vm.stack.append(convert(vm.take(int.from_bytes(vm.take(width), "little"))))
-
-    return counted
-
-
-def _utf8(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
+def _utf8(vm: Machine, width: int) -> str:
+    return _counted(vm, width).decode("utf-8", "surrogatepass")
 
 
 def _persid(vm: Machine) -> None:
@@ -752,71 +651,100 @@ def _next_buffer(vm: Machine) -> None:
     vm.stack.append(OutOfBand())
 
 
+def _list(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(items)
+
+
+def _frozenset(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(Set(items, frozen=True))
+
+
+def _obj(vm: Machine) -> None:
+    items = vm.pop_mark()
+    vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
+
+
+def _newobj(vm: Machine) -> None:
+    args = vm.stack.pop()
+    vm.stack[-1] = vm.call(vm.stack[-1], args, "newobj")
+
+
+def _append(vm: Machine) -> None:
+    value = vm.stack.pop()
+    _extend(vm, vm.stack[-1], [value])
+
+
+def _appends(vm: Machine) -> None:
+    items = vm.pop_mark()
+    _extend(vm, vm.stack[-1], items)
+
+
+def _setitem(vm: Machine) -> None:
+    value, key = vm.stack.pop(), vm.stack.pop()
+    _update(vm, vm.stack[-1], [key, value])
+
+
 def _readonly_buffer(vm: Machine) -> None:
     if not vm.stack:
         raise IndexError
 
 
-def _named(name: str, handler: Callable[[Machine], None]) -> Callable[[Machine], None]:
-    handler.__name__ = name
-    return handler
-
-
-_RARE: dict[int, Callable[[Machine], None]] = {
-    0x30: _pop,
-    0x31: _pop_mark,
-    0x32: _dup,
-    0x42: _named("binbytes", _counted(4, bytes)),
-    0x43: _named("short_binbytes", _counted(1, bytes)),
-    0x46: _float,
-    0x47: _binfloat,
-    0x49: _int,
-    0x4C: _long,
-    0x4E: _none,
-    0x50: _persid,
-    0x53: _string,
-    0x54: _binstring,
-    0x55: _short_binstring,
-    0x56: _unicode,
-    0x5D: _empty_list,
-    0x61: _append,
-    0x62: _build,
-    0x63: _global,
-    0x64: _dict,
-    0x65: _appends,
-    0x67: _get,
-    0x69: _inst,
-    0x6C: _list,
-    0x6F: _obj,
-    0x70: _put,
-    0x73: _setitem,
-    0x75: _setitems,
-    0x7D: _empty_dict,
-    0x80: _proto,
-    0x81: _newobj,
-    0x82: _named("ext1", _extension(1)),
-    0x83: _named("ext2", _extension(2)),
-    0x84: _named("ext4", _extension(4)),
-    0x87: _tuple3,
-    0x88: _newtrue,
-    0x8A: _long1,
-    0x8B: _long4,
-    0x8C: _named("short_binunicode", _counted(1, _utf8)),
-    0x8D: _named("binunicode8", _counted(8, _utf8)),
-    0x8E: _named("binbytes8", _counted(8, bytes)),
-    0x8F: _empty_set,
-    0x90: _additems,
-    0x91: _frozenset,
-    0x92: _newobj_ex,
-    0x93: _stack_global,
-    0x94: _memoize,
-    0x95: _frame,
-    0x96: _named("bytearray8", _counted(8, bytearray)),
-    0x97: _next_buffer,
-    0x98: _readonly_buffer,
+# All opcodes but those of the loop in `_execute`, with the names that pickletools gives them.
+_RARE: dict[int, tuple[str, Callable[[Machine], object]]] = {
+    0x30: ("POP", _pop),
+    0x31: ("POP_MARK", Machine.pop_mark),
+    0x32: ("DUP", lambda vm: vm.stack.append(vm.stack[-1])),
+    0x42: ("BINBYTES", lambda vm: vm.stack.append(_counted(vm, 4))),
+    0x43: ("SHORT_BINBYTES", lambda vm: vm.stack.append(_counted(vm, 1))),
+    0x46: ("FLOAT", _float),
+    0x47: ("BINFLOAT", lambda vm: vm.stack.append(_F64(vm.take(8))[0])),
+    0x49: ("INT", _int),
+    0x4C: ("LONG", lambda vm: vm.stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))),
+    0x4E: ("NONE", lambda vm: vm.stack.append(None)),
+    0x50: ("PERSID", _persid),
+    0x53: ("STRING", _string),
+    0x54: ("BINSTRING", lambda vm: _python2_text(vm, vm.take(int.from_bytes(vm.take(4), "little", signed=True)))),
+    0x55: ("SHORT_BINSTRING", lambda vm: _python2_text(vm, vm.take(vm.take(1)[0]))),
+    0x56: ("UNICODE", lambda vm: vm.stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])),
+    0x5D: ("EMPTY_LIST", lambda vm: vm.stack.append([])),
+    0x61: ("APPEND", _append),
+    0x62: ("BUILD", _build),
+    0x63: ("GLOBAL", _global),
+    0x64: ("DICT", _dict),
+    0x65: ("APPENDS", _appends),
+    0x67: ("GET", lambda vm: vm.stack.append(vm.recall(_decimal(vm)))),
+    0x69: ("INST", _inst),
+    0x6C: ("LIST", _list),
+    0x6F: ("OBJ", _obj),
+    0x70: ("PUT", _put),
+    0x73: ("SETITEM", _setitem),
+    0x75: ("SETITEMS", _setitems),
+    0x7D: ("EMPTY_DICT", lambda vm: vm.stack.append(Dict([]))),
+    0x80: ("PROTO", _proto),
+    0x81: ("NEWOBJ", _newobj),
+    0x82: ("EXT1", lambda vm: _extension(vm, 1)),
+    0x83: ("EXT2", lambda vm: _extension(vm, 2)),
+    0x84: ("EXT4", lambda vm: _extension(vm, 4)),
+    0x87: ("TUPLE3", _tuple3),
+    0x88: ("NEWTRUE", lambda vm: vm.stack.append(True)),
+    0x8A: ("LONG1", lambda vm: vm.stack.append(_little(vm, vm.take(1)[0]))),
+    0x8B: ("LONG4", lambda vm: vm.stack.append(_little(vm, int.from_bytes(vm.take(4), "little", signed=True)))),
+    0x8C: ("SHORT_BINUNICODE", lambda vm: vm.stack.append(_utf8(vm, 1))),
+    0x8D: ("BINUNICODE8", lambda vm: vm.stack.append(_utf8(vm, 8))),
+    0x8E: ("BINBYTES8", lambda vm: vm.stack.append(_counted(vm, 8))),
+    0x8F: ("EMPTY_SET", lambda vm: vm.stack.append(Set([]))),
+    0x90: ("ADDITEMS", _additems),
+    0x91: ("FROZENSET", _frozenset),
+    0x92: ("NEWOBJ_EX", _newobj_ex),
+    0x93: ("STACK_GLOBAL", _stack_global),
+    0x94: ("MEMOIZE", lambda vm: vm.remember(len(vm.memo), vm.stack[-1])),
+    0x95: ("FRAME", _frame),
+    0x96: ("BYTEARRAY8", lambda vm: vm.stack.append(bytearray(_counted(vm, 8)))),
+    0x97: ("NEXT_BUFFER", _next_buffer),
+    0x98: ("READONLY_BUFFER", _readonly_buffer),
 }
-
-HANDLERS: list[Callable[[Machine], None] | None] = [_RARE.get(code) for code in range(256)]
 
 
 MAX_STREAM = 512 << 20
@@ -884,7 +812,7 @@ def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
         code = data[position]
         yield position, code
         position += 1
-        if code == 0x2E or (HANDLERS[code] is None and code not in _HOT):
+        if code == 0x2E or (code not in _RARE and code not in _HOT):
             return
         if code in _LINES:
             for _ in range(_LINES[code]):
@@ -920,28 +848,25 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
         if len(pickles) < limit:
             pickles.append(pickle)
         else:
-            _absorb(pickles[-1], pickle)
+            # Add one pickle to another: its names, calls and oddities, not its value.
+            into = pickles[-1]
+            into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
+            into.protocol = max(into.protocol, pickle.protocol)
+            into.python2 |= pickle.python2
+            into.undecoded += pickle.undecoded
+            into.rare |= pickle.rare
+            for key, node in pickle.globals.items():
+                into.globals.setdefault(key, node)
+            into.calls += pickle.calls
+            into.built += pickle.built
+            into.extensions += pickle.extensions
+            into.persistent += pickle.persistent
+            into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
+            into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]
         if pickle.broken:
             break
         position = pickle.end
     return pickles
-
-
-def _absorb(into: Pickle, pickle: Pickle) -> None:
-    """Add one pickle to another: its names, calls and oddities, not its value."""
-    into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
-    into.protocol = max(into.protocol, pickle.protocol)
-    into.python2 |= pickle.python2
-    into.undecoded += pickle.undecoded
-    into.rare |= pickle.rare
-    for key, node in pickle.globals.items():
-        into.globals.setdefault(key, node)
-    into.calls += pickle.calls
-    into.built += pickle.built
-    into.extensions += pickle.extensions
-    into.persistent += pickle.persistent
-    into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
-    into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]
 
 
 def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each
@@ -1032,11 +957,11 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 break
             else:
                 vm.pos, vm.stack = pos, stack
-                handler = HANDLERS[op]
-                if handler is None:
+                if op not in _RARE:
                     raise Broken(f"byte 0x{op:02x} is no pickle opcode")
+                opcode, handler = _RARE[op]
                 if op not in _WEIGHTS_ONLY:
-                    vm.out.rare.add(handler.__name__.strip("_").upper())
+                    vm.out.rare.add(opcode)
                 handler(vm)
                 pos, stack, memo = vm.pos, vm.stack, vm.memo
                 push = stack.append

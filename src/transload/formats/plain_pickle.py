@@ -7,7 +7,7 @@ from transload.findings import Problem
 from transload.formats.tensors import Place, StorageTable, find_tensors
 from transload.formats.torch_legacy import MAX_DOUBT, run_at
 from transload.formats.torch_zip import pickle_problems
-from transload.formats.zip_index import ends_like_zip
+from transload.formats.zip import ends_like_zip
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Pickle, Set
 

@@ -1,9 +1,12 @@
-"""Inert nodes as text: the names they bear, and values short enough to show."""
+"""The tensors, storages and values in the graph of a pickle.
+
+``find_tensors`` walks a graph. A call of one of torch's rebuild functions goes to its reader in ``READERS``; a
+``StorageTable`` resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -32,7 +35,6 @@ __all__ = [
     "dotted",
     "find_tensors",
     "leaf_kind",
-    "ordinary",
     "rebuild",
     "scalar",
     "short",
@@ -48,9 +50,7 @@ _MAX_KEY = 1000
 def called(node: Call) -> str:
     """The dotted name of what a call calls; empty where that is no name."""
     callee = node.callee
-    if type(callee) is Global:
-        return callee.full_name
-    return dotted(module_class(callee))
+    return callee.full_name if type(callee) is Global else dotted(module_class(callee))
 
 
 def dotted(node: object) -> str:
@@ -164,15 +164,6 @@ class Budget:
         self._seen.add(ident)
         return False
 
-    def meet(self, ident: int, size: int, *, again: bool) -> None:
-        """Pay for a name of that size and for the object that bears it."""
-        if again or ident in self._seen or self._names + size > self.MAX_NAMES:
-            self.spend(size, again=again)
-            self.seen(ident)
-        else:
-            self._names += size
-            self._seen.add(ident)
-
     def spend(self, size: int, *, again: bool) -> None:
         """Pay for a name of that size; ``again`` if it is that of something met before."""
         self._names += size
@@ -216,33 +207,12 @@ class StorageTable:
         self.noted = Noted()
         self.budget = Budget()
         self._seen: dict[int, tuple[Slot, int, str] | None] = {}
-        self._kinds: dict[Global, tuple[str, int]] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
 
     def enter(self, nodes: Iterable[Persistent]) -> None:
-        """Take in the storages of a pickle, in the order it names them; the ordinary ones in one step."""
-        slots, seen, locate, kinds = self.slots, self._seen, self._locate, self._kinds
+        """Take in the storages of a pickle, in the order it names them."""
         for node in nodes:
-            pid = node.id
-            if type(pid) is tuple and len(pid) == 5:
-                mark, kind, key, device, numel = pid
-                known = (kinds.get(kind) or self._known(kind)) if type(kind) is Global else None
-                if known and mark == "storage" and type(key) is str and type(device) is str and type(numel) is int:
-                    dtype, width = known
-                    nbytes = numel * width
-                    if key not in slots and 0 <= nbytes < MAX_SIZE and id(node) not in seen:
-                        slot = slots[key] = Slot(key, device, dtype, nbytes, locate(key, nbytes))
-                        seen[id(node)] = (slot, 0, dtype)
-                        continue
             self.resolve(node)
-
-    def _known(self, kind: Global) -> tuple[str, int] | None:
-        """The dtype of a storage class and the bytes of its elements."""
-        dtype = STORAGES.get(kind.name.rpartition(".")[2])
-        if dtype is None:
-            return None
-        known = self._kinds[kind] = dtype, ITEMSIZE[dtype]
-        return known
 
     def resolve(self, node: object) -> tuple[Slot, int, str] | None:
         """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
@@ -386,43 +356,6 @@ def _ints(value: object, what: str) -> tuple[int, ...]:
     return numbers
 
 
-def ordinary(ctx: Context, node: Call, path: tuple[Key, ...], name: str, again: bool) -> Tensor | None:
-    """The tensor of a call as nearly all are, paid for; ``None`` for any other call, right or wrong.
-
-    What ``rebuild`` does with a ``_rebuild_tensor_v2`` that is in order, without its detours.
-    """
-    args, callee = node.args, node.callee
-    if type(callee) is not Global or callee.full_name != _ORDINARY or type(args) is not tuple or len(args) != 6:
-        return None
-    held, offset, shape, stride, requires_grad, _ = args
-    found = ctx.table.resolve(held)
-    if found is None or type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
-        return None
-    slot, first, dtype = found
-    width, rank = _WHOLE.get(dtype), len(shape)
-    if width is None or requires_grad is not False or offset < 0 or rank != len(stride) or rank > 8 or ctx.depth:
-        return None
-    last = offset = offset + first
-    numel = 1
-    for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
-        if type(size) is not int or type(step) is not int or size < 1 or not 0 <= step < MAX_SIZE:
-            return None
-        numel *= size
-        last += (size - 1) * step
-    if numel >= MAX_SIZE or (last + 1) * width > slot.nbytes:
-        return None
-    ctx.table.budget.meet(id(node), len(name) + 8 * len(path), again=again)
-    slot.names.append(name)
-    begin = slot.place[0]
-    begin = None if begin is None else begin + offset * width
-    fields = (path, name, dtype, shape, stride, slot.device, slot.key, offset, False, "strided", "", (), begin, ())
-    return _new(Tensor, fields)
-
-
-_ORDINARY = "torch._utils._rebuild_tensor_v2"
-_WHOLE = {dtype: width for dtype, width in ITEMSIZE.items() if itemsize(dtype, 8) == 8 * width}
-
-
 def _strided(
     ctx: Context, args: tuple[Any, ...], *, dtype: str = "", requires_grad: object = False, kind: str = "strided"
 ) -> Tensor:
@@ -439,31 +372,22 @@ def _strided(
         shape = _ints(shape, "size")
     if type(stride) is not tuple:
         stride = _ints(stride, "stride")
-    _check_grad(dtype, requires_grad)
+    if requires_grad is True:
+        _check_grad(dtype)
     offset += first
-    if _end(offset, shape, stride, dtype) > slot.nbytes:
-        raise BadTensor(f"it reaches to byte {_end(offset, shape, stride, dtype)} of a storage of {slot.nbytes}")
+    end = _end(offset, shape, stride, dtype)
+    if end > slot.nbytes:
+        raise BadTensor(f"it reaches to byte {end} of a storage of {slot.nbytes}")
     slot.names.append(ctx.name)
     begin = slot.place.offset
-    return Tensor(
-        ctx.path,
-        ctx.name,
-        dtype,
-        shape,
-        stride,
-        slot.device,
-        slot.key,
-        offset,
-        requires_grad is True,
-        kind,
-        "",
-        (),
-        None if begin is None else begin + itemsize(dtype, offset),
-    )
+    begin = None if begin is None else begin + itemsize(dtype, offset)
+    path, name, grad = ctx.path, ctx.name, requires_grad is True
+    fields = (path, name, dtype, shape, stride, slot.device, slot.key, offset, grad, kind, "", (), begin, ())
+    return _new(Tensor, fields)
 
 
-def _check_grad(dtype: str, requires_grad: object) -> None:
-    if requires_grad is True and not dtype.startswith(("float", "bfloat", "complex", "unknown")):
+def _check_grad(dtype: str) -> None:
+    if not dtype.startswith(("float", "bfloat", "complex", "unknown")):
         raise BadTensor(f"it asks for gradients, which {dtype} does not have")
 
 
@@ -490,7 +414,8 @@ def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    return _flagged(_strided(ctx, args, requires_grad=args[4]), args[6:])
+    tensor = _strided(ctx, args, requires_grad=args[4])
+    return tensor if len(args) == 6 else _flagged(tensor, args[6:])
 
 
 def _flagged(tensor: Tensor, metadata: tuple[Any, ...]) -> Tensor:
@@ -521,7 +446,8 @@ def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
-    _check_grad(inner.dtype, args[1])
+    if args[1] is True:
+        _check_grad(inner.dtype)
     ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
     return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
@@ -681,8 +607,7 @@ MAX_LEAVES = 10_000
 """Values kept beside the tensors; a loss history of a million floats is counted, not listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """What a pickle's root holds."""
 
     tensors: tuple[Tensor, ...]
@@ -712,7 +637,6 @@ class _Walk:
         """Walk everything below ``root``."""
         path, name = context.path, context.name
         self._visit(root, path, name, context, again=False)
-        tensors = self.tensors
         while self.frames:
             children, path, name, ident, again = self.frames[-1]
             for child, key, label in children:
@@ -726,10 +650,7 @@ class _Walk:
                     key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
                     steps = (*path, key)
                     label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
-                tensor = ordinary(context, child, steps, label, again) if type(child) is Call else None
-                if tensor is not None:
-                    tensors.append(tensor)
-                elif self._visit(child, steps, label, context, again=again):
+                if self._visit(child, steps, label, context, again=again):
                     break
             else:
                 self.frames.pop()
@@ -776,7 +697,8 @@ class _Walk:
         context.path, context.name = path, name
         context.beside.clear()
         try:
-            self.tensors += (apply(context, function, args), *context.beside)
+            self.tensors.append(apply(context, function, args))
+            self.tensors += context.beside
         except BadTensor as reason:
             self.noted.add("tensor-broken", name or "the root", str(reason))
         except (IndexError, ValueError, TypeError):

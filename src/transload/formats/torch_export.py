@@ -1,4 +1,4 @@
-"""The graph of an exported program: versions, devices written into it, and targets that no exporter names."""
+"""Programs of ``torch.export``: their graphs, with devices and targets that no exporter writes, and their tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
+from transload.checkpoint import Checkpoint, Key, Origin, Part, Storage, Tensor
 from transload.dtypes import SCALAR_TYPES
 from transload.findings import Problem
 from transload.formats.nested import (
@@ -24,7 +24,7 @@ from transload.formats.nested import (
     typed,
 )
 from transload.formats.tensors import find_tensors
-from transload.formats.torch_zip import Archive, check_storages, note, storage_table, stray_records
+from transload.formats.torch_zip import Archive, check_storages, note, note_facts, storage_table, stray_records
 from transload.formats.torchscript import OPERATORS
 from transload.nodes import Call, Dict, Pickle
 
@@ -206,13 +206,8 @@ def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nby
 
 
 def pt2_facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    """What the small records of an archive say."""
-    facts = [("folder", archive.root)] if archive.root else []
-    for name in _NOTES:
-        value = note(archive, name, problems)
-        if value is not None:
-            facts.append((name.rpartition("/")[2], value))
-    return facts
+    """What the small records of an archive say; the old form has no folder."""
+    return [fact for fact in note_facts(archive, _NOTES, problems) if fact != ("folder", "")]
 
 
 def gather(out: Gathered) -> None:
@@ -225,18 +220,19 @@ def gather(out: Gathered) -> None:
                 model = name.removeprefix(prefix).removesuffix(suffix)
                 out.take(name, out.lead(model, path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
-            _read_samples(out, name, record)
+            # Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them.
+            inner = out.nested(name)
+            held = inner.tensors if inner else ()
+            devices = ", ".join(sorted({tensor.device for tensor in held}))
+            facts = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
+            out.parts.append(Part(name, "sample inputs", record.size, facts))
         elif name.startswith(("extra/", "extra_files/")) and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
-    _check_complete(out)
-    _read_rest(out)
-
-
-def _check_complete(out: Gathered) -> None:
     for model in out.models:
         if not any(out.archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
             detail = "its weights are not in the archive: neither a table of them nor a nested file"
             out.problems.append(Problem("export-no-program", f"models/{model}.json", detail))
+    _read_rest(out)
 
 
 def _read_rest(out: Gathered) -> None:
@@ -334,12 +330,3 @@ def _described(record: str, meta: dict[str, Any], archive: Archive, *, parameter
         parameter=parameter,
     )
     return node(what, archive)
-
-
-def _read_samples(out: Gathered, name: str, record: Record) -> None:
-    """Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them."""
-    inner = out.nested(name)
-    held = inner.tensors if inner else ()
-    devices = ", ".join(sorted({tensor.device for tensor in held}))
-    facts = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
-    out.parts.append(Part(name, "sample inputs", record.size, facts))

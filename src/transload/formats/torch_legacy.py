@@ -15,7 +15,7 @@ from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Place, Slot, StorageTable
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
-from transload.formats.zip_index import ends_like_zip
+from transload.formats.zip import ends_like_zip
 from transload.io.sources import Source
 from transload.nodes import Dict, Global, Pickle
 
@@ -57,7 +57,8 @@ def read_legacy(source: Source) -> Checkpoint:
     pickles, position = _run_stages(source, problems)
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
-    keys = _keys(pickles[4].root) if len(pickles) > 4 and not pickles[4].broken else []
+    listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
+    keys = [_key(key) for key in listed] if type(listed) is list else []
     if ends_like_zip(source):
         detail = "zipfile reads the archive at its end, torch the stream before it"
         problems.append(Problem("zip-inside", detail=detail))
@@ -118,14 +119,8 @@ def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], 
     return pickles, position
 
 
-def _keys(root: object) -> list[str]:
-    """The listed keys as text; what can be no key is an empty one, which nothing uses."""
-    if type(root) is not list:
-        return []
-    return [_key(key) for key in root]
-
-
 def _key(key: object) -> str:
+    """A listed key as text; what can be no key is an empty one, which nothing uses."""
     if type(key) is bytes:
         return key.decode("latin-1")
     return str(key) if type(key) in (str, int) else ""

@@ -12,7 +12,7 @@ from transload.findings import Problem, some
 from transload.formats import pickle_machine
 from transload.formats.nested import Budget, head, looks_like_pickle, read_stream
 from transload.formats.tensors import find_tensors
-from transload.formats.torch_zip import Archive, check_storages, note, storage_table
+from transload.formats.torch_zip import Archive, check_storages, note_facts, storage_table
 from transload.formats.torchscript import MAX_CODE, code_problems, plain_form
 from transload.nodes import Call, Dict, Persistent, Pickle
 
@@ -58,11 +58,10 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
 
 
 def _facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    facts = [("folder", archive.root)] if archive.root else []
-    for name in _NOTES:
-        value = note(archive, name, problems)
-        if value is not None:
-            facts.append((name.rpartition("/")[2], value[:80]))
+    notes = note_facts(archive, _NOTES, problems)
+    facts = [
+        (name, value if name == "folder" else value[:80]) for name, value in notes if (name, value) != ("folder", "")
+    ]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
@@ -102,7 +101,10 @@ def _plain(archive: Archive, pickle: Pickle) -> Pickle:
     payload = archive.get(pickle.name, pickle_machine.MAX_STREAM)
     copy = plain_form(pickle_machine.run(payload.data if payload else b"", name=pickle.name))
     for held in copy.persistent:
-        _plain_key(held)
+        # TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``.
+        pid = held.id
+        if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
+            held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
     return copy
 
 
@@ -116,13 +118,6 @@ def _entries(pickle: Pickle) -> list[object]:
     for index, call in enumerate(call for _, call in calls if call is not top):
         entries += [f"{pickle.name}/reduce_package {index}", _as_object(call)]
     return entries
-
-
-def _plain_key(held: Persistent) -> None:
-    """TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``."""
-    pid = held.id
-    if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
-        held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
 
 
 def _package_call(held: Persistent) -> Call | None:

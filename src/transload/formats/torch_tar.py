@@ -11,7 +11,7 @@ from transload.findings import Problem
 from transload.formats.tensors import Place, StorageTable, find_tensors
 from transload.formats.torch_legacy import run_at
 from transload.formats.torch_zip import pickle_problems
-from transload.formats.zip_index import ends_like_zip
+from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
 from transload.nodes import Global, Persistent, Pickle
 
@@ -50,15 +50,16 @@ def looks_like_tar(source: Source) -> bool:
     return _header(source.read(0, _BLOCK)) is not None
 
 
-def members(source: Source) -> tuple[list[Member], list[Problem]]:
+def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
     """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
     out: list[Member] = []
     position, odd, always = 0, "", ""
-    for _ in range(_MAX_MEMBERS):
+    for _ in range(most):
         block = source.read(position, _BLOCK)
         header = _header(block)
         if header is None:
-            return out, _why_ended(block, position)
+            broken = Problem("tar-broken", f"byte {position}", "what should be the header of a member is none")
+            return out, [broken] if any(block) else []
         start = position + _BLOCK
         if header.kind in _EXTENDED:
             odd = odd or _renames(header, source.read(start, min(header.size, _MAX_PAX)))
@@ -68,13 +69,7 @@ def members(source: Source) -> tuple[list[Member], list[Problem]]:
             out.append(Member(header.name, start, header.size, odd))
             odd = ""
         position = start + -(-header.size // _BLOCK) * _BLOCK
-    return out, [Problem("tar-broken", f"byte {position}", f"more than {_MAX_MEMBERS} members")]
-
-
-def _why_ended(block: bytes, position: int) -> list[Problem]:
-    if not any(block):
-        return []
-    return [Problem("tar-broken", f"byte {position}", "what should be the header of a member is none")]
+    return out, [Problem("tar-broken", f"byte {position}", f"more than {most} members")]
 
 
 def _renames(header: _Header, data: bytes) -> str:
@@ -225,7 +220,11 @@ class Reader:
                 return
         views, _ = self.next(part, position, "storages")
         for view in views if type(views) is list else ():
-            self._add_view(view)
+            if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
+                root: Any = self.storage_ids[str(view[1])].id
+                self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
+            else:
+                self.problems.append(Problem("tar-broken", "storages", "a view of no storage"))
 
     def _read_storage(self, part: Slice, position: int) -> int:
         """Where the next one begins; -1 where this one breaks."""
@@ -244,13 +243,6 @@ class Reader:
         self.places[key] = Place(self._found["storages"].offset + start, nbytes, "storages")
         self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), position)
         return start + nbytes
-
-    def _add_view(self, view: object) -> None:
-        if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
-            root: Any = self.storage_ids[str(view[1])].id
-            self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
-        else:
-            self.problems.append(Problem("tar-broken", "storages", "a view of no storage"))
 
     def read_tensors(self) -> None:
         """``tensors``: a count, then for each its id and storage, its rank, sizes, strides and offset."""

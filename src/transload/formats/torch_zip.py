@@ -1,8 +1,11 @@
-"""What a file says of its own origin: the record that ``transload.save`` writes, read without trusting it."""
+"""The zip format of ``torch.save``: ``data.pkl``, the storages ``data/0``, ``data/1`` … and small records beside them.
+
+An ``Archive`` is the records of a zip file or of an unpacked directory. ``read_torch_zip`` runs the pickle, finds its
+tensors, and compares every storage with its record. The origin that ``transload.save`` records is read, too.
+"""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,7 +16,7 @@ from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.tensors import Place, StorageTable, Tree, find_tensors
-from transload.formats.zip_index import Payload, ZipIndex, read_payload
+from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 
@@ -90,10 +93,12 @@ def read_recorded(data: bytes) -> Recorded | None:
 
 
 def _parsed(data: bytes) -> Any:
+    from json import loads
+
     if len(data) > MAX_RECORD:
         return None
     try:
-        return json.loads(data)
+        return loads(data)
     except (ValueError, RecursionError):
         return None
 
@@ -129,7 +134,9 @@ def _entries(found: dict[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    from json import dumps
+
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
 
 
 Counted = tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]]
@@ -234,15 +241,11 @@ class Archive:
         record = self.records.get(name)
         if record is None:
             if self._folded is None:
-                self._folded = self._fold()
+                names = "\n".join(self.records)
+                plain = names == names.lower()  # as nearly always
+                self._folded = self.records if plain else {key.lower(): value for key, value in self.records.items()}
             record = self._folded.get(name.lower())
         return record
-
-    def _fold(self) -> dict[str, Record]:
-        names = "\n".join(self.records)
-        if names == names.lower():  # as nearly always
-            return self.records
-        return {key.lower(): value for key, value in self.records.items()}
 
     def get(self, name: str, limit: int) -> Payload | None:
         """The bytes of a record, ``None`` if there is no such record."""
@@ -255,7 +258,8 @@ def read_torch_zip(
 ) -> Checkpoint:
     """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     found = list(problems)
-    facts = _facts(archive, found)
+    facts = tuple(note_facts(archive, _NOTES, found))
+    found += _check_notes(archive, dict(facts))
     big_endian = dict(facts).get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
@@ -318,14 +322,10 @@ def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
     return payload.data.decode("utf-8", "backslashreplace").strip()
 
 
-def _facts(archive: Archive, problems: list[Problem]) -> tuple[tuple[str, str], ...]:
-    facts = [("folder", archive.root)]
-    for name in _NOTES:
-        text = note(archive, name, problems)
-        if text is not None:
-            facts.append((name.rpartition("/")[2].strip("."), text))
-    problems += _check_notes(archive, dict(facts))
-    return tuple(facts)
+def note_facts(archive: Archive, names: Iterable[str], problems: list[Problem]) -> list[tuple[str, str]]:
+    """The folder of an archive, and what its small records say."""
+    notes = ((name.rpartition("/")[2].strip("."), note(archive, name, problems)) for name in names)
+    return [("folder", archive.root), *((name, text) for name, text in notes if text is not None)]
 
 
 def _check_notes(archive: Archive, known: dict[str, str]) -> list[Problem]:

@@ -1,7 +1,8 @@
-"""What the text of a TorchScript program shows: devices written into it, and operators that reach beyond tensors.
+"""TorchScript programs: their tensors, and what their code shows.
 
-The text is never run and not compiled either. It is cut up as TorchScript's own lexer would, and where the two could
-differ the rule is to see too much rather than too little.
+The code is searched for devices written into it, and for operators that reach beyond tensors. It is never run and not
+compiled either. It is split into tokens as TorchScript's own lexer does it; where the two could differ, too much is
+seen rather than too little.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Part, Storage, Tensor
+from transload.checkpoint import Checkpoint, Part, Tensor
 from transload.dtypes import ITEMSIZE
 from transload.findings import Problem
 from transload.formats import pickle_machine
@@ -29,7 +30,15 @@ from transload.formats.nested import (
     typed,
 )
 from transload.formats.tensors import Tree
-from transload.formats.torch_zip import Archive, check_storages, note, read_tree, storage_table, stray_records
+from transload.formats.torch_zip import (
+    Archive,
+    check_storages,
+    note,
+    note_facts,
+    read_tree,
+    storage_table,
+    stray_records,
+)
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
 __all__ = ["MAX_CODE", "OPERATORS", "bytecode_problems", "code_problems", "operators", "plain_form", "read_torchscript"]
@@ -150,7 +159,6 @@ MAX_OPERATOR_VERSION = 10
 """The newest set of operators that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
 
 _NOTES = ("version", "byteorder", ".data/serialization_id")
-_FACTS = {"version": "operator version"}
 _MAIN = ("data.pkl", "constants.pkl", "attributes.pkl")
 
 
@@ -186,11 +194,8 @@ def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str
 
 
 def _facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    facts = [("folder", archive.root)]
-    for name in _NOTES:
-        value = note(archive, name, problems)
-        if value is not None:
-            facts.append((_FACTS.get(name, name.rpartition("/")[2]), value))
+    facts = note_facts(archive, _NOTES, problems)
+    facts = [("operator version" if name == "version" else name, value) for name, value in facts]
     version = dict(facts).get("operator version")
     if version is None:
         problems.append(Problem("zip-no-version", detail="torch.jit.load wants the record `version`"))
@@ -248,7 +253,10 @@ def _joined(tree: Tree, constants: Tree) -> Tree:
     """Both trees as one. Constants count their storages from zero again, so theirs get other ids."""
     return Tree(
         (*tree.tensors, *(_constant_tensor(tensor) for tensor in constants.tensors)),
-        (*tree.storages, *(_constant_storage(storage) for storage in constants.storages)),
+        (
+            *tree.storages,
+            *(s._replace(id=f"constants/{s.id}", key=f"constants/{s.key}") for s in constants.storages),
+        ),
         (*tree.leaves, *constants.leaves),
         (*tree.problems, *constants.problems),
     )
@@ -257,10 +265,6 @@ def _joined(tree: Tree, constants: Tree) -> Tree:
 def _constant_tensor(tensor: Tensor) -> Tensor:
     storage = None if tensor.storage is None else f"constants/{tensor.storage}"
     return tensor._replace(storage=storage, parts=tuple(_constant_tensor(part) for part in tensor.parts))
-
-
-def _constant_storage(storage: Storage) -> Storage:
-    return storage._replace(id=f"constants/{storage.id}", key=f"constants/{storage.key}")
 
 
 def _plain(archive: Archive, name: str) -> Pickle:

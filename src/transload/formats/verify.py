@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
-from zlib import crc32, decompressobj
+from zlib import crc32
 from zlib import error as zlib_error
 
 from transload.checkpoint import Record, Storage
@@ -18,7 +18,7 @@ from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import each, threads
-from transload.io.sources import Source
+from transload.io.sources import Source, inflated
 
 __all__ = ["Lost", "checksums", "mismatch", "verify_records"]
 
@@ -216,7 +216,7 @@ class _Sums:
     def _inflated(self, record: Record) -> int | Lost:
         value = 0
         try:
-            for piece in _inflated(self._source, record):
+            for piece in inflated(self._source, record.offset or 0, record.stored, record.size):
                 value = crc32(piece, value)
         except zlib_error:
             return Lost("its compressed data is damaged")
@@ -237,18 +237,3 @@ def _put_together(parts: list[tuple[int, int, int | Lost]]) -> int | Lost:
 
 def _unreadable(error: CannotReadError) -> Lost:
     return Lost(f"it cannot be read: {error.what}", "record-unreadable")
-
-
-def _inflated(source: Source, record: Record) -> Iterator[bytes]:
-    """A deflated record in pieces, never more than it declares."""
-    unpack, left = decompressobj(-15), record.size
-    for start in range(0, record.stored, _BUFFER):
-        piece = source.read((record.offset or 0) + start, min(_BUFFER, record.stored - start))
-        while left > 0:
-            most = min(_BUFFER, left)
-            plain = unpack.decompress(piece, most)
-            yield plain
-            left -= len(plain)
-            piece = unpack.unconsumed_tail
-            if not piece and len(plain) < most:  # a full piece may have more behind it, also when all input is taken
-                break

@@ -14,14 +14,12 @@ from transload.checkpoint import Record
 from transload.findings import Problem
 from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, run_at
-from transload.formats.zip_index import ZipIndex, widen
+from transload.formats.zip import ALL32, LOCAL, ZipIndex, text_of, widen
 from transload.io.sources import Source
 
 __all__ = ["walk_index"]
 
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_ALL32 = 0xFFFFFFFF
 _DESCRIPTOR = b"PK\x07\x08"
 _CHUNK = 1 << 20
 _BLOCK = 512
@@ -43,9 +41,11 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     reached = min(walk.position, source.size)
     detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
     walk.problems.append(Problem("zip-walked", detail=detail))
-    tail = _zeros_at_end(source)
-    if tail:
-        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {tail} zero bytes"))
+    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
+    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= _BLOCK:
+        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes"))
     problems = tuple(walk.problems)
     return ZipIndex(walk.root, walk.records, problems, by_torch=True, end=walk.position, ok=bool(walk.records))
 
@@ -61,20 +61,20 @@ class _Walk:
 
     def step(self) -> bool:
         """Take the record at the present position; false where there is none, or it is cut."""
-        raw = self.source.read(self.position, _LOCAL.size)
-        if len(raw) < _LOCAL.size or raw[:4] != b"PK\x03\x04":
+        raw = self.source.read(self.position, LOCAL.size)
+        if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
             return False
-        _, _, flags, method, _, _, crc, stored, size, n_name, n_extra = _LOCAL.unpack(raw)
-        head = self.source.read(self.position + _LOCAL.size, n_name + n_extra)
+        _, _, flags, method, _, _, crc, stored, size, n_name, n_extra = LOCAL.unpack(raw)
+        head = self.source.read(self.position + LOCAL.size, n_name + n_extra)
         if len(head) < n_name:
             return False
-        name, extra = self._name(head[:n_name].decode("utf-8", "backslashreplace")), head[n_name:]
+        name, extra = self._name(text_of(head[:n_name])), head[n_name:]
         if len(extra) < n_extra:
             if not self.records:  # all that is left, and it tells what the file was
                 self._add(Record(name, None, 0, 0, None, method))
             return False
-        offset = self.position + _LOCAL.size + n_name + n_extra
-        if _ALL32 in (stored, size):
+        offset = self.position + LOCAL.size + n_name + n_extra
+        if ALL32 in (stored, size):
             size, stored = widen(extra, size, stored)
         if flags & 8 and not stored:
             stored, size = self._unpacked(offset) if method == 8 else (self._measure(name, offset),) * 2
@@ -132,7 +132,7 @@ class _Walk:
             while 0 <= at < _CHUNK:
                 value, done = zlib.crc32(window[done:at], value), at
                 length = start + at - offset
-                if window[at + 4 : at + 12] == struct.pack("<2L", value, length & _ALL32):
+                if window[at + 4 : at + 12] == struct.pack("<2L", value, length & ALL32):
                     return length
                 at = window.find(_DESCRIPTOR, at + 1)
             value = zlib.crc32(window[done:_CHUNK], value)
@@ -156,10 +156,3 @@ class _Walk:
         if raw[:4] != _DESCRIPTOR or len(raw) < 16:
             return None, 0
         return int.from_bytes(raw[4:8], "little"), 24 if extra[:2] == b"\x01\x00" else 16
-
-
-def _zeros_at_end(source: Source) -> int:
-    """Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came."""
-    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    return zeros if zeros >= _BLOCK else 0

@@ -1,4 +1,8 @@
-"""Where an archive goes: a file of the system, or anything that has ``write``."""
+"""Files that are written whole or not at all, and the sinks that an archive is written into.
+
+``AtomicFile`` writes a hidden file beside the target and renames it when all of it has reached the disk. ``DirectFile``
+writes into the target itself, as pipes and devices need it. ``SystemFile`` and ``FileObject`` take buffers in order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,16 @@ from transload.errors import CannotWriteError, cannot_write
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Beside", "FileObject", "Straight", "SystemFile", "clear_debris", "flush_directory", "is_atomic", "place_of"]
+__all__ = [
+    "AtomicFile",
+    "DirectFile",
+    "FileObject",
+    "SystemFile",
+    "clear_debris",
+    "flush_directory",
+    "is_atomic",
+    "place_of",
+]
 
 
 _AT_ONCE = 1000  # buffers: the system takes 1024
@@ -42,7 +55,10 @@ class SystemFile:
         for start in range(0, len(buffers), _AT_ONCE):
             self._write(list(buffers[start : start + _AT_ONCE]))
         if self._push and self._written - self._pushed >= _BEHIND:
-            _begin_writing(self._descriptor, self._pushed, self._written - self._pushed)
+            # Only a hint: what the system answers does not matter.
+            call = _call()
+            if call is not None:
+                call(self._descriptor, self._pushed, self._written - self._pushed, _BEGIN_WRITING)
             self._pushed = self._written
 
     def _write(self, buffers: list[Any]) -> None:
@@ -93,13 +109,6 @@ def _call() -> Any:
     return call
 
 
-def _begin_writing(descriptor: int, offset: int, nbytes: int) -> None:
-    """Only a hint: what the system answers does not matter."""
-    call = _call()
-    if call is not None:
-        call(descriptor, offset, nbytes, _BEGIN_WRITING)
-
-
 try:
     import fcntl
 except ImportError:  # Windows, where a file that is open cannot be removed anyway
@@ -132,7 +141,7 @@ def is_atomic(path: str) -> bool:
         return False
 
 
-class Straight:
+class DirectFile:
     """A file that is written in its place: what was in it is gone at once."""
 
     def __init__(self, path: str) -> None:
@@ -166,12 +175,12 @@ class Straight:
             os.close(self.descriptor)
 
 
-class Beside(Straight):
+class AtomicFile(DirectFile):
     """A file that takes its place when all of it has reached the disk.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with Beside(f"{folder}/a") as file:
+    ...     with AtomicFile(f"{folder}/a") as file:
     ...         _ = os.write(file.descriptor, b"whole")
     ...     os.listdir(folder)
     ['a']
@@ -232,17 +241,14 @@ class _Replaced:
             yield
         finally:
             if descriptor is not None:
-                self._close_later(descriptor)
-
-    def _close_later(self, descriptor: int) -> None:
-        self._nbytes = os.fstat(descriptor).st_size
-        thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the program is ending, or there can be no more threads
-            os.close(descriptor)
-        else:
-            self._thread = thread
+                self._nbytes = os.fstat(descriptor).st_size
+                thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the program is ending, or there can be no more threads
+                    os.close(descriptor)
+                else:
+                    self._thread = thread
 
     def wait(self, target: str) -> None:
         """Until the last one is gone, unless there is room for two more like it where a file shall be."""

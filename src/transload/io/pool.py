@@ -1,4 +1,4 @@
-"""How many threads of this process can run at the same time."""
+"""How many threads are worth starting here, and a pool of them that does tasks."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
 
     The first error is raised when all threads have stopped. An interrupt stops them, too.
     """
-    crew = _Crew(tasks, worker)
-    helpers = [Thread(target=crew.work, daemon=True) for _ in range(count - 1)]
+    pool = _Pool(tasks, worker)
+    helpers = [Thread(target=pool.work, daemon=True) for _ in range(count - 1)]
     try:
         for helper in helpers:
             try:
                 helper.start()
             except RuntimeError:  # noqa: PERF203 - no more to be had: those that are there do it
                 break
-        crew.work()
+        pool.work()
     except BaseException:
-        crew.stop()
+        pool.stop()
         raise
     finally:
         for helper in helpers:
             if helper.ident is not None:
                 helper.join()
-    if crew.error is not None:
-        raise crew.error
+    if pool.error is not None:
+        raise pool.error
 
 
-class _Crew(Generic[_Task]):
+class _Pool(Generic[_Task]):
     def __init__(self, tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]]) -> None:
         self._tasks: Iterator[_Task] = iter(tasks)
         self._worker = worker

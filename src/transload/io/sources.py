@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from threading import Lock
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, UsageError
 
-__all__ = ["BytesSource", "FileSource", "ObjectSource", "Slice", "Source", "SourceLike", "copied", "open_source"]
+__all__ = [
+    "BytesSource",
+    "FileSource",
+    "ObjectSource",
+    "Slice",
+    "Source",
+    "SourceLike",
+    "copied",
+    "inflated",
+    "open_source",
+]
 
 
 _PIECE = 1 << 20
@@ -247,3 +258,23 @@ _FIXES: dict[type[Exception], str] = {
     FileNotFoundError: "Check the spelling and the current directory.",
     PermissionError: "Ask its owner for read permission (ls -l shows who that is).",
 }
+
+
+def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """The content of a raw deflate stream of ``stored`` bytes, in pieces, ``limit`` bytes of it at most.
+
+    Raises ``zlib.error`` where the stream is damaged.
+    """
+    from zlib import decompressobj
+
+    machine, left = decompressobj(-15), limit
+    for start in range(0, stored, _PIECE):
+        packed = source.read(offset + start, min(_PIECE, stored - start))
+        while left > 0:
+            most = min(_PIECE, left)
+            piece = machine.decompress(packed, most)
+            yield piece
+            left -= len(piece)
+            packed = machine.unconsumed_tail
+            if not packed and len(piece) < most:  # a full piece may have more behind it, also when all input is taken
+                break

@@ -52,7 +52,8 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
         written_by=origin(checkpoint) if told else checkpoint.written_by,
         flavour=checkpoint.flavour or _flavour(checkpoint),
         findings=(
-            *_of_names(checkpoint, names.findings),
+            # In what torch.load does not read, nobody has to allow any names.
+            *(f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED),
             *findings,
             *_rare_opcodes(checkpoint),
             *_device_objects(checkpoint),
@@ -79,11 +80,6 @@ def _loaded(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
     if checkpoint.format != "torch-zip":
         return checkpoint.pickles
     return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
-
-
-def _of_names(checkpoint: Checkpoint, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The findings on names; in what torch.load does not read, nobody has to allow any."""
-    return tuple(f for f in findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED)
 
 
 def _flavour(checkpoint: Checkpoint) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, Origin
-from transload.nodes import Call, Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global
 
 __all__ = ["origin"]
 
@@ -180,7 +180,11 @@ _MAX_VERSION = 80
 def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     """Versions somebody stored in the file: under a well-known key, or as torch's own version object."""
     for pickle in checkpoint.pickles:
-        yield from _top_level(pickle)
+        root = pickle.root
+        items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
+        for key, value in zip(items[::2], items[1::2], strict=False):
+            if type(key) is str and key in _VERSION_KEYS and type(value) is str:
+                yield _VERSION_KEYS[key], value[:_MAX_VERSION]
         versioned = any(name == "TorchVersion" for _, name in pickle.globals)
         for call in pickle.calls if versioned else ():
             callee = call.callee
@@ -188,11 +192,3 @@ def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
                 continue
             if call.args and type(call.args[0]) is str:
                 yield "torch", call.args[0][:_MAX_VERSION]
-
-
-def _top_level(pickle: Pickle) -> Iterable[tuple[str, str]]:
-    root = pickle.root
-    items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
-    for key, value in zip(items[::2], items[1::2], strict=False):
-        if type(key) is str and key in _VERSION_KEYS and type(value) is str:
-            yield _VERSION_KEYS[key], value[:_MAX_VERSION]

@@ -42,7 +42,7 @@ def predict(checkpoint: Checkpoint, safety: Safety) -> str:
 
 
 def _packed(checkpoint: Checkpoint) -> str:
-    from transload.formats.foreign import rescue_command
+    from transload.findings import rescue_command
 
     return rescue_command(checkpoint.path).removeprefix("$ ")
 

@@ -95,7 +95,7 @@ def _rescue(checkpoint: Checkpoint) -> str:
     """Empty for what a rescue does not take, for attacks, and where nothing is left to save."""
     if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous" or not _is_something_left(checkpoint):
         return ""
-    from transload.formats.foreign import rescue_command
+    from transload.findings import rescue_command
 
     formats = {checkpoint.format, *(dict(part.facts).get("format") for part in checkpoint.parts)}
     return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt")
@@ -110,7 +110,7 @@ def _is_something_left(checkpoint: Checkpoint) -> bool:
 
 def _convert(checkpoint: Checkpoint) -> str:
     """Into a file of the same name and the other ending."""
-    from transload.formats.foreign import is_named, quoted
+    from transload.findings import is_named, quoted
 
     if not is_named(checkpoint.path):
         return CONVERT

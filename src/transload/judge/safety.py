@@ -1,14 +1,18 @@
-"""What could happen if a loader read this: the names a file asks for, how it uses them, and the verdict."""
+"""What could happen if a loader read this: the names a file asks for, how it uses them, and the verdict.
+
+``judge_pickles`` takes every global and every call of the pickles. ``classify`` of ``names`` judges a name;
+``check_call`` judges how an allowed name is called; ``Nested`` runs the pickles that are given to a loader inside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.formats import pickle_machine
+from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_class_path, is_loader, torch_spelling
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
@@ -85,17 +89,13 @@ def _check_states(name: str, states: list[object]) -> Complaint:
                 return "needs-trust", f"an OrderedDict is given the attribute {str(odd[0])[:60]!r}"
             if len(keys) == _MAX_ITEMS:
                 return "needs-trust", "an OrderedDict is given more attributes than it can have"
-        elif name not in _BUILDABLE or not _is_tensor_state(state):
+        # Flags and hooks, as torch up to 0.3 wrote them. The other state there is would make it another tensor.
+        elif name not in _BUILDABLE or not (type(state) is tuple and len(state) == 3 and _no_hooks(state[2])):
             return "needs-trust", f"the result of {name} is given a state"
     return None
 
 
 _BUILDABLE = frozenset({"torch.nn.parameter.Parameter", *_TENSOR_CLASSES})
-
-
-def _is_tensor_state(state: object) -> bool:
-    """Flags and hooks, as torch up to 0.3 wrote them. The other state there is would make it another tensor."""
-    return type(state) is tuple and len(state) == 3 and _no_hooks(state[2])
 
 
 def _encode(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
@@ -179,35 +179,34 @@ def _parameter(_: str, args: tuple[Any, ...], __: Call) -> Complaint:
     return None if fine else ("needs-trust", "an odd parameter")
 
 
-class _Signature(NamedTuple):
-    """How many arguments a rebuild function takes, and which of them could carry more than numbers."""
+class _Carriers(NamedTuple):
+    """Which arguments of a rebuild function could carry more than numbers, by their position."""
 
-    least: int
-    most: int
     flag: int = 99
     hooks: int = 99
     metadata: int = 99
     state: int = 99
 
 
-_SIGNATURES = {
-    "torch._utils._rebuild_tensor": _Signature(4, 4),
-    "torch._utils._rebuild_tensor_v2": _Signature(6, 7, 4, 5, 6),
-    "torch._utils._rebuild_tensor_v3": _Signature(7, 8, 4, 5, 7),
-    "torch._utils._rebuild_parameter": _Signature(3, 3, 1, 2),
-    "torch._utils._rebuild_parameter_with_state": _Signature(4, 4, 1, 2, state=3),
-    "torch._utils._rebuild_qtensor": _Signature(7, 7, 5, 6),
-    "torch._utils._rebuild_sparse_tensor": _Signature(2, 2),
-    "torch._utils._rebuild_nested_tensor": _Signature(4, 4),
-    "torch._utils._rebuild_meta_tensor_no_storage": _Signature(4, 4, 3),
-    "torch._utils._rebuild_wrapper_subclass": _Signature(8, 8, 7),
-    "torch._utils._rebuild_device_tensor_from_numpy": _Signature(4, 4, 3),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Signature(4, 4, 3),
+_CARRIERS = {
+    "torch._utils._rebuild_tensor": _Carriers(),
+    "torch._utils._rebuild_tensor_v2": _Carriers(4, 5, 6),
+    "torch._utils._rebuild_tensor_v3": _Carriers(4, 5, 7),
+    "torch._utils._rebuild_parameter": _Carriers(1, 2),
+    "torch._utils._rebuild_parameter_with_state": _Carriers(1, 2, state=3),
+    "torch._utils._rebuild_qtensor": _Carriers(5, 6),
+    "torch._utils._rebuild_sparse_tensor": _Carriers(),
+    "torch._utils._rebuild_nested_tensor": _Carriers(),
+    "torch._utils._rebuild_meta_tensor_no_storage": _Carriers(3),
+    "torch._utils._rebuild_wrapper_subclass": _Carriers(7),
+    "torch._utils._rebuild_device_tensor_from_numpy": _Carriers(3),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Carriers(3),
 }
 
 
 def _rebuild(name: str, args: tuple[Any, ...], _: Call) -> Complaint:
-    least, most, flag, hooks, metadata, state = _SIGNATURES[name]
+    least, most = READERS[name][1:]
+    flag, hooks, metadata, state = _CARRIERS[name]
     count = len(args)
     if not least <= count <= most:
         return "unknown", f"{name} is called with {count} arguments"
@@ -249,7 +248,7 @@ def _from_type(_: str, args: tuple[Any, ...], call: Call) -> Complaint:
 
 
 _NJT = "torch.nested._internal.nested_tensor"
-_REBUILDERS = frozenset({*_SIGNATURES, f"{_NJT}._rebuild_njt"})
+_REBUILDERS = frozenset({*_CARRIERS, f"{_NJT}._rebuild_njt"})
 _PLAIN_KINDS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", f"{_NJT}.NestedTensor"})
 
 
@@ -325,7 +324,7 @@ _RULES: dict[str, Rule] = {
     "torch.nn.parameter.Parameter": _parameter,
     "torch.serialization._get_layout": _layout,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    **dict.fromkeys(_SIGNATURES, _rebuild),
+    **dict.fromkeys(_CARRIERS, _rebuild),
 }
 
 
@@ -350,10 +349,6 @@ class Nested:
         self.skipped = False
         self._seen: set[int] = set()
         self._found: dict[int, tuple[int, Pickle]] = {}
-
-    def allow(self, pickle: Pickle) -> None:
-        """Count a stream that stands in the file itself."""
-        self.left += MAX_DEPTH * (pickle.end - pickle.start)
 
     def run(self, call: Call, outside: Pickle) -> list[Pickle]:
         """The pickles in the bytes a loader is called with."""
@@ -399,7 +394,7 @@ def _first(args: object) -> tuple[object, ...]:
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip_index import read_index, starts_like_zip
+    from transload.formats.zip import read_index, starts_like_zip
     from transload.io.sources import BytesSource
 
     source = BytesSource(data)
@@ -421,8 +416,7 @@ _MAX_EVIDENCE = 20
 _MAX_WORDING = 300  # a name in it may be a megabyte
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """The safety verdict on some pickles, every global they name, and why."""
 
     safety: Safety
@@ -459,7 +453,7 @@ class _Judge:
 
     def stream(self, pickle: Pickle) -> None:
         """Take in one pickle, and those inside it."""
-        self.nested.allow(pickle)
+        self.nested.left += MAX_DEPTH * (pickle.end - pickle.start)
         waiting = [pickle]
         while waiting:
             waiting += self._one(waiting.pop())

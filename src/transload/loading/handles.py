@@ -290,7 +290,7 @@ class Opened:
         return Inflating(source, record.offset, record.stored, record.size)
 
     def _record(self, storage: Storage, source: Source) -> Record | None:
-        from transload.formats.zip_index import read_index
+        from transload.formats.zip import read_index
 
         known = {record.name: record for record in self.checkpoint.records} if self._folder is None else {}
         return (known or read_index(source).records).get(storage.record)

@@ -216,7 +216,7 @@ class _Reader:
 
     def _record(self, storage: Storage) -> Record | None:
         """The record of a compressed storage, which says where its packed bytes lie."""
-        from transload.formats.zip_index import read_index
+        from transload.formats.zip import read_index
 
         if storage.file not in self._records:
             known = {record.name: record for record in self._piece.checkpoint.records}

@@ -546,7 +546,7 @@ def _numbers(file: Any, count: int) -> tuple[int, ...]:
 
 def _pickle_of(source: Source, checkpoint: Checkpoint) -> bytes:
     """The record ``data.pkl``, which torch finds without regard to case."""
-    from transload.formats.zip_index import read_payload
+    from transload.formats.zip import read_payload
 
     named = {record.name.lower(): record for record in checkpoint.records}
     named |= {record.name: record for record in checkpoint.records}

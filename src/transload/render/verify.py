@@ -83,7 +83,7 @@ def _finding(finding: Finding) -> Sequence[Block]:
 
 
 def _rescue(verification: Verification) -> str:
-    from transload.formats.foreign import rescue_command
+    from transload.findings import rescue_command
 
     return rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
 

@@ -149,7 +149,7 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
         return recovered.source, recovered._replace(nbytes=recovered.source.size)
     folder, name = os.path.split(path)
     if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
-        from transload.formats.foreign import rescue_command
+        from transload.findings import rescue_command
 
         # A rank's file is a row of small archives; what they hold is in another file.
         what = "this is one of the files of a torch.distributed.checkpoint directory"
@@ -261,11 +261,11 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) 
 
 
 def _write(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
-    from transload.io.atomic import Beside, SystemFile
+    from transload.io.atomic import AtomicFile, SystemFile
     from transload.io.progress import telling
 
     tell = telling(progress, out.size, "writing")
-    with Beside(target) as file:
+    with AtomicFile(target) as file:
         sink = SystemFile(file.descriptor, push=True)
         for start in range(0, out.size, _PIECE):
             count = min(_PIECE, out.size - start)
@@ -278,8 +278,8 @@ def _write(out: Source, target: str, progress: Callable[[int, int], object] | bo
 
 
 def _write_report(made: Rescue) -> None:
-    from transload.io.atomic import Beside, SystemFile
+    from transload.io.atomic import AtomicFile, SystemFile
 
     text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
-    with Beside(made.report) as file:
+    with AtomicFile(made.report) as file:
         SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])

@@ -14,7 +14,7 @@ from struct import pack_into
 from typing import BinaryIO, NamedTuple, cast
 from zlib import crc32
 
-from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import BytesSource, ObjectSource, Source, copied
 from transload.rescuing.result import Certainty, LostRecord, Repair
 

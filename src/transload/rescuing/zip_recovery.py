@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problem
-from transload.formats.zip_writer import ALIGNMENT
+from transload.formats.zip import ALIGNMENT
 from transload.io.sources import FileSource, Source
 from transload.rescuing.assembly import (
     HAS_DESCRIPTOR,
@@ -549,7 +549,7 @@ class _File(ReadOnlySource):
 
 def recover_directory(path: str) -> Recovered | None:
     """The archive that was unzipped into a directory; ``None`` if it was none. Its files have no checksums."""
-    from transload.formats.unzipped import open_directory
+    from transload.formats.directory import open_directory
 
     problems: list[Problem] = []
     files = open_directory(path, problems).records.values()

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from transload.formats import pickle_machine
 from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, run_at
-from transload.formats.zip_index import widen
-from transload.formats.zip_writer import ALIGNMENT
+from transload.formats.zip import ALIGNMENT, widen
 from transload.io.sources import Source
 from transload.rescuing.assembly import HAS_DESCRIPTOR
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes

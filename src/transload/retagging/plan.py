@@ -10,9 +10,8 @@ from zlib import crc32
 
 from transload.checkpoint import Record
 from transload.errors import RetagError
-from transload.formats.foreign import quoted, rescue_command
-from transload.formats.zip_index import widen
-from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
+from transload.findings import quoted, rescue_command
+from transload.formats.zip import central_entry, descriptor, end_of_archive, local_header, widen
 from transload.frozen import facts
 from transload.io.journal import Change, Changes
 from transload.io.sources import Source

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
-from transload.formats.zip_writer import ALIGNMENT, Sink, write_archive
-from transload.io.atomic import Beside, FileObject, Straight, SystemFile, is_atomic
+from transload.formats.zip import ALIGNMENT
+from transload.formats.zip_writer import Sink, write_archive
+from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
 from transload.io.progress import telling
 from transload.saving.origin import ORIGIN, Origin, origin_of
 from transload.saving.pickled import Stored, pickled
@@ -180,7 +181,7 @@ def write(prepared: Prepared, f: Any, path: str | None, wish: Wish) -> None:
         return
     whole = wish.atomic and is_atomic(path)
     try:
-        with (Beside if whole else Straight)(path) as file:
+        with (AtomicFile if whole else DirectFile)(path) as file:
             _write_archive(prepared, SystemFile(file.descriptor, push=whole), wish)
     except CannotWriteError as error:
         if whole and error.errno in _NOT_BESIDE and os.access(path, os.W_OK):

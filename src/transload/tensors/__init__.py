@@ -346,7 +346,7 @@ class Content:
         return Inflating(source, record.offset, record.stored, record.size)
 
     def _record(self, storage: Storage, source: Source) -> Record | None:
-        from transload.formats.zip_index import read_index
+        from transload.formats.zip import read_index
 
         if storage.file not in self._records:
             known = {} if storage.file else {record.name: record for record in self.checkpoint.records}

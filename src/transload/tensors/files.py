@@ -212,9 +212,8 @@ class Files:
 
     def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
         from transload.formats.directory import read_directory
-        from transload.formats.unzipped import read_unzipped
 
-        checkpoint = read_directory(path, read_file=self._read_file, read_unzipped=read_unzipped)
+        checkpoint = read_directory(path, read_file=self._read_file)
         if checkpoint.format == "sharded":
             return self._sharded(checkpoint, path)
         if "unpacked" in dict(checkpoint.facts):
@@ -280,7 +279,7 @@ def _opened(f: object) -> Source:
 def _begins(source: Source) -> bool:
     """Whether a checkpoint begins here: else what lies before the position of a file object is meant, too."""
     from transload.formats.torch_legacy import looks_like_legacy
-    from transload.formats.zip_index import starts_like_zip
+    from transload.formats.zip import starts_like_zip
 
     return starts_like_zip(source) or looks_like_legacy(source)
 

@@ -85,7 +85,7 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
     """Write the hashes of some checkpoints beside, then rename; ``ManifestError`` if one has none, or is damaged."""
     from transload._version import __version__
-    from transload.io.atomic import Beside
+    from transload.io.atomic import AtomicFile
 
     for each in verifications:
         if not each.ok or not each.sha256:
@@ -94,7 +94,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
     lines = [_file(each) for each in verifications]
     head = json.dumps({"schema": 1, "transload": __version__})
     text = f'{head[:-1]}, "files": [\n' + ",\n".join(lines) + "\n]}\n"
-    with Beside(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
+    with AtomicFile(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
         out.write(text)
 
 

@@ -204,7 +204,7 @@ def regions(content: Content) -> list[Region]:
 
 def _archived(content: Content, file: str) -> Iterable[Record]:
     """The records of a rank's file. One of distributed checkpoints is a row of archives, and told by its storages."""
-    from transload.formats.zip_index import read_index, starts_like_zip
+    from transload.formats.zip import read_index, starts_like_zip
 
     if content.checkpoint.format not in ("deepspeed", "megatron") or file.endswith(".distcp"):
         return ()

@@ -24,7 +24,7 @@ from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, remade, tensor
 
-from transload.formats.zip_index import read_index
+from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 

@@ -1,36 +1,113 @@
-"""The entries of a zip directory by their names: which are the same to some reader, which are odd, what folder it is.
+r"""Zip archives: their structures, the reader of their directory, and records as torch's own writer makes them.
 
-An archive has tens of thousands of them, nearly always in order: all names together are looked at first, joined by
-newlines, and one by one only if there is anything to tell.
+An archive is
+
+    header · bytes · descriptor, for each record; central entry, for each record; end
+
+``read_index`` reads the end record, the central directory and every local header, and compares them: what makes two
+readers see two things is a problem. ``read_payload`` reads one record. ``local_header``, ``descriptor``,
+``central_entry`` and ``end_of_archive`` are the bytes that torch writes around records. torch stores every record as
+it is. Its header does not give its size: size and checksum follow the bytes, in a descriptor, so a record can be
+written before its checksum is known. A padding field in the header aligns the bytes.
+
+An archive has tens of thousands of entries, and in nearly all of them nothing is unusual. So names are first checked
+all at once, joined by newlines, and headers are first compared with the one before.
+
+>>> data = b"3\n"
+>>> start = local_header(b"a/version", len(data), 0)
+>>> record = start + data + descriptor(len(data), 0x5567_6311, 0)
+>>> entry = central_entry(b"a/version", len(data), 0x5567_6311, 0)
+>>> archive = record + entry + end_of_archive(1, len(record), len(entry))
+>>> archive.index(data) % ALIGNMENT, len(archive) == len(record) + len(entry) + len(end_of_archive(1, 0, 0))
+(0, True)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
+from zlib import error as zlib_error
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.io.sources import Source
+from transload.io.sources import Source, inflated
 
 __all__ = [
+    "ALIGNMENT",
+    "ALL32",
+    "CENTRAL",
+    "DESCRIPTOR",
+    "DESCRIPTOR64",
+    "END",
+    "END64",
+    "EXTRA",
+    "LOCAL",
+    "LOCATOR64",
     "MAX_PAYLOAD",
     "Entry",
     "Payload",
     "ZipIndex",
+    "central_entry",
     "check_names",
+    "descriptor",
+    "descriptor_size",
+    "end_of_archive",
     "ends_like_zip",
     "find_root",
+    "local_header",
     "names_below",
     "read_index",
     "read_payload",
+    "small_records",
     "starts_like_zip",
     "text_of",
     "widen",
 ]
+
+# The structures, each with its signature.
+LOCAL = Struct("<4s5H3L2H")
+CENTRAL = Struct("<4s6H3L5H2L")
+DESCRIPTOR = Struct("<4s3L")
+DESCRIPTOR64 = Struct("<4sL2Q")
+END = Struct("<4s4H2LH")
+END64 = Struct("<4sQ2H2L4Q")
+LOCATOR64 = Struct("<4sLQL")
+EXTRA = Struct("<2H")  # tag and length of an extra field
+ALL32 = 0xFFFFFFFF  # the number is in the zip64 field
+
+# The same, with what is usually equal from one record to the next in one piece.
+_LOCAL_IN_SHORT = Struct("<26s2H")
+_LOCAL_NUMBERS = Struct("<4s5H3L")
+_CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
+_NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
+
+MAX_PAYLOAD = 512 << 20
+"""No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
+
+_MAX_ENTRIES = 1_000_000
+"""An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
+
+_TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
+_NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
+_DOS_DIRECTORY = 0x10
+_UNICODE_PATH = 0x7075
+_SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
+_WINDOW = 4096
+_WIDE_WINDOW = 256 << 10
+_NARROW = 8 << 10  # bytes between headers below which they are read many at a time
+_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+ALIGNMENT = 64
+"""torch's default, at which a mapped file gives tensors that every vector unit reads at full speed."""
+
+_FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
+_FLAGS_OF_NOTHING = 0x0800  # nothing follows no bytes
+_MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
+_NEEDED = 45  # the first version of the specification with 64-bit sizes
+_LOCAL_HEAD = LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, 0, 0)[:26]
+_CENTRAL_HEAD = CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, *[0] * 13)[:16]
 
 
 class Entry(NamedTuple):
@@ -133,33 +210,6 @@ def names_below(entries: list[Entry], prefix: str) -> list[str]:
     return [name[cut:] if name.startswith(prefix) else f"/{name}" for name in names] if cut else names
 
 
-MAX_PAYLOAD = 512 << 20
-"""No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
-
-_MAX_ENTRIES = 1_000_000
-"""An entry of 47 bytes costs a kilobyte of memory; 20,000 tensors are 20,006 entries."""
-
-_TAIL = 4096 + 16 * 4093  # torch looks for the end record in steps of 4 KiB, and so a little further back than zipfile
-_ALL32 = 0xFFFFFFFF
-_NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive that says more, torch does not look
-_DOS_DIRECTORY = 0x10
-_UNICODE_PATH = 0x7075
-_END = Struct("<4s4H2LH")
-_END64 = Struct("<4sQ2H2L4Q")
-_LOCATOR64 = Struct("<4sLQL")
-_CENTRAL = Struct("<4s6H3L5H2L")
-_CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
-_NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
-_LOCAL = Struct("<4s5H3L")
-_LOCAL_IN_SHORT = Struct("<26s2H")
-_EXTRA = Struct("<2H")
-_SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
-_WINDOW = 4096
-_WIDE_WINDOW = 256 << 10
-_NARROW = 8 << 10  # bytes between headers below which they are read many at a time
-_new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-
-
 class Payload(NamedTuple):
     """The bytes of a record, or why there are none. ``intact`` is whether the checksum agrees."""
 
@@ -168,8 +218,7 @@ class Payload(NamedTuple):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipIndex:
+class ZipIndex(NamedTuple):
     """The records of an archive by name below the common folder, in directory order.
 
     ``root`` is that folder as torch determines it, from the first entry. ``by_torch`` is whether the local headers bear
@@ -198,12 +247,12 @@ def ends_like_zip(source: Source) -> bool:
     if at < 0:
         return False
     end = max(0, source.size - _TAIL) + at
-    size, start = _END.unpack_from(tail, at)[5:7]
+    size, start = END.unpack_from(tail, at)[5:7]
     places = [start, end - size]
-    wide = source.read(end - 20 - _END64.size, _END64.size) if end >= 20 + _END64.size else b""
+    wide = source.read(end - 20 - END64.size, END64.size) if end >= 20 + END64.size else b""
     if wide[:4] == b"PK\x06\x06":
-        size, start = _END64.unpack(wide)[8:10]
-        places += [start, end - 20 - _END64.size - size]
+        size, start = END64.unpack(wide)[8:10]
+        places += [start, end - 20 - END64.size - size]
     return any(0 <= place < end and source.read(place, 4) == b"PK\x01\x02" for place in places)
 
 
@@ -238,12 +287,12 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
     if at < 0:
         raise _NoDirectoryError("the end record is missing: the file is cut off, or its end was overwritten")
-    _, disk, cd_disk, here, count, size, start, comment = _END.unpack_from(tail, at)
+    _, disk, cd_disk, here, count, size, start, comment = END.unpack_from(tail, at)
     end = directory_end = base + at
     _check_end(tail, at, comment, problems)
     if disk or cd_disk or here != count:
         problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
-    locator = source.read(end - 20, 20) if end >= _END64.size + 20 else b""
+    locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
         directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
     if start + size != directory_end:
@@ -287,28 +336,28 @@ def _end64(
     torch looks for it where the locator says, and believes the plain end record if it is not there; zipfile (before
     2025) does not look at what the locator says but right before it.
     """
-    _, first_disk, stated, disks = _LOCATOR64.unpack(locator)
-    beside = end - 20 - _END64.size
-    raw = source.read(stated, _END64.size)
-    found = len(raw) == _END64.size and raw[:4] == b"PK\x06\x06"
+    _, first_disk, stated, disks = LOCATOR64.unpack(locator)
+    beside = end - 20 - END64.size
+    raw = source.read(stated, END64.size)
+    found = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
     if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
         problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
-    if stated + _END64.size > source.size:
+    if stated + END64.size > source.size:
         raise _NoDirectoryError("the zip64 end record is not where its locator says")
     if not found:
         problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
         return (end, plain[1], plain[2], plain[0])
-    _, length, _, _, disk, cd_disk, here, count, size, start = _END64.unpack(raw)
-    if first_disk or disks != 1 or disk or cd_disk or here != count or length < _END64.size - 12:
+    _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
+    if first_disk or disks != 1 or disk or cd_disk or here != count or length < END64.size - 12:
         problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
-    for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, _ALL32, _ALL32), strict=True):
+    for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, ALL32, ALL32), strict=True):
         if narrow not in (wide, full):
             problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
     return stated, size, start, count
 
 
 def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
-    if count * _CENTRAL.size > size:  # four billion entries claimed in a kilobyte
+    if count * CENTRAL.size > size:  # four billion entries claimed in a kilobyte
         problems.append(Problem("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes"))
     raw = source.read(start, size)
     entries: list[Entry] = []
@@ -334,15 +383,15 @@ def _read_entries(raw: bytes, entries: list[Entry], problems: list[Problem]) -> 
 
     Most begin with the same sixteen bytes as the one before, in which nothing was odd, and have nothing but a name.
     """
-    position, last = 0, len(raw) - _CENTRAL.size
+    position, last = 0, len(raw) - CENTRAL.size
     plain, flags, method = b"", 0, 0
     for _ in range(_MAX_ENTRIES):
         if position > last:
             break
         begin, crc, stored, size, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
-        end = position + _CENTRAL.size + n_name
+        end = position + CENTRAL.size + n_name
         if begin == plain and rest == _NOTHING_ELSE and stored == size and raw[end - 1 : end] != b"/":
-            name = raw[position + _CENTRAL.size : end]
+            name = raw[position + CENTRAL.size : end]
             entries.append(_new(Entry, (name, flags, method, crc, stored, size, header)))
             position = end
         elif begin[:4] == b"PK\x01\x02":
@@ -356,14 +405,14 @@ def _read_entries(raw: bytes, entries: list[Entry], problems: list[Problem]) -> 
 
 
 def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Entry, int]:
-    fields = _CENTRAL.unpack_from(raw, position)
+    fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
-    name_at = position + _CENTRAL.size
+    name_at = position + CENTRAL.size
     name = raw[name_at : name_at + n_name]
     if n_extra:
         extra = raw[name_at + n_name : name_at + n_name + n_extra]
         _check_extra(extra, name, (size, stored, header), problems)
-        if _ALL32 in (stored, size, header):
+        if ALL32 in (stored, size, header):
             size, stored, header = widen(extra, size, stored, header)
     entry = Entry(name, flags, method, crc, stored, size, header)
     odd = disk or needed & 0xFF > _NEWEST_VERSION or flags & _SECRET_FLAGS
@@ -394,7 +443,7 @@ def _check_extra(extra: bytes, name: bytes, sizes: tuple[int, int, int], problem
     if sum(4 + length for _, length, _ in fields) > len(extra):
         problems.append(Problem("zip-one-reader", text_of(name), "zipfile refuses it: its extra fields are cut off"))
     wide = [data for tag, _, data in fields if tag == 1]
-    needed = 8 * sum(value == _ALL32 for value in sizes)
+    needed = 8 * sum(value == ALL32 for value in sizes)
     if needed and (len(wide) != 1 or len(wide[0]) < needed):
         problems.append(
             Problem("zip-headers-differ", text_of(name), "its zip64 sizes are missing, or there are several")
@@ -409,7 +458,7 @@ def widen(extra: bytes, *values: int) -> list[int]:
     wide = next((data for tag, _, data in _extra_fields(extra) if tag == 1), b"")
     out: list[int] = []
     for value in values:
-        if value == _ALL32 and len(wide) >= 8:
+        if value == ALL32 and len(wide) >= 8:
             value, wide = int.from_bytes(wide[:8], "little"), wide[8:]  # noqa: PLW2901 - the point of the loop
         out.append(value)
     return out
@@ -419,7 +468,7 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Tag, stated length and data of each extra field; of one that is cut off, what is left."""
     position = 0
     while position + 4 <= len(extra):
-        tag, length = _EXTRA.unpack_from(extra, position)
+        tag, length = EXTRA.unpack_from(extra, position)
         yield tag, length, extra[position + 4 : position + 4 + length]
         position += 4 + length
 
@@ -476,14 +525,14 @@ def _read_locals(
 
 def _agrees(entry: Entry, begin: bytes) -> bool:
     """Whether a local header says what the directory says, and leaves the numbers to it, as torch's writer does."""
-    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
     return flags == entry.flags and method == entry.method and bool(flags & 8) and not (crc or stored or size)
 
 
 def _numbers(source: Source, begin: bytes, at: int, length: int) -> tuple[int, int, int, int, int]:
     """Flags, method, checksum and the two sizes of a local header, whose extra fields lie at ``at``."""
-    _, _, flags, method, _, _, crc, stored, size = _LOCAL.unpack(begin)
-    if _ALL32 in (stored, size):
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
+    if ALL32 in (stored, size):
         size, stored = widen(source.read(at, length), size, stored)
     return flags, method, crc, stored, size
 
@@ -514,31 +563,120 @@ def _check_overlap(spans: list[tuple[int, int, str]], data_end: int, problems: l
 
 def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:
     """A record's bytes, unpacked if it is deflated, never more than it declares nor than ``limit``."""
+    raw, problem = b"", ""
     if record.offset is None:
-        return Payload(b"", intact=False, problem="its header is lost")
-    if record.size > limit or record.stored > limit:
-        return Payload(b"", intact=False, problem=f"{record.size} bytes are more than the {limit} we read")
-    raw = source.read(record.offset, record.stored)
-    if record.method == 8:
-        raw, problem = _inflate(raw, record.size)
-        if problem:
-            return Payload(raw, intact=False, problem=problem)
-    elif record.method != 0:
-        return Payload(b"", intact=False, problem=f"compression method {record.method} is not one torch reads")
-    if len(raw) < record.size:
-        return Payload(raw, intact=False, problem=f"{len(raw)} of {record.size} bytes are in the file")
+        problem = "its header is lost"
+    elif record.size > limit or record.stored > limit:
+        problem = f"{record.size} bytes are more than the {limit} we read"
+    elif record.method == 0:
+        raw = source.read(record.offset, record.stored)
+    elif record.method == 8:
+        try:
+            # One byte more than declared shows a record that would go on: a bomb stops here.
+            raw = b"".join(inflated(source, record.offset, record.stored, record.size + 1))
+        except zlib_error as error:
+            problem = f"its compressed data is damaged ({error})"
+        if len(raw) > record.size:
+            raw, problem = raw[: record.size], "it unpacks to more than it declares"
+    else:
+        problem = f"compression method {record.method} is not one torch reads"
+    if not problem and len(raw) < record.size:
+        problem = f"{len(raw)} of {record.size} bytes are in the file"
+    if problem:
+        return Payload(raw, intact=False, problem=problem)
     return Payload(raw[: record.size], intact=record.crc32 is None or crc32(raw) == record.crc32)
 
 
-def _inflate(raw: bytes, size: int) -> tuple[bytes, str]:
-    from zlib import decompressobj
-    from zlib import error as zlib_error
+def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
+    """What stands before the bytes of a record, with the padding that brings them to a multiple of ``alignment``.
 
-    try:
-        # One byte more than declared shows a record that would go on: a bomb stops here.
-        data = decompressobj(-15).decompress(raw, size + 1)
-    except zlib_error as error:
-        return b"", f"its compressed data is damaged ({error})"
-    if len(data) > size:
-        return data[:size], "it unpacks to more than it declares"
-    return data, ""
+    ``name`` is the whole name, its folder with it; ``offset`` is where the header begins in the archive.
+    """
+    wide = _wide(size, 0, offset)
+    padding = -(offset + LOCAL.size + len(name) + len(wide) + EXTRA.size) % alignment
+    flags = _FLAGS if size else _FLAGS_OF_NOTHING
+    extra = len(wide) + EXTRA.size + padding
+    head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
+    return b"".join((head, name, wide, b"FB", padding.to_bytes(2, "little"), b"Z" * padding))
+
+
+def descriptor_size(size: int, offset: int) -> int:
+    """The length of what follows the bytes of a record whose header begins at ``offset``."""
+    if not size:
+        return 0
+    return DESCRIPTOR64.size if max(size, offset) >= ALL32 else DESCRIPTOR.size
+
+
+def descriptor(size: int, crc32: int, offset: int) -> bytes:
+    """What follows the bytes of a record whose header begins at ``offset``: nothing if it has none."""
+    if not size:
+        return b""
+    form = DESCRIPTOR64 if max(size, offset) >= ALL32 else DESCRIPTOR
+    return form.pack(b"PK\x07\x08", crc32, size, size)
+
+
+def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
+    """The line of the directory for a record whose header begins at ``offset``."""
+    wide = _wide(size, size, offset)
+    flags = _FLAGS if size else _FLAGS_OF_NOTHING
+    told = min(size, ALL32)
+    rest = (len(name), len(wide), 0, 0, 0, 0, min(offset, ALL32))
+    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, told, told, *rest)
+    return head + name + wide if wide else head + name
+
+
+def end_of_archive(count: int, start: int, size: int) -> bytes:
+    """What follows a directory of ``count`` entries and ``size`` bytes which begins at ``start``; it ends the file."""
+    end = start + size
+    wide = END64.pack(b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
+    locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
+    told = min(count, 0xFFFF)
+    return wide + locator + END.pack(b"PK\x05\x06", 0, 0, told, told, min(size, ALL32), min(start, ALL32), 0)
+
+
+def small_records(
+    named: Iterable[tuple[bytes, bytes]], offset: int, alignment: int, checksums: list[int]
+) -> tuple[list[bytes], list[bytes], int]:
+    """The bytes of records from ``offset`` on, those of their directory, and where they end; each in many parts.
+
+    What ``local_header``, ``descriptor`` and ``central_entry`` would make, at a third of the time.
+    """
+    out: list[bytes] = []
+    entries: list[bytes] = []
+    fillers: dict[int, bytes] = {}
+    lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, _CENTRAL_IN_SHORT.pack
+    for name, content in named:
+        size, length, checksum = len(content), len(name), crc32(content)
+        checksums.append(checksum)
+        if not size or offset >= ALL32 - size:
+            header = local_header(name, size, offset, alignment)
+            tail = descriptor(size, checksum, offset)
+            out += (header, content, tail)
+            entries.append(central_entry(name, size, checksum, offset))
+            offset += len(header) + size + len(tail)
+            continue
+        least = offset + 34 + length
+        padding = -least % alignment
+        if padding not in fillers:
+            fillers[padding] = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        out += (
+            _LOCAL_HEAD,
+            lengths(length, padding + 4),
+            name,
+            fillers[padding],
+            content,
+            describe(b"PK\x07\x08", checksum, size, size),
+        )
+        entries += (enter(_CENTRAL_HEAD, checksum, size, size, length, _NOTHING_ELSE, offset), name)
+        offset = least + padding + size + 16
+    return out, entries, offset
+
+
+def _wide(size: int, stored: int, offset: int) -> bytes:
+    """The field of what does not fit into 32 bits: empty if all does."""
+    if size < ALL32 and offset < ALL32:
+        return b""
+    numbers = [size, stored] if size >= ALL32 else []
+    if offset >= ALL32:
+        numbers.append(offset)
+    return EXTRA.pack(1, 8 * len(numbers)) + b"".join(number.to_bytes(8, "little") for number in numbers)

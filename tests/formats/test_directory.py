@@ -21,7 +21,6 @@ from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats import read
 from transload.formats.directory import MAX_ENTRIES, inner_name, list_directory, read_directory, read_sharded
-from transload.formats.unzipped import read_unzipped
 from transload.judge import inspect
 
 torch = pytest.importorskip("torch")
@@ -30,7 +29,7 @@ needs_users = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0
 
 
 def look(path: Path, *, verify: bool = False) -> Checkpoint:
-    return read_directory(str(path), verify=verify, read_file=read, read_unzipped=read_unzipped)
+    return read_directory(str(path), verify=verify, read_file=read)
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:

@@ -5,8 +5,8 @@ and over one without), its Python twin, and torch's ``weights_only`` unpickler. 
 requests are recorded and answered by inert stubs that accept anything, so nothing is imported and the loader gets as
 far as it can.
 
-``TRANSLOAD_FUZZ=100 pytest tests/read/test_pickle_machine_soundness.py`` tries a hundred times as many streams, other
-ones each time.
+``TRANSLOAD_FUZZ=100 pytest tests/formats/test_pickle_machine_soundness.py`` tries a hundred times as many streams,
+other ones each time.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import pytest
 
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
-from transload.formats import read, unzipped
-from transload.formats.unzipped import read_unzipped
+from transload.formats import directory as unzipped
+from transload.formats import read
+from transload.formats.directory import read_unzipped
 
 links = pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 
@@ -103,7 +104,7 @@ def test_a_file_cut_short_is_told(unpacked: Path) -> None:
 
 
 def test_the_listing_has_an_end(unpacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unzipped, "MAX_FILES", 3)
+    monkeypatch.setattr(unzipped, "MAX_UNPACKED_FILES", 3)
     assert "directory-too-long" in codes(read_unzipped(str(unpacked)))
 
 

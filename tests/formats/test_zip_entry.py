@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.each import each
 
 from transload.findings import Problem
-from transload.formats.zip_index import Entry, _check_each, check_names, find_root, names_below
+from transload.formats.zip import Entry, _check_each, check_names, find_root, names_below
 
 NAMES: dict[str, tuple[bytes, ...]] = {
     "plain": (b"a/data.pkl", b"a/data/0", b"a/version"),

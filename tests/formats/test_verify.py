@@ -17,7 +17,7 @@ from tests.forge import Entry, archive, entries, remade
 from transload.checkpoint import Record
 from transload.errors import CannotReadError
 from transload.formats.verify import checksums, verify_records
-from transload.formats.zip_index import read_index
+from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 
