@@ -26,7 +26,7 @@ from transload.converting.crew import Chunk as Buffer
 from transload.converting.crew import Crew
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Checksums, Chunk
-from transload.loading.local_devices import Arrival
+from transload.loading.placement import Arrival
 from transload.nodes import Call, Dict
 from transload.saving.background import background
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from transload.errors import LoadError
-from transload.loading import local_devices as here
-from transload.loading.local_devices import Arrival, devices_here, wanted_devices
-from transload.loading.placement import Device, Move, Plan
+from transload.loading import placement as here
+from transload.loading.placement import Arrival, Device, Move, Plan, devices_here, wanted_devices
 
 GIB = 1 << 30
 

@@ -125,7 +125,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+@pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
 def test_no_change_of_a_byte_is_an_error_that_is_not_ours() -> None:
     """Each byte of a small archive and of a stream set to three other values: loaded, or refused in our words."""
     for sound in (checkpoint(), legacy()):

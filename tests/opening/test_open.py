@@ -105,7 +105,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("folder", RELEASES, ids=lambda folder: folder.name)
-@pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+@pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
 def test_every_tensor_of_every_release_to_the_byte(folder: Path) -> None:
     truth = json.loads((folder / "expected.json").read_text())["files"]
     seen = 0

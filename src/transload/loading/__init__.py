@@ -21,9 +21,9 @@ from transload.errors import (
 )
 from transload.formats import no_collecting
 from transload.io.progress import telling
-from transload.loading.choice import SLOT_PAIR, Settings
-from transload.loading.local_devices import Arrival, wanted_devices
-from transload.loading.rebuild import Wrong
+from transload.loading.build import Wrong
+from transload.loading.engine import SLOT_PAIR, Settings
+from transload.loading.placement import Arrival, wanted_devices
 from transload.loading.storages import How
 from transload.tensors.files import Files
 
@@ -284,8 +284,7 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 def _placed(checkpoint: Checkpoint, wish: Any, nbytes: int, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
-    from transload.loading.local_devices import devices_here
-    from transload.loading.placement import place, tags_of
+    from transload.loading.placement import devices_here, place, tags_of
 
     plan = place(checkpoint, devices_here(wanted_devices(tags_of(checkpoint), wish), nbytes), wish)
     if plan.refused:

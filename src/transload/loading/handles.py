@@ -30,8 +30,8 @@ from transload.formats import no_collecting
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called, short_key
 from transload.io.sources import BytesSource, Source, SourceLike
-from transload.loading.local_devices import Arrival, wanted_devices
-from transload.loading.rebuild import is_fake_mode
+from transload.loading.build import is_fake_mode
+from transload.loading.placement import Arrival, wanted_devices
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.tensors.files import Files, Inflating, Piece, open_beside
 from transload.tensors.views import View, pieces, select
@@ -405,8 +405,7 @@ class Destinations:
 
     @cached_property
     def _plan(self) -> Plan:
-        from transload.loading.local_devices import devices_here
-        from transload.loading.placement import place
+        from transload.loading.placement import devices_here, place
 
         checkpoint = self._checkpoint
         wanted = wanted_devices([use.device for use in checkpoint.devices], self._wish)

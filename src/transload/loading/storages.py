@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io.memory import view
+from transload.loading.build import is_fake_mode
 from transload.loading.engine import Ended, Settings, Sums, Want, bring
-from transload.loading.rebuild import is_fake_mode
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Record, Storage
     from transload.io.sources import Source
-    from transload.loading.local_devices import Arrival
+    from transload.loading.placement import Arrival
     from transload.tensors.files import Piece
 
 __all__ = ["How", "read_storages"]

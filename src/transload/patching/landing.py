@@ -99,7 +99,7 @@ def _working(module: Any) -> int:
 
 def _chosen(name: str) -> tuple[str, str]:
     """The device and the reason, by the same rules as ``transload.load``."""
-    from transload.loading.local_devices import devices_here
+    from transload.loading.placement import devices_here
 
     try:
         devices = devices_here([name], 0)

@@ -12,8 +12,7 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.choice import CELL, Job, Run, Want, jobs
-from transload.loading.engine import Ended, File
+from transload.loading.engine import CELL, Ended, File, Job, Run, Want, jobs
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from tests.loading.transfer.fake import Goal
 
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Source
-from transload.loading.choice import CELL, Run
-from transload.loading.engine import Ended, HostLane, Settings, Sums, Want, bring
+from transload.loading.engine import CELL, Ended, HostLane, Run, Settings, Sums, Want, bring
 
 SEEDS = range(4)
 
@@ -201,8 +200,7 @@ def test_sums_come_in_any_order(blob: bytes) -> None:
 
 
 def test_a_lane_counts_what_it_has_brought(blob: bytes, blob_path: Path) -> None:
-    from transload.loading.choice import jobs
-    from transload.loading.engine import File
+    from transload.loading.engine import File, jobs
 
     wants = [Want(0, 100, CELL), Want(0, 3 * CELL, 10)]
     goal = Goal(wants)

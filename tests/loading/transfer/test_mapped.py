@@ -13,11 +13,10 @@ from tests.loading.transfer.fake import FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
+from transload.loading import cuda_lanes as mapped
+from transload.loading import cuda_lanes as ring
 from transload.loading import engine
-from transload.loading import engine as mapped
-from transload.loading import engine as ring
-from transload.loading.choice import CELL
-from transload.loading.engine import Choice, Ended, Sums, Want, bring
+from transload.loading.engine import CELL, Choice, Ended, Sums, Want, bring
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 

@@ -15,9 +15,8 @@ from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
-from transload.loading import engine as ring
-from transload.loading.choice import CELL
-from transload.loading.engine import Ended, Settings, Sums, Want, bring
+from transload.loading import cuda_lanes as ring
+from transload.loading.engine import CELL, Ended, Settings, Sums, Want, bring
 
 SetCores = Callable[[int], None]
 LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]
@@ -170,7 +169,7 @@ def test_forking_says_so() -> None:
 
     program = (
         "import os\n"
-        "from transload.loading.engine import ring\n"
+        "from transload.loading import cuda_lanes as ring\n"
         "ring._idle.lanes.append(object())\n"
         "child = os.fork()\n"
         "if not child: os._exit(len(ring._idle.lanes))\n"
