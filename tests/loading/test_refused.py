@@ -248,12 +248,11 @@ def test_two_files_in_one_are_refused() -> None:
 
 
 def test_no_tensor_is_read_before_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import storages
 
     def never(*_: object) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(storages, "read_storages", never)
+    monkeypatch.setattr("transload.loading.read_storages", never)
     for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("argparse", "Namespace")))):
         with pytest.raises(UnsafeError):
             load(checkpoint(pickled(body)))

@@ -180,7 +180,7 @@ class TestNames:
             ("model/fc.wieght", "no tensor 'model/fc.wieght'; close: model/fc.weight, model/fc.bias"),
             ("fc.bias", "no tensor 'fc.bias'; close: model/fc.bias"),
             ("model", "no tensor 'model'; close: model/fc.weight, model/fc.bias"),
-            ("epoch", "'epoch' is no tensor: its value is in metadata['epoch']"),
+            ("epoch", "'epoch' is not a tensor: its value is in metadata['epoch']"),
             ("zzz", "no tensor 'zzz'"),
         ],
     )
@@ -654,7 +654,7 @@ class TestLanding:
             assert handle["n"].dtype == torch.int64
 
     def test_what_is_no_dtype(self) -> None:
-        with pytest.raises(UsageError, match="'half-ish' is no dtype"):
+        with pytest.raises(UsageError, match="'half-ish' is not a dtype"):
             open_(file_of({}), dtype="half-ish")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Storage, Tensor
-    from transload.loading.placement import Arrival
+    from transload.loading.placement import DeviceMap
     from transload.nodes import Pickle
     from transload.tensors.files import Piece
 
@@ -232,10 +232,10 @@ def kind_of(name: str, device: torch.device) -> Kind:
 
 
 def entries(
-    storages: Iterable[Storage], held: Mapping[str, torch.UntypedStorage], arrival: Arrival
+    storages: Iterable[Storage], held: Mapping[str, torch.UntypedStorage], device_map: DeviceMap
 ) -> dict[str, Entry]:
     """What there is to know of each storage, by id."""
-    by_tag = bool(arrival.locations)  # a function of the caller's may put those of one tag on several devices
+    by_tag = bool(device_map.locations)  # a function of the caller's may put those of one tag on several devices
     kinds: dict[tuple[str, Any], Kind] = {}
     found: dict[str, Entry] = {}
     for each in storages:
@@ -414,7 +414,7 @@ def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
         dtype=maker.dtype(dtype),
         storage_offset=offset,
         layout=layout,
-        device=maker.arrival.device(str(device)),
+        device=maker.device_map.device(str(device)),
         requires_grad=grad is True,
     )
     return made
@@ -520,7 +520,7 @@ def _check_nested(numel: int, sizes: Any, strides: Any, offsets: Any) -> None:
 
 
 def _from_cpu(maker: Rebuilder, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
-    where = maker.arrival.device(str(device))
+    where = maker.device_map.device(str(device))
     made = maker.tensor(data, "a device tensor made of something").to(dtype=maker.dtype(dtype), device=where)
     made.requires_grad = grad is True
     return made
@@ -555,11 +555,11 @@ _MAX_SIZE = 1 << 63
 class Rebuilder:
     """Makes tensors for one load; ``make`` by the name of torch's function."""
 
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, device_map: DeviceMap) -> None:
         import torch
 
         self.torch = torch
-        self.arrival = arrival
+        self.device_map = device_map
         self._makers = _makers()
         self._names: dict[Any, str] = {}
         # What torch does with a tensor it loads while tensors are only pretended.
@@ -807,11 +807,11 @@ def are_sizes(value: Any) -> bool:
 class Held:
     """The storages that were read, by persistent id; also tensors that a tar archive describes beside its pickle."""
 
-    def __init__(self, piece: Piece, storages: dict[str, torch.UntypedStorage], arrival: Arrival) -> None:
+    def __init__(self, piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> None:
         import torch
 
         self._torch = torch
-        self.known = entries(piece.checkpoint.storages, storages, arrival)
+        self.known = entries(piece.checkpoint.storages, storages, device_map)
         self._typed: dict[object, Any] = {}
         self._tar = _Tar(piece) if piece.checkpoint.format == "torch-tar" else None
 
@@ -1089,11 +1089,11 @@ _ODD: dict[type, str] = {
 }
 
 
-def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], arrival: Arrival) -> dict[str, Any]:
+def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
     """The tensors of a safetensors file by name."""
     checkpoint = piece.checkpoint
-    known: dict[Any, Entry] = entries(checkpoint.storages, storages, arrival)
-    rebuilder = Rebuilder(arrival)
+    known: dict[Any, Entry] = entries(checkpoint.storages, storages, device_map)
+    rebuilder = Rebuilder(device_map)
     made: dict[str, Any] = {}
     for tensor in checkpoint.tensors:
         entry = known.get(tensor.storage)
@@ -1130,7 +1130,7 @@ def build(
     piece: Piece,
     pickle: Pickle,
     storages: dict[str, torch.UntypedStorage],
-    arrival: Arrival,
+    device_map: DeviceMap,
     encoding: str = "utf-8",
 ) -> Any:
     """The object a pickle describes, over storages that are in place.
@@ -1138,8 +1138,8 @@ def build(
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that nobody has allowed.
     """
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
-    rebuilder = Rebuilder(arrival)
-    builder = _Builder(pickle, where, encoding, Held(piece, storages, arrival), rebuilder)
+    rebuilder = Rebuilder(device_map)
+    builder = _Builder(pickle, where, encoding, Held(piece, storages, device_map), rebuilder)
     try:
         made = builder.run(pickle.root)
         rebuilder.check_sparse()

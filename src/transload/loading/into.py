@@ -16,26 +16,24 @@ from transload.loading import check_settings
 from transload.loading.engine import Ended, Settings, Want, bring
 from transload.loading.handles import (
     Destinations,
-    Opened,
     build_node,
     caller,
     changed,
     check_one,
     fill,
     open_checkpoint,
-    plain,
     read_one,
     straight,
 )
 from transload.nodes import Call, Dict
+from transload.tensors.paths import plain
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
     from transload.io.sources import SourceLike
-    from transload.loading.handles import Opened
-    from transload.tensors.files import Piece
+    from transload.tensors.files import OpenCheckpoint, Piece
 
 __all__ = [
     "EXTRA",
@@ -685,7 +683,7 @@ class Fit:
     dtypes: list[Difference] = field(default_factory=list)
 
 
-def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> Fit:
+def fit(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint, *, cast: bool) -> Fit:
     """Compare every key, shape and dtype."""
     out = Fit()
     out.extras = _extras(match, slots, opened)
@@ -710,7 +708,7 @@ def _unexpected(match: Match, checkpoint: Checkpoint, known: set[str]) -> list[s
     return [key for key in match.unexpected if key not in known] + [match.rename(key) for key in others]
 
 
-def _extras(match: Match, slots: dict[str, Slot], opened: Opened) -> dict[str, Tensor | tuple[Piece, object]]:
+def _extras(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> dict[str, Tensor | tuple[Piece, object]]:
     """Extra state by key: a tensor, or the file it is in and its node there."""
     out: dict[str, Tensor | tuple[Piece, object]] = {}
     for key in (key for key, slot in slots.items() if slot.tensor is None):
@@ -739,7 +737,7 @@ def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
     return tensor.shape == (1,) and slot.shape == ()
 
 
-def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
+def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list[Task]:
     """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
     last: dict[int, str] = {}
     places: dict[int, list[Slot]] = {}
@@ -759,7 +757,7 @@ def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
     return tasks
 
 
-def _place(tensor: Tensor, opened: Opened) -> tuple[str, int, int]:
+def _place(tensor: Tensor, opened: OpenCheckpoint) -> tuple[str, int, int]:
     storage = opened.storage(tensor.storage)
     return storage.file if storage else "", tensor.file_offset or 0, tensor.offset
 
@@ -775,7 +773,7 @@ def values(match: Match, checkpoint: Checkpoint) -> list[str]:
     return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
 
 
-def versions(match: Match, opened: Opened) -> dict[str, dict[str, Any]]:
+def versions(match: Match, opened: OpenCheckpoint) -> dict[str, dict[str, Any]]:
     """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
     held = opened.node(match.branch.path)
     node = held[1] if held else None
@@ -817,7 +815,7 @@ class State(MutableMapping[str, Any]):
     ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
+    def __init__(self, entries: dict[str, Any], opened: OpenCheckpoint, goal: Destinations) -> None:
         self._entries = entries
         self._opened = opened
         self._goal = goal
@@ -831,7 +829,7 @@ class State(MutableMapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         value = self._entries[key]
         if isinstance(value, Held):
-            return build_node(value.piece, value.node, self._goal.arrival)
+            return build_node(value.piece, value.node, self._goal.device_map)
         if not isinstance(value, Tensor):
             return value
         return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
@@ -984,7 +982,7 @@ def load_into(  # noqa: PLR0913 - options by name
 class _Loading:
     """One call of ``load_into``."""
 
-    def __init__(self, model: torch.nn.Module, opened: Opened, wish: Any, *, strict: bool, cast: bool) -> None:
+    def __init__(self, model: torch.nn.Module, opened: OpenCheckpoint, wish: Any, *, strict: bool, cast: bool) -> None:
         self._model = model
         self._opened = opened
         self._strict = strict
@@ -1052,7 +1050,7 @@ class _Loading:
     def _extras(self, found: Fit) -> dict[str, Any]:
         """The values of extra state, as ``transload.load`` would make them."""
         return {
-            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.arrival)
+            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.device_map)
             for key, held in found.extras.items()
         }
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "UNDECIDED",
-    "Arrival",
     "Device",
+    "DeviceMap",
     "Devices",
     "Move",
     "Plan",
@@ -141,7 +141,7 @@ def _absent(torch: ModuleType) -> str:
     return "CUDA does not work here, and `transload doctor` says why"
 
 
-class Arrival:
+class DeviceMap:
     """Puts storages where a plan says, or where the function says that the caller gave as ``wish``."""
 
     def __init__(self, plan: Plan, wish: Any, where: str) -> None:

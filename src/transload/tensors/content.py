@@ -1,8 +1,11 @@
-"""The elements of a tensor of one storage, in row-major order, in pieces."""
+"""The elements of the tensors of a checkpoint, in row-major order, in pieces; without torch.
+
+``Content.pieces`` is the front. Elements that lie one after the other are read as they are, others are gathered
+(``views``), and those of a tensor whose parts lie in several places are put together from them.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
@@ -11,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
-from transload.io.sources import BytesSource, FileSource, Source, SourceLike
+from transload.io.sources import BytesSource, Source, SourceLike
+from transload.tensors.files import OpenCheckpoint, PackedStorages
 from transload.tensors.views import (
     FORMATS,
     WINDOW,
@@ -27,175 +31,25 @@ from transload.tensors.views import (
 )
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Record, Storage, Tensor
-    from transload.tensors.files import Files
+    from transload.checkpoint import Checkpoint
 
-__all__ = [
-    "Allowance",
-    "Box",
-    "Content",
-    "ContentError",
-    "Integers",
-    "Place",
-    "Run",
-    "as_integers",
-    "boxes",
-    "open_content",
-    "read_run",
-    "read_sharded",
-    "read_view",
-]
+__all__ = ["Allowance", "Box", "Content", "ContentError", "Integers", "Run", "as_integers", "boxes", "open_content"]
 
 
-class Place(NamedTuple):
-    """Where the storage of a tensor begins, and how its elements lie there."""
+def open_content(f: SourceLike, *, tree: bool = True) -> Content:
+    """Read and judge what a path, bytes or a file object holds, and keep it open; ``CannotReadError`` if it cannot be.
 
-    source: Source
-    start: int
-    storage: Storage
-    itemsize: int
+    ``tree`` is as for ``read_source``.
 
-    def changes(self, tensor: Tensor) -> bool:
-        """Whether the bytes in the file are not those of the numbers."""
-        return bool(tensor.flags) or (self.storage.big_endian and component(tensor.dtype, self.itemsize) > 1)
-
-    def resolved(self, data: memoryview, tensor: Tensor) -> memoryview:
-        """Bytes of the file as those of the numbers."""
-        swapped = self.storage.big_endian
-        return resolved(data, tensor.dtype, self.itemsize, swapped=swapped, flags=tensor.flags)
-
-
-class Integers(NamedTuple):
-    """A view of elements that can be moved as integers: those wider than any are pairs of them."""
-
-    itemsize: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-def as_integers(itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Integers:
-    """A view as one of integers.
-
-    >>> as_integers(16, (3,), (2,), 5)
-    Integers(itemsize=8, shape=(3, 2), stride=(4, 1), offset=10)
+    >>> with open_content("model.pt") as content:  # doctest: +SKIP
+    ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
+    ...         hash.update(piece)
     """
-    if itemsize in FORMATS:
-        return Integers(itemsize, shape, stride, offset)
-    return Integers(itemsize // 2, (*shape, 2), (*(2 * step for step in stride), 1), 2 * offset)
+    from transload.formats import no_collecting
 
-
-def read_run(place: Place, tensor: Tensor, offset: int, nbytes: int, size: int) -> Iterator[memoryview]:
-    """Elements that lie one after the other, from byte ``offset`` of the storage on."""
-    buffer = memoryview(bytearray(min(size, nbytes)))
-    changes = place.changes(tensor)
-    for at in range(0, nbytes, size):
-        piece = buffer[: min(size, nbytes - at)]
-        came = place.source.readinto(place.start + offset + at, piece)
-        if came < len(piece):
-            raise EndedError(nbytes - at - came)
-        yield place.resolved(piece, tensor) if changes else piece
-
-
-def read_view(place: Place, tensor: Tensor, size: int) -> Iterator[memoryview]:
-    """Elements that lie anywhere in their storage."""
-    view = as_integers(place.itemsize, tensor.shape, tensor.stride, tensor.offset)
-    gather = Gather(place.source, place.start, view.itemsize)
-    for axes, first in blocks(axes_of(view.shape, view.stride), WINDOW // view.itemsize, view.offset):
-        block = memoryview(bytearray(prod(axis.size for axis in axes) * view.itemsize))
-        gather.fill(packed(axes), first, block.cast(FORMATS[view.itemsize]))
-        done = place.resolved(block, tensor)
-        for at in range(0, len(done), size):
-            yield done[at : at + size]
-
-
-class Box(NamedTuple):
-    """A part of a whole: where it begins in each dimension, and how far it goes."""
-
-    first: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def common(self, other: Box) -> Box | None:
-        """What it shares with another."""
-        edges = zip(self.first, self.shape, other.first, other.shape, strict=True)
-        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
-        if any(end <= begin for begin, end in spans):
-            return None
-        return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
-
-
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """A whole in boxes of ``most`` elements at most, in row-major order.
-
-    >>> [box.first for box in boxes((3, 4), 8)]
-    [(0, 0), (2, 0)]
-    """
-    if prod(shape) <= most:
-        yield Box((0,) * len(shape), shape)
-        return
-    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
-    many, rest = most // prod(shape[dim + 1 :]), shape[dim + 1 :]
-    for outer in product(*map(range, shape[:dim])):
-        for index in range(0, shape[dim], many):
-            size = min(many, shape[dim] - index)
-            yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
-
-
-def read_sharded(
-    tensor: Tensor, itemsize: int, size: int, pieces: Callable[[Tensor], Iterator[memoryview]]
-) -> Iterator[memoryview]:
-    """The elements of a sharded tensor, of whose parts ``pieces`` gives those; ``LookupError`` where parts are missing.
-
-    The path of a part ends in the position of its first element.
-    """
-    rank = len(tensor.shape)
-    parts = [(_placed(part, rank), part) for part in tensor.parts if part.numel]
-    for box in boxes(tensor.shape, WINDOW // itemsize):
-        block, inside = memoryview(bytearray(prod(box.shape) * itemsize)), []
-        for where, part in parts:
-            shared = box.common(where)
-            if shared is not None:
-                held = b"".join(pieces(_cut(part, where, shared)))
-                _lay(held, block, box, shared, itemsize)
-                inside.append(shared)
-        _refuse_gaps(box, inside)
-        for at in range(0, len(block), size):
-            yield block[at : at + size]
-
-
-def _refuse_gaps(box: Box, inside: list[Box]) -> None:
-    """Every element of a box must be in just one part: of two that overlap nobody knows which is right."""
-    found, wanted = sum(prod(part.shape) for part in inside), prod(box.shape)
-    if found == wanted and len(inside) > 1:
-        marks = memoryview(bytearray(wanted))
-        for part in inside:
-            _lay(b"\1" * prod(part.shape), marks, box, part, 1)
-        found = bytes(marks).count(1)
-    if found != wanted:
-        raise LookupError(f"{found:,} of {wanted:,} elements")
-
-
-def _placed(part: Tensor, rank: int) -> Box:
-    at = part.path[len(part.path) - rank :] if rank else ()
-    if len(at) != rank or len(part.shape) != rank or not all(type(step) is int for step in at):
-        raise LookupError("a part without a place")
-    return Box(at, part.shape)  # type: ignore[arg-type]
-
-
-def _cut(part: Tensor, where: Box, shared: Box) -> Tensor:
-    """What a box shares with a part, as a view of the part's storage."""
-    steps = zip(shared.first, where.first, part.stride, strict=True)
-    return part._replace(shape=shared.shape, offset=part.offset + sum((a - b) * step for a, b, step in steps))
-
-
-def _lay(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
-    """Elements in row-major order to their places in a box."""
-    apart = contiguous(box.shape)
-    first = sum((a - b) * step for a, b, step in zip(shared.first, box.first, apart, strict=True))
-    here = as_integers(itemsize, shared.shape, contiguous(shared.shape))
-    there = as_integers(itemsize, shared.shape, apart, first)
-    axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
-    Gather(BytesSource(held), 0, here.itemsize).fill(axes, 0, block.cast(FORMATS[here.itemsize]), there.offset)
+    with no_collecting():
+        opened = OpenCheckpoint(f, tree=tree)
+    return Content(opened.checkpoint, opened.file, opened.close, opened.parts)
 
 
 _PIECE = 4 << 20
@@ -230,7 +84,7 @@ class Content:
         self.parts = (("", checkpoint),) if parts is None else parts
         self._close = close
         self._storages = {storage.id: storage for storage in checkpoint.storages}
-        self._records: dict[str, dict[str, Record]] = {}
+        self._packed = PackedStorages(checkpoint)
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -299,19 +153,21 @@ class Content:
     def _pieces(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
         if tensor.kind == "sharded":
             self._refuse_dtype(tensor)
-            return read_sharded(tensor, ITEMSIZE[tensor.dtype], size, self.pieces)
+            return _read_sharded(tensor, ITEMSIZE[tensor.dtype], size, self.pieces)
         if tensor.kind == "device" and _same(tensor):
             return self._pieces(tensor.parts[0], size)
         if tensor.kind != "strided":
-            raise self._no_run(tensor)
+            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
+            parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
+            raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
         place = self._place(tensor)
         if not tensor.numel:
             return iter(())
         if _is_run(tensor):
-            return read_run(place, tensor, itemsize(tensor.dtype, tensor.offset), _nbytes(tensor), size)
-        return read_view(place, tensor, size)
+            return _read_run(place, tensor, itemsize(tensor.dtype, tensor.offset), _nbytes(tensor), size)
+        return _read_view(place, tensor, size)
 
-    def _place(self, tensor: Tensor) -> Place:
+    def _place(self, tensor: Tensor) -> _Place:
         """Where to read a strided tensor; ``ContentError`` if it is clear now that its bytes are not all there."""
         storage = self.storage(tensor)
         self._refuse_dtype(tensor)
@@ -319,44 +175,25 @@ class Content:
             raise self._lost(tensor, "the file does not say where they are")
         width = ITEMSIZE.get(tensor.dtype, 1)
         if not tensor.numel:
-            return Place(BytesSource(b""), 0, storage, width)
+            return _Place(BytesSource(b""), 0, storage, width)
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
         end = itemsize(tensor.dtype, tensor.offset + last + 1)
         if end > storage.stored:
             raise self._lost(tensor, f"{storage.stored:,} of {storage.nbytes:,} bytes of its storage are in the file")
         if storage.offset is None and not storage.compressed:
             raise self._lost(tensor, "where its record begins, the file does not tell")
+        source = self.open_file(storage.file)
         if storage.offset is not None:
-            return Place(self.open_file(storage.file), storage.offset, storage, width)
-        return Place(self._inflating(tensor, storage), 0, storage, width)
+            return _Place(source, storage.offset, storage, width)
+        inflating = self._packed.open(storage, source)
+        if inflating is None:
+            raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
+        return _Place(inflating, 0, storage, width)
 
     def _refuse_dtype(self, tensor: Tensor) -> None:
         whole = tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]
         if not whole and (tensor.dtype == "unknown" or tensor.offset or not _is_run(tensor) or tensor.flags):
             raise self._error(tensor, f"has elements of {tensor.dtype}, which are not read by themselves")
-
-    def _inflating(self, tensor: Tensor, storage: Storage) -> Source:
-        """A packed storage, unpacked as it is read; one for each reader, since going back begins anew."""
-        from transload.tensors.files import Inflating
-
-        source = self.open_file(storage.file)
-        record = self._record(storage, source)
-        if record is None or record.offset is None or record.method != 8:  # deflated, as every zip tool does it
-            raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
-        return Inflating(source, record.offset, record.stored, record.size)
-
-    def _record(self, storage: Storage, source: Source) -> Record | None:
-        from transload.formats.zip_index import read_index
-
-        if storage.file not in self._records:
-            known = {} if storage.file else {record.name: record for record in self.checkpoint.records}
-            self._records[storage.file] = known or read_index(source).records
-        return self._records[storage.file].get(storage.record)
-
-    def _no_run(self, tensor: Tensor) -> ContentError:
-        kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-        parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
-        return self._error(tensor, f"is {kind}, no plain run of numbers{parts}")
 
     def _lost(self, tensor: Tensor, why: str) -> ContentError:
         what = f"{_not_there(tensor)}{why}"
@@ -390,63 +227,6 @@ class Allowance:
         self.left -= tensor.nbytes
 
 
-def open_content(f: SourceLike, *, tree: bool = True) -> Content:
-    """Read and judge what a path, bytes or a file object holds, and keep it open; ``CannotReadError`` if it cannot be.
-
-    ``tree`` is as for ``read_source``.
-
-    >>> with open_content("model.pt") as content:  # doctest: +SKIP
-    ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
-    ...         hash.update(piece)
-    """
-    from transload.formats import no_collecting
-    from transload.tensors.files import Files
-
-    with no_collecting():
-        files = Files(f, tree=tree)
-    path = os.fspath(f) if isinstance(f, str | os.PathLike) else ""
-    opened = _Opened(files, path)
-    return Content(files.checkpoint, opened.file, opened.close, opened.parts())
-
-
-class _Opened:
-    """The files of a checkpoint, by the names storages give them."""
-
-    def __init__(self, files: Files, path: str) -> None:
-        is_folder = bool(path) and os.path.isdir(path)  # noqa: PTH112 - pathlib costs ten milliseconds
-        several = is_folder or path.endswith(".index.json")
-        self._files = files
-        self._folder = (path if is_folder else os.path.dirname(path)) if several else None  # noqa: PTH120 - as above
-        self._pieces = {piece.path: piece for piece in files.pieces}
-        self._others: dict[str, Source] = {}
-
-    def file(self, name: str) -> Source:
-        if self._folder is None:
-            return self._files.pieces[0].open(name)
-        path = os.path.join(self._folder, name)  # noqa: PTH118 - as above
-        piece = self._pieces.get(path)
-        if piece is not None:
-            return piece.open(name)
-        if "" in self._pieces:  # an unpacked archive has a file for every tensor: too many to be held open
-            return FileSource(path)
-        if name not in self._others:
-            self._others[name] = FileSource(path)
-        return self._others[name]
-
-    def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
-        """The files that are a checkpoint by themselves, under those names."""
-        pieces = self._files.pieces
-        if self._folder is None:
-            return tuple(("", piece.checkpoint) for piece in pieces)
-        folder = self._folder or "."
-        return tuple((os.path.relpath(piece.path, folder), piece.checkpoint) for piece in pieces if piece.path)
-
-    def close(self) -> None:
-        for source in self._others.values():
-            source.close()
-        self._files.close()
-
-
 def _named(tensor: Tensor) -> str:
     return tensor.name or "the tensor"
 
@@ -466,3 +246,154 @@ def _is_run(tensor: Tensor) -> bool:
 def _same(tensor: Tensor) -> bool:
     """Whether a tensor that is rebuilt on a device has the elements of its only part."""
     return len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
+
+
+class _Place(NamedTuple):
+    """Where the storage of a tensor begins, and how its elements lie there."""
+
+    source: Source
+    start: int
+    storage: Storage
+    itemsize: int
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether the bytes in the file are not those of the numbers."""
+        return bool(tensor.flags) or (self.storage.big_endian and component(tensor.dtype, self.itemsize) > 1)
+
+    def resolved(self, data: memoryview, tensor: Tensor) -> memoryview:
+        """Bytes of the file as those of the numbers."""
+        swapped = self.storage.big_endian
+        return resolved(data, tensor.dtype, self.itemsize, swapped=swapped, flags=tensor.flags)
+
+
+class Integers(NamedTuple):
+    """A view of elements that can be moved as integers: those wider than any are pairs of them."""
+
+    itemsize: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def as_integers(itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Integers:
+    """A view as one of integers.
+
+    >>> as_integers(16, (3,), (2,), 5)
+    Integers(itemsize=8, shape=(3, 2), stride=(4, 1), offset=10)
+    """
+    if itemsize in FORMATS:
+        return Integers(itemsize, shape, stride, offset)
+    return Integers(itemsize // 2, (*shape, 2), (*(2 * step for step in stride), 1), 2 * offset)
+
+
+def _read_run(place: _Place, tensor: Tensor, offset: int, nbytes: int, size: int) -> Iterator[memoryview]:
+    """Elements that lie one after the other, from byte ``offset`` of the storage on."""
+    buffer = memoryview(bytearray(min(size, nbytes)))
+    changes = place.changes(tensor)
+    for at in range(0, nbytes, size):
+        piece = buffer[: min(size, nbytes - at)]
+        came = place.source.readinto(place.start + offset + at, piece)
+        if came < len(piece):
+            raise EndedError(nbytes - at - came)
+        yield place.resolved(piece, tensor) if changes else piece
+
+
+def _read_view(place: _Place, tensor: Tensor, size: int) -> Iterator[memoryview]:
+    """Elements that lie anywhere in their storage."""
+    view = as_integers(place.itemsize, tensor.shape, tensor.stride, tensor.offset)
+    gather = Gather(place.source, place.start, view.itemsize)
+    for axes, first in blocks(axes_of(view.shape, view.stride), WINDOW // view.itemsize, view.offset):
+        block = memoryview(bytearray(prod(axis.size for axis in axes) * view.itemsize))
+        gather.fill(packed(axes), first, block.cast(FORMATS[view.itemsize]))
+        done = place.resolved(block, tensor)
+        for at in range(0, len(done), size):
+            yield done[at : at + size]
+
+
+class Box(NamedTuple):
+    """A part of a whole: where it begins in each dimension, and how far it goes."""
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def common(self, other: Box) -> Box | None:
+        """What it shares with another."""
+        edges = zip(self.first, self.shape, other.first, other.shape, strict=True)
+        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+        if any(end <= begin for begin, end in spans):
+            return None
+        return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """A whole in boxes of ``most`` elements at most, in row-major order.
+
+    >>> [box.first for box in boxes((3, 4), 8)]
+    [(0, 0), (2, 0)]
+    """
+    if prod(shape) <= most:
+        yield Box((0,) * len(shape), shape)
+        return
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
+    many, rest = most // prod(shape[dim + 1 :]), shape[dim + 1 :]
+    for outer in product(*map(range, shape[:dim])):
+        for index in range(0, shape[dim], many):
+            size = min(many, shape[dim] - index)
+            yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
+
+
+def _read_sharded(
+    tensor: Tensor, itemsize: int, size: int, pieces: Callable[[Tensor], Iterator[memoryview]]
+) -> Iterator[memoryview]:
+    """The elements of a sharded tensor, of whose parts ``pieces`` gives those; ``LookupError`` where parts are missing.
+
+    The path of a part ends in the position of its first element.
+    """
+    rank = len(tensor.shape)
+    parts = [(_placed(part, rank), part) for part in tensor.parts if part.numel]
+    for box in boxes(tensor.shape, WINDOW // itemsize):
+        block, inside = memoryview(bytearray(prod(box.shape) * itemsize)), []
+        for where, part in parts:
+            shared = box.common(where)
+            if shared is not None:
+                held = b"".join(pieces(_cut(part, where, shared)))
+                _lay(held, block, box, shared, itemsize)
+                inside.append(shared)
+        _refuse_gaps(box, inside)
+        for at in range(0, len(block), size):
+            yield block[at : at + size]
+
+
+def _refuse_gaps(box: Box, inside: list[Box]) -> None:
+    """Every element of a box must be in just one part: of two that overlap nobody knows which is right."""
+    found, wanted = sum(prod(part.shape) for part in inside), prod(box.shape)
+    if found == wanted and len(inside) > 1:
+        marks = memoryview(bytearray(wanted))
+        for part in inside:
+            _lay(b"\1" * prod(part.shape), marks, box, part, 1)
+        found = bytes(marks).count(1)
+    if found != wanted:
+        raise LookupError(f"{found:,} of {wanted:,} elements")
+
+
+def _placed(part: Tensor, rank: int) -> Box:
+    at = part.path[len(part.path) - rank :] if rank else ()
+    if len(at) != rank or len(part.shape) != rank or not all(type(step) is int for step in at):
+        raise LookupError("a part without a place")
+    return Box(at, part.shape)  # type: ignore[arg-type]
+
+
+def _cut(part: Tensor, where: Box, shared: Box) -> Tensor:
+    """What a box shares with a part, as a view of the part's storage."""
+    steps = zip(shared.first, where.first, part.stride, strict=True)
+    return part._replace(shape=shared.shape, offset=part.offset + sum((a - b) * step for a, b, step in steps))
+
+
+def _lay(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
+    """Elements in row-major order to their places in a box."""
+    apart = contiguous(box.shape)
+    first = sum((a - b) * step for a, b, step in zip(shared.first, box.first, apart, strict=True))
+    here = as_integers(itemsize, shared.shape, contiguous(shared.shape))
+    there = as_integers(itemsize, shared.shape, apart, first)
+    axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
+    Gather(BytesSource(held), 0, here.itemsize).fill(axes, 0, block.cast(FORMATS[here.itemsize]), there.offset)

@@ -311,7 +311,7 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
         return made
 
     monkeypatch.setattr(storages._Reader, "_empty", served)
-    monkeypatch.setattr(arrival.Arrival, "known", lambda *_: "cuda:0")
+    monkeypatch.setattr(arrival.DeviceMap, "known", lambda *_: "cuda:0")
     assert driver.cuda_driver() is cuda
     same(torch.load(saved), transload.load(saved, threads=2))
     cuda.fails["copy"] = [cuda.calls["copy"] + 3]
