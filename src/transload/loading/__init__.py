@@ -26,7 +26,7 @@ from transload.errors import (
     os_error,
 )
 from transload.formats import no_collecting
-from transload.loading.build import Wrong, build, plain_tensors
+from transload.loading.build import Wrong, build_object, plain_tensors
 from transload.loading.engine import SLOT_PAIR, Settings
 from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
 from transload.loading.storages import ReadOptions, read_storages
@@ -79,7 +79,7 @@ def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
     sets how many threads read, ``pinned_mb`` how much pinned memory they may use on the way to a GPU, ``direct``
     whether they bypass the page cache.
 
-    Errors are of our own classes, and of those that torch users catch already: ``RuntimeError``, ``pickle.UnpicklingError``,
+    Errors are of our own classes, and of those torch users catch already: ``RuntimeError``, ``pickle.UnpicklingError``,
     ``OSError``.
 
     >>> import transload
@@ -284,7 +284,7 @@ def _build_piece(piece: Piece, storages: Any, device_map: DeviceMap, encoding: s
     main = next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
     if main is None:
         raise LoadError("there is no object in it", where=piece.checkpoint.path)
-    return build(piece, main, storages, device_map, encoding)
+    return build_object(piece, main, storages, device_map, encoding)
 
 
 def _load_trusted(

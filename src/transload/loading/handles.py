@@ -344,7 +344,7 @@ def caller() -> int:
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     """The object of a node; ``UnsafeError`` if it takes names that nobody has allowed."""
-    from transload.loading.build import build
+    from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
     from transload.loading.storages import read_storages
 
@@ -360,7 +360,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
-    return build(alone, part, read_storages(alone, device_map), device_map)
+    return build_object(alone, part, read_storages(alone, device_map), device_map)
 
 
 def _used_below(root: object) -> tuple[set[int], set[str]]:

@@ -50,9 +50,12 @@ class ReadOptions(NamedTuple):
     settings: Settings = Settings()
 
 
+DEFAULT = ReadOptions()
+
+
 def read_storages(
-    piece: Piece, device_map: DeviceMap, options: ReadOptions = ReadOptions()
-) -> dict[str, torch.UntypedStorage]:  # noqa: B008 - a named tuple does not change
+    piece: Piece, device_map: DeviceMap, options: ReadOptions = DEFAULT
+) -> dict[str, torch.UntypedStorage]:
     """Every storage of a checkpoint on its device, by id."""
     reader = _Reader(piece, device_map, options)
     together = reader.together()
