@@ -949,7 +949,7 @@ def _by_channel(maker: Rebuilder, size: Any, quantizer: Args, dtype: Any, device
     axis = quantizer[3]
     if type(axis) is not int or not 0 <= axis < len(size):
         raise Wrong("a quantized tensor whose axis is none of its dimensions")
-    parts: list[torch.Tensor] = []  # scales and zero points: tensors, or lists as older releases wrote them
+    parts: list[Any] = []  # scales and zero points: tensors, or lists as older releases wrote them
     for part, kind in zip(quantizer[1:3], kinds, strict=True):
         if type(part) is list and all(type(number) in (int, float) for number in part):
             parts.append(torch.tensor(part, dtype=kind, device=device))

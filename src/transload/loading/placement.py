@@ -67,6 +67,10 @@ _SHOWN = 8
 _LONGEST = 40
 
 
+_MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
+_SHORTAGE = ("device", "needed", "free", "missing")
+
+
 @facts(frozen=True)
 class Move:
     """All storages of one tag: where they were, where they go, and why."""
@@ -175,25 +179,9 @@ class Plan:
             "fix": list(self.fix),
             "warning": self.warning,
             "how": self.how,
-            "moves": [
-                {
-                    "tag": move.tag,
-                    "device": move.device,
-                    "reason": move.reason,
-                    "why": move.why,
-                    "tensors": move.tensors,
-                    "nbytes": move.nbytes,
-                }
-                for move in self.moves
-            ],
+            "moves": [{name: getattr(move, name) for name in _MOVE} for move in self.moves],
             "shortages": [
-                {
-                    "device": short.device,
-                    "needed": short.needed,
-                    "free": short.free,
-                    "missing": short.missing,
-                    "instead": list(short.instead),
-                }
+                {**{name: getattr(short, name) for name in _SHORTAGE}, "instead": list(short.instead)}
                 for short in self.shortages
             ],
         }
@@ -501,7 +489,7 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     added = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
     modules: dict[str, Any] = {}
     for kind in (*_KINDS, *(() if added == "privateuseone" else (added,))):
-        module = getattr(torch, kind, None)
+        module: Any = getattr(torch, kind, None)
         complete = all(hasattr(module, name) for name in ("is_available", "device_count", "current_device"))
         if complete and module.is_available() and module.device_count():
             modules[kind] = module

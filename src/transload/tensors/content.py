@@ -22,6 +22,7 @@ from transload.tensors.views import (
     Axis,
     EndedError,
     Gather,
+    View,
     axes_of,
     blocks,
     component,
@@ -33,7 +34,7 @@ from transload.tensors.views import (
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
 
-__all__ = ["Allowance", "Box", "Content", "ContentError", "Integers", "Run", "as_integers", "boxes", "open_content"]
+__all__ = ["Allowance", "Box", "Content", "ContentError", "Run", "as_integers", "boxes", "open_content"]
 
 
 def open_content(f: SourceLike, *, tree: bool = True) -> Content:
@@ -176,8 +177,7 @@ class Content:
         width = ITEMSIZE.get(tensor.dtype, 1)
         if not tensor.numel:
             return _Place(BytesSource(b""), 0, storage, width)
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
-        end = itemsize(tensor.dtype, tensor.offset + last + 1)
+        end = itemsize(tensor.dtype, tensor.offset + View(tensor.shape, tensor.stride).extent)
         if end > storage.stored:
             raise self._lost(tensor, f"{storage.stored:,} of {storage.nbytes:,} bytes of its storage are in the file")
         if storage.offset is None and not storage.compressed:
@@ -266,24 +266,16 @@ class _Place(NamedTuple):
         return resolved(data, tensor.dtype, self.itemsize, swapped=swapped, flags=tensor.flags)
 
 
-class Integers(NamedTuple):
-    """A view of elements that can be moved as integers: those wider than any are pairs of them."""
+def as_integers(itemsize: int, view: View) -> tuple[int, View]:
+    """A view as one of integers, which elements are moved as: those wider than any integer are pairs of them.
 
-    itemsize: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-def as_integers(itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Integers:
-    """A view as one of integers.
-
-    >>> as_integers(16, (3,), (2,), 5)
-    Integers(itemsize=8, shape=(3, 2), stride=(4, 1), offset=10)
+    >>> as_integers(16, View((3,), (2,), 5))
+    (8, View(shape=(3, 2), stride=(4, 1), offset=10))
     """
     if itemsize in FORMATS:
-        return Integers(itemsize, shape, stride, offset)
-    return Integers(itemsize // 2, (*shape, 2), (*(2 * step for step in stride), 1), 2 * offset)
+        return itemsize, view
+    stride = (*(2 * step for step in view.stride), 1)
+    return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
 def _read_run(place: _Place, tensor: Tensor, offset: int, nbytes: int, size: int) -> Iterator[memoryview]:
@@ -300,11 +292,11 @@ def _read_run(place: _Place, tensor: Tensor, offset: int, nbytes: int, size: int
 
 def _read_view(place: _Place, tensor: Tensor, size: int) -> Iterator[memoryview]:
     """Elements that lie anywhere in their storage."""
-    view = as_integers(place.itemsize, tensor.shape, tensor.stride, tensor.offset)
-    gather = Gather(place.source, place.start, view.itemsize)
-    for axes, first in blocks(axes_of(view.shape, view.stride), WINDOW // view.itemsize, view.offset):
-        block = memoryview(bytearray(prod(axis.size for axis in axes) * view.itemsize))
-        gather.fill(packed(axes), first, block.cast(FORMATS[view.itemsize]))
+    width, view = as_integers(place.itemsize, View(tensor.shape, tensor.stride, tensor.offset))
+    gather = Gather(place.source, place.start, width)
+    for axes, first in blocks(axes_of(view.shape, view.stride), WINDOW // width, view.offset):
+        block = memoryview(bytearray(prod(axis.size for axis in axes) * width))
+        gather.fill(packed(axes), first, block.cast(FORMATS[width]))
         done = place.resolved(block, tensor)
         for at in range(0, len(done), size):
             yield done[at : at + size]
@@ -393,7 +385,7 @@ def _lay(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -
     """Elements in row-major order to their places in a box."""
     apart = contiguous(box.shape)
     first = sum((a - b) * step for a, b, step in zip(shared.first, box.first, apart, strict=True))
-    here = as_integers(itemsize, shared.shape, contiguous(shared.shape))
-    there = as_integers(itemsize, shared.shape, apart, first)
+    width, here = as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
+    _, there = as_integers(itemsize, View(shared.shape, apart, first))
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
-    Gather(BytesSource(held), 0, here.itemsize).fill(axes, 0, block.cast(FORMATS[here.itemsize]), there.offset)
+    Gather(BytesSource(held), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
