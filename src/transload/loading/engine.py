@@ -38,12 +38,12 @@ __all__ = [
     "HostLane",
     "Job",
     "Lane",
+    "ReadRequest",
     "Run",
     "Settings",
     "Sums",
     "Take",
     "Transfer",
-    "Want",
     "bring",
     "cached_share",
     "choose",
@@ -63,7 +63,7 @@ GAP = 64 << 10
 """Unwanted bytes that are read to save another call; a call costs about as much as copying these."""
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """Bytes of a file that shall be in memory: a storage, or what a parameter is filled with."""
 
     file: int
@@ -105,7 +105,7 @@ class Job:
         return f"Job({self.file}, {self.device!r}, {self.runs})"
 
 
-def jobs(wants: Sequence[Want], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
+def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
     """The jobs that serve all wants, in the order of the files.
 
     >>> for job in jobs([Want(0, 2, 5), Want(0, 8, 12)], cell=16):
@@ -602,7 +602,7 @@ Place = Callable[[int], int]
 
 def bring(  # noqa: PLR0913 - options by name
     sources: Sequence[Source],
-    wants: Sequence[Want],
+    wants: Sequence[ReadRequest],
     place: Place,
     *,
     settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
@@ -642,7 +642,13 @@ class Transfer:
     """What the lanes of one transfer have in common; where everything goes is filled in while jobs are prepared."""
 
     def __init__(
-        self, files: Sequence[File], wants: Sequence[Want], place: Place, sums: Sums | None, *, huge: bool = False
+        self,
+        files: Sequence[File],
+        wants: Sequence[ReadRequest],
+        place: Place,
+        sums: Sums | None,
+        *,
+        huge: bool = False,
     ) -> None:
         self.files = files
         self.sums = sums
@@ -679,7 +685,7 @@ class Transfer:
         self.fences[device] = event.cuda_event
 
 
-def _facts(files: Sequence[File], wants: Sequence[Want], *, fresh: bool) -> Facts:
+def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) -> Facts:
     cuda = sum(want.nbytes for want in wants if want.device != "cpu")
     host = sum(want.nbytes for want in wants) - cuda
     plain = all(file.plain >= 0 for file in files)

@@ -677,14 +677,14 @@ def _memory_for(reading: _Reading, device: object) -> Iterator[None]:
 
 def _bring(reading: _Reading, address: int, device: str, *, fresh: bool = True) -> None:
     """Read all of a compact view to an address, on any device that is reached."""
-    from transload.loading.engine import Ended, Want, bring
+    from transload.loading.engine import Ended, ReadRequest, bring
 
     count = reading.nbytes
     if device == "cpu" and count < _ALONE:
         _read(reading, reading.view, address)
         return
     try:
-        bring([reading.source], [Want(0, reading.offset, count, device)], lambda _: address, fresh=fresh)
+        bring([reading.source], [ReadRequest(0, reading.offset, count, device)], lambda _: address, fresh=fresh)
     except Ended as end:
         raise _too_short(reading, count - end.came) from end
 

@@ -19,7 +19,7 @@ from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
 from transload.loading import check_settings
-from transload.loading.engine import Ended, Settings, Want, bring
+from transload.loading.engine import Ended, ReadRequest, Settings, bring
 from transload.loading.handles import (
     Destinations,
     build_node,
@@ -1009,7 +1009,7 @@ class _Loading:
         ways = list(ready.values())
         sources = list({id(way.source): way.source for way in ways}.values())
         numbers = {id(source): number for number, source in enumerate(sources)}
-        wants = [Want(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
+        wants = [ReadRequest(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
         try:
             bring(sources, wants, lambda index: ways[index].address, settings=self._settings, fresh=False)
         except Ended as end:

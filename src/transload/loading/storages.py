@@ -17,7 +17,7 @@ from transload.checkpoint import Storage
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io.memory import view
 from transload.loading.build import is_fake_mode
-from transload.loading.engine import Ended, Settings, Sums, Want, bring
+from transload.loading.engine import Ended, ReadRequest, Settings, Sums, bring
 from transload.tensors.files import PackedStorages
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class _Reader:
             self._bring(opened, wants, place, plain)
         return {storage.id: held[index] for index, storage in enumerate(plain)}
 
-    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[Want]]:
+    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[ReadRequest]]:
         """The storages that the engine brings, and what is wanted for each; their files are opened."""
         plain: list[Storage] = []
-        wants: list[Want] = []
+        wants: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
             return plain, wants
         storages = self._piece.checkpoint.storages
@@ -118,7 +118,7 @@ class _Reader:
                     numbers[file] = len(opened)
                     opened.append(self._piece.open(file))
                 plain.append(storage)
-                wants.append(_new(Want, (numbers[file], offset, nbytes, device)))
+                wants.append(_new(ReadRequest, (numbers[file], offset, nbytes, device)))
         return plain, wants
 
     def _reached(self, tag: str) -> str:
@@ -131,7 +131,11 @@ class _Reader:
         return device if cuda_driver() is not None else ""
 
     def _bring(
-        self, sources: Sequence[Source], wants: Sequence[Want], place: Callable[[int], int], storages: Sequence[Storage]
+        self,
+        sources: Sequence[Source],
+        wants: Sequence[ReadRequest],
+        place: Callable[[int], int],
+        storages: Sequence[Storage],
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
         sums = Sums() if self._options.verify else None
@@ -184,7 +188,7 @@ class _Reader:
         if storage.offset is None or storage.stored < storage.nbytes:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         held = self._empty(storage)
-        want = Want(0, storage.offset, storage.nbytes)
+        want = ReadRequest(0, storage.offset, storage.nbytes)
         self._bring([self._piece.open(storage.file)], [want], lambda _: held.data_ptr(), [storage])
         return held
 
