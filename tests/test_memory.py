@@ -26,7 +26,7 @@ from transload.converting.crew import Chunk as Buffer
 from transload.converting.crew import Crew
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Checksums, Chunk
-from transload.loading.local_devices import Arrival
+from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
 from transload.saving.background import background
 
@@ -202,7 +202,7 @@ def test_reading_leaves_nothing_in_cycles(name: str, tmp_path: Path) -> None:
     transload.convert(tmp_path / "x.pt", tmp_path / "x.safetensors")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-2000])
     gc.collect()
-    assert left_in_cycles(lambda: READS[name](tmp_path), Storage, Call, Dict, Arrival) == []
+    assert left_in_cycles(lambda: READS[name](tmp_path), Storage, Call, Dict, DeviceMap) == []
 
 
 def test_a_function_for_map_location_is_not_kept(tmp_path: Path) -> None:

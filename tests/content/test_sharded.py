@@ -58,7 +58,7 @@ def element(value: int, width: int, *, swapped: bool = False) -> bytes:
 def test_the_whole_comes_in_order(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transload.tensors.WINDOW", window)
+    monkeypatch.setattr("transload.tensors.content.WINDOW", window)
     for swapped in (False, True):
         content = whole(shape, cuts, width, swapped=swapped)
         got = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))

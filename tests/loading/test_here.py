@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from transload.errors import LoadError
-from transload.loading import local_devices as here
-from transload.loading.local_devices import Arrival, devices_here, wanted_devices
-from transload.loading.placement import Device, Move, Plan
+from transload.loading import placement as here
+from transload.loading.placement import Device, DeviceMap, Move, Plan, devices_here, wanted_devices
 
 GIB = 1 << 30
 
@@ -151,9 +150,9 @@ def test_the_devices_a_wish_may_use(wish: Any, wanted: list[str]) -> None:
     assert wanted_devices(["cuda:1", "cpu"], wish) == wanted
 
 
-def arriving(wish: Any = "auto", **moves: str) -> Arrival:
+def arriving(wish: Any = "auto", **moves: str) -> DeviceMap:
     made = tuple(Move(tag.replace("_", ":"), device, "here", 1, 1) for tag, device in moves.items())
-    return Arrival(Plan(made), wish, "model.pt")
+    return DeviceMap(Plan(made), wish, "model.pt")
 
 
 def test_storages_go_where_the_plan_says() -> None:

@@ -34,7 +34,7 @@ from tests.loading.zoo import QUIET
 from transload.errors import LoadError
 from transload.loading import build as building
 from transload.loading import load
-from transload.loading.rebuild import kind_of, ordinary, view
+from transload.loading.build import kind_of, ordinary, view
 from transload.nodes import Call, Global, Persistent
 
 pytestmark = QUIET

@@ -18,10 +18,11 @@ import torch
 from tests.loading.zoo import QUIET, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
-from transload.loading import Task, load
+from transload.loading import load
 from transload.loading.engine import bring
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
+from transload.loading.placement import DeviceMap
 
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="the limits of POSIX")
@@ -191,13 +192,13 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     """Has something happen between the reading of what is in a file and the reading of its bytes."""
 
     def arrange(happens: Callable[[], object]) -> None:
-        begin = Task.__init__
+        begin = DeviceMap.__init__
 
-        def changed(self: Task, *args: Any) -> None:
+        def changed(self: DeviceMap, *args: Any) -> None:
             happens()
             begin(self, *args)
 
-        monkeypatch.setattr(Task, "__init__", changed)
+        monkeypatch.setattr(DeviceMap, "__init__", changed)
 
     return arrange
 

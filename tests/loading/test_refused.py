@@ -125,7 +125,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+@pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
 def test_no_change_of_a_byte_is_an_error_that_is_not_ours() -> None:
     """Each byte of a small archive and of a stream set to three other values: loaded, or refused in our words."""
     for sound in (checkpoint(), legacy()):
@@ -248,12 +248,11 @@ def test_two_files_in_one_are_refused() -> None:
 
 
 def test_no_tensor_is_read_before_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import storages
 
     def never(*_: object) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(storages, "read_storages", never)
+    monkeypatch.setattr("transload.loading.read_storages", never)
     for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("argparse", "Namespace")))):
         with pytest.raises(UnsafeError):
             load(checkpoint(pickled(body)))

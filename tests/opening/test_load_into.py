@@ -280,7 +280,7 @@ class TestWhereItGoes:
         load_into(model, file_of(made().state_dict()))
         assert model.unsaved.is_meta
 
-    @pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+    @pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
     def test_only_meta_parameters_ask_where_to_land(self, data: Path) -> None:
         state = torch.load(data / "h200" / "state_dict_cuda1.pt", map_location="cpu")
         model = nn.Conv2d(*reversed(state["conv.weight"].shape[:2]), state["conv.weight"].shape[2:])

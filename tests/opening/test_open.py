@@ -105,7 +105,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("folder", RELEASES, ids=lambda folder: folder.name)
-@pytest.mark.filterwarnings("ignore::transload.loading.errors.LandingWarning")
+@pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
 def test_every_tensor_of_every_release_to_the_byte(folder: Path) -> None:
     truth = json.loads((folder / "expected.json").read_text())["files"]
     seen = 0
@@ -180,7 +180,7 @@ class TestNames:
             ("model/fc.wieght", "no tensor 'model/fc.wieght'; close: model/fc.weight, model/fc.bias"),
             ("fc.bias", "no tensor 'fc.bias'; close: model/fc.bias"),
             ("model", "no tensor 'model'; close: model/fc.weight, model/fc.bias"),
-            ("epoch", "'epoch' is no tensor: its value is in metadata['epoch']"),
+            ("epoch", "'epoch' is not a tensor: its value is in metadata['epoch']"),
             ("zzz", "no tensor 'zzz'"),
         ],
     )
@@ -654,7 +654,7 @@ class TestLanding:
             assert handle["n"].dtype == torch.int64
 
     def test_what_is_no_dtype(self) -> None:
-        with pytest.raises(UsageError, match="'half-ish' is no dtype"):
+        with pytest.raises(UsageError, match="'half-ish' is not a dtype"):
             open_(file_of({}), dtype="half-ish")
 
 

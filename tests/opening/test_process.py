@@ -109,7 +109,7 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
                 raise KeyboardInterrupt
             return super()._next(most)
 
-    monkeypatch.setattr("transload.loading.handles.Inflating", Interrupted)
+    monkeypatch.setattr("transload.tensors.files.Inflating", Interrupted)
     with open_(packed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]

@@ -174,8 +174,8 @@ def test_a_wish_is_granted(wish: Any, expected: dict[str, str]) -> None:
         ("gpu", "there is no gpu here, only cpu and cuda:0"),
         ({"cuda:5": "cuda:6"}, "there is no cuda:6 here, only cpu and cuda:0"),
         ({torch.device("cuda:5"): "cpu"}, "there is no cuda:5 here, only cpu and cuda:0"),  # nor does torch find it
-        (1, "map_location is of type int, which names no device"),
-        (1.5, "map_location is of type float, which names no device"),
+        (1, "map_location is of type int, which does not name a device"),
+        (1.5, "map_location is of type float, which does not name a device"),
     ],
 )
 def test_a_wish_that_cannot_be_granted_is_refused_with_a_fix(wish: Any, refused: str) -> None:

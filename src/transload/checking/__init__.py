@@ -119,7 +119,7 @@ def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Check
 
 def _how(path: str | os.PathLike[str], plan: Plan) -> str:
     """How its bytes would be moved here: as ``load`` chooses, but for what only a working driver can tell."""
-    from transload.loading.choice import forecast
+    from transload.loading.engine import forecast
 
     cuda = sum(move.nbytes for move in plan.moves if move.device.startswith("cuda"))
     host = sum(move.nbytes for move in plan.moves) - cuda

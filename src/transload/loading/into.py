@@ -1,894 +1,47 @@
-"""What trainers and wrappers do to all keys of a state dict, and how it is undone."""
+"""``transload.load_into``: the weights of a file straight into the parameters of a model.
+
+``find`` looks for the place in the file whose keys fit the model best, after undoing the changes that trainers and
+wrappers make to all keys (``Rename``). ``fit`` compares every key, shape and dtype and lists the reading to do; what
+does not fit is a ``Mismatch``, which finds words for it. ``_Loading`` does it all in order.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
 from transload.loading import check_settings
-from transload.loading.engine import Ended, Settings, Want, bring
+from transload.loading.engine import Ended, ReadRequest, Settings, bring
 from transload.loading.handles import (
     Destinations,
-    Opened,
     build_node,
     caller,
     changed,
     check_one,
     fill,
     open_checkpoint,
-    plain,
     read_one,
     straight,
 )
 from transload.nodes import Call, Dict
+from transload.tensors.paths import plain
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
     from transload.io.sources import SourceLike
-    from transload.loading.handles import Opened
-    from transload.tensors.files import Piece
+    from transload.tensors.files import OpenCheckpoint, Piece
 
-__all__ = [
-    "EXTRA",
-    "Branch",
-    "Difference",
-    "Fit",
-    "Held",
-    "KeysWarning",
-    "Loaded",
-    "Match",
-    "Mismatch",
-    "MismatchError",
-    "OwnWay",
-    "Rename",
-    "Renamed",
-    "Report",
-    "Slot",
-    "State",
-    "Task",
-    "branches",
-    "chains",
-    "cut",
-    "deed",
-    "find",
-    "fit",
-    "has_inner",
-    "has_post_hooks",
-    "likely_renames",
-    "load_into",
-    "modules",
-    "own_way",
-    "slots",
-    "values",
-    "versions",
-]
-
-
-_LEADING = ("module.", "_orig_mod.", "model.")
-"""What DataParallel, torch.compile and trainers put before every key."""
-
-_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers put inside a key, where a part of the model is wrapped."""
-
-
-class Rename(NamedTuple):
-    """A change made to all keys of a file: ``strip`` goes from the front, ``add`` comes there, wrappers are cut out."""
-
-    strip: str = ""
-    add: str = ""
-    inner: bool = False
-
-    def __call__(self, key: str) -> str:
-        """The key as the model may call it."""
-        if self.inner:
-            key = cut(key)
-        return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
-
-    def undone(self, key: str) -> str:
-        """The key as the file may call it."""
-        return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
-
-    def leaves_out(self, key: str) -> bool:
-        """Whether a key is none of the model's: trainers keep other things beside it, wrappers do not."""
-        return self.strip.endswith("model.") and not key.startswith(self.strip)
-
-    @property
-    def cost(self) -> int:
-        """The least change is the best, where several do."""
-        return self.strip.count(".") + self.add.count(".") + self.inner
-
-
-def deed(rename: Rename) -> str:
-    """What a change does to keys, in words: ``took 'module.' off``."""
-    words = []
-    if rename.strip and rename.add:
-        words.append(f"put {rename.add!r} for {rename.strip!r} in")
-    elif rename.strip:
-        words.append(f"took {rename.strip!r} off")
-    elif rename.add:
-        words.append(f"put {rename.add!r} before")
-    if rename.inner:
-        words.append("left out the names of wrappers in")
-    return " and ".join(words)
-
-
-def has_inner(keys: Iterable[str]) -> bool:
-    """Whether there are names of wrappers in some key."""
-    return any(part in key for key in keys for part in _INNER)
-
-
-def chains(keys: Iterable[str]) -> list[str]:
-    """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
-    found = {""}
-    for key in keys:
-        if not key.startswith(_LEADING):
-            continue
-        lead = ""
-        while part := next((part for part in _LEADING if key.startswith(part, len(lead))), ""):
-            lead += part
-            found.add(lead)
-    return sorted(found, key=len)
-
-
-def cut(key: str) -> str:
-    """A key without the names of wrappers in it."""
-    for part in _INNER:
-        if part in key:
-            key = key.replace(part, "")
-    return key
-
-
-Shape = tuple[int, ...] | None
-"""``None`` where the model does not mind."""
-
-_MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """What lies below one place of a checkpoint, by the keys it would have in a state dict."""
-
-    path: tuple[Key, ...]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    deep: dict[str, Key] = field(default_factory=dict)
-    """Keys that are not directly there but joined out of several steps, each with the first of them."""
-
-    @property
-    def name(self) -> str:
-        """What to pass as ``prefix`` for it."""
-        return "/".join(map(str, self.path))
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A branch laid over a model: the tensor for each of its keys, and the keys of the file that have no place."""
-
-    branch: Branch
-    rename: Rename
-    tensors: dict[str, Tensor]
-    """By the model's keys."""
-    origins: dict[str, str]
-    """The file's key, by the model's."""
-    rest: dict[str, Tensor]
-    """What has no place in the model, by its keys after the renaming."""
-    outside: int = 0
-    """How many tensors lie beside what was taken."""
-    score: tuple[int, int] = (0, 0)
-
-    @property
-    def unexpected(self) -> list[str]:
-        """The keys torch would not expect: of what lies deeper, the entry it lies in."""
-        deep = self.branch.deep
-        return list(dict.fromkeys(str(deep.get(key, key)) for key in self.rest))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was done to the keys, in words."""
-        changed = [old for new, old in self.origins.items() if new != old]
-        if not changed:
-            return ()
-        beside = f", and left out {self.outside:,} that have none" if self.outside else ""
-        return (f"{deed(self.rename)} {len(changed):,} keys{beside}",)
-
-
-def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
-    """Every place of a checkpoint that has tensors below it.
-
-    Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
-    """
-    found: dict[tuple[Key, ...], Branch] = {}
-    known: dict[tuple[Key, ...], list[_Above]] = {}
-    for tensor in checkpoint.tensors:
-        if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
-            continue  # of the code, not of the model
-        steps = _steps(tensor)
-        above = known.get(steps[:-1]) if steps else _above((), found)
-        if above is None:
-            above = known[steps[:-1]] = _above(steps, found)
-        name = str(steps[-1]) if steps else ""
-        for branch, lead, first in above:
-            branch.tensors[lead + name] = tensor
-            if first is not None:
-                branch.deep[lead + name] = first
-    return found
-
-
-_Above = tuple[Branch, str, "Key | None"]
-"""A branch, what keys below a place begin with in it, and the first step there if that is not the last, too."""
-
-
-def _above(steps: tuple[Key, ...], found: dict[tuple[Key, ...], Branch]) -> list[_Above]:
-    """All branches above what these steps lead to."""
-    out: list[_Above] = []
-    for depth in range(max(1, len(steps))):
-        branch = found.setdefault(steps[:depth], Branch(steps[:depth]))
-        between = steps[depth:-1]
-        out.append((branch, "".join(f"{step}." for step in between), between[0] if between else None))
-    return out
-
-
-def _steps(tensor: Tensor) -> tuple[Key, ...]:
-    if _MARKERS.isdisjoint(tensor.path):
-        return tensor.path
-    if "_parameters/" in tensor.name or "_buffers/" in tensor.name:  # a buffer that state_dict() leaves out
-        return tensor.path
-    steps = tuple(step for step in tensor.path if step not in _MARKERS)
-    # A module: what stands behind its first marker is one key.
-    lead = next(i for i, step in enumerate(tensor.path) if step in _MARKERS)
-    return (*steps[:lead], ".".join(map(str, steps[lead:])))
-
-
-def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None = None) -> Match:
-    """The branch that fits a model best, by keys and then by shapes.
-
-    ``wanted`` are the model's keys with their shapes. ``UsageError`` if two branches fit equally well and are not the
-    same tensors, or if nothing has the ``prefix``.
-    """
-    chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
-    matches = _Model(wanted).matches(chosen)
-    if not matches:
-        return Match(Branch(()), Rename(), {}, {}, {})
-    best = max(match.score for match in matches)
-    if best == (0, 0):
-        return max(
-            matches, key=lambda match: (len(match.branch.tensors) - len(match.branch.deep), -len(match.branch.path))
-        )
-    equal = sorted(
-        (m for m in matches if m.score == best), key=lambda m: (m.rename.cost, len(m.rest), len(m.branch.path))
-    )
-    rivals = [match for match in equal[1:] if not _same(equal[0], match)]
-    if rivals:
-        raise _ambiguous(checkpoint, [equal[0], *rivals])
-    return equal[0]
-
-
-def _same(one: Match, other: Match) -> bool:
-    """Whether two matches would load the same bytes."""
-    return all(
-        tensor is (mate := other.tensors.get(key)) or (mate is not None and _bytes(tensor) == _bytes(mate))
-        for key, tensor in one.tensors.items()
-    )
-
-
-def _bytes(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.storage, tensor.offset, tensor.stride, tensor.path if tensor.storage is None else ()
-
-
-def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
-    """A place of the checkpoint by its name; or all tensors whose name begins so, by the rest of the name."""
-    named = {branch.name: branch for branch in branches(checkpoint).values()}
-    if prefix.rstrip("/") in named:
-        return named[prefix.rstrip("/")]
-    lead = prefix if prefix[-1:] in "./" else f"{prefix}."
-    tensors = {
-        tensor.name[len(lead) :].replace("/", "."): tensor
-        for tensor in checkpoint.tensors
-        if tensor.name.startswith(lead)
-    }
-    if tensors:
-        return Branch((lead,), tensors)
-    raise UsageError(
-        f"no tensor is below {prefix!r}",
-        where=checkpoint.path,
-        fix=f"There are tensors below: {_listed(branch.name or repr('') for branch in _flat(checkpoint))}",
-    )
-
-
-def _flat(checkpoint: Checkpoint) -> list[Branch]:
-    """The branches that hold tensors themselves, the largest first."""
-    held = [branch for branch in branches(checkpoint).values() if len(branch.tensors) > len(branch.deep)]
-    return sorted(held, key=lambda branch: len(branch.deep) - len(branch.tensors))
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    known = list(names)
-    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
-
-
-def _ambiguous(checkpoint: Checkpoint, rivals: list[Match]) -> UsageError:
-    names = [match.branch.name for match in rivals]
-    fix = "\n".join(
-        f"prefix={name!r} for the {len(m.tensors):,} keys there" for name, m in zip(names, rivals, strict=True)
-    )
-    what = (
-        f"{len(names)} places of the file fit the model equally well: {_listed(name or 'the root' for name in names)}"
-    )
-    return UsageError(what, where=checkpoint.path, fix=f"Say which, by one of:\n{fix}")
-
-
-class _Model:
-    """The keys of a model, prepared for many comparisons."""
-
-    def __init__(self, wanted: Mapping[str, Shape]) -> None:
-        self.shapes = wanted
-
-    @cached_property
-    def chains(self) -> list[str]:
-        """What leads its keys."""
-        return chains(self.shapes)
-
-    @cached_property
-    def wrapped(self) -> bool:
-        """Whether there are names of wrappers in its keys."""
-        return has_inner(self.shapes)
-
-    @cached_property
-    def cut(self) -> dict[str, str]:
-        """Its keys by what they are without those names."""
-        return {cut(name): name for name in self.shapes}
-
-    @cached_property
-    def same(self) -> dict[str, str]:
-        """Its keys by themselves."""
-        return {name: name for name in self.shapes}
-
-    def matches(self, branches: Sequence[Branch]) -> list[Match]:
-        """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
-        found: dict[int, Match] = {}
-        most = 0
-        for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
-            if len(branches[place].tensors) < most:
-                break
-            found[place] = self.lay(branches[place])
-            most = max(most, found[place].score[0])
-        return [found[place] for place in sorted(found)]
-
-    def lay(self, branch: Branch) -> Match:
-        """The branch over the model by the change of names that makes most keys fit; by the least that does."""
-        best = self._as_is(branch)
-        if len(best.tensors) == len(self.shapes):
-            return best
-        for rename in self._renames(branch.tensors):
-            match = self._laid(branch, rename)
-            if match.score > best.score or (match.score == best.score and rename.cost < best.rename.cost):
-                best = match
-        return best
-
-    def _renames(self, keys: Collection[str]) -> Iterator[Rename]:
-        """Changes worth trying: what leads the keys on either side, with and without wrappers inside them."""
-        ours = chains(keys)
-        for inner in (False, True) if self.wrapped or has_inner(keys) else (False,):
-            for strip in ours:
-                for add in self.chains:
-                    if strip or add or inner:
-                        yield Rename(strip, add, inner)
-
-    def _as_is(self, branch: Branch) -> Match:
-        """The branch with its own keys."""
-        shapes = self.shapes
-        tensors = {key: tensor for key, tensor in branch.tensors.items() if key in shapes}
-        rest = {key: tensor for key, tensor in branch.tensors.items() if key not in shapes}
-        return Match(branch, Rename(), tensors, dict(zip(tensors, tensors, strict=True)), rest, 0, self._score(tensors))
-
-    def _score(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """How many keys fit, and how many shapes."""
-        shapes = self.shapes
-        return len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
-
-    def _laid(self, branch: Branch, rename: Rename) -> Match:
-        names = self.cut if rename.inner else self.same
-        tensors: dict[str, Tensor] = {}
-        origins: dict[str, str] = {}
-        rest: dict[str, Tensor] = {}
-        outside = 0
-        for key, tensor in branch.tensors.items():
-            new = rename(key)
-            name = names.get(new)
-            if name is not None and (name not in tensors or key == name):
-                tensors[name] = tensor
-                origins[name] = key
-            elif rename.leaves_out(key):
-                outside += 1
-            else:
-                rest[key if key in branch.deep else new] = tensor
-        return Match(branch, rename, tensors, origins, rest, outside, self._score(tensors))
-
-
-EXTRA = "_extra_state"
-
-
-class Slot(NamedTuple):
-    """A parameter, a buffer, or (without a tensor) the place of a module's extra state."""
-
-    module: torch.nn.Module
-    name: str
-    tensor: torch.Tensor | None
-    shape: tuple[int, ...] | None
-    """``None`` where any will do: extra state, and parameters that are not made yet."""
-
-    @property
-    def now(self) -> torch.Tensor | None:
-        """What is in the place at present."""
-        held = self.module._parameters.get(self.name)  # noqa: SLF001 - getattr may be the user's
-        return self.module._buffers.get(self.name) if held is None else held  # noqa: SLF001 - the same
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Let a tensor take the place."""
-        held = self.module._parameters if self.name in self.module._parameters else self.module._buffers  # noqa: SLF001 - setattr may be the user's
-        held[self.name] = tensor
-
-
-def modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every module with the prefix of its keys, parents first; one that is shared comes under each of its names."""
-    yield prefix, model
-    for name, child in model._modules.items():  # noqa: SLF001 - as load_state_dict goes through them
-        if child is not None:
-            yield from modules(child, f"{prefix}{name}.")
-
-
-def slots(model: torch.nn.Module) -> dict[str, Slot]:
-    """The places of a model by key, in the order of its ``state_dict()``."""
-    found: dict[str, Slot] = {}
-    for prefix, module in modules(model):
-        unsaved = module._non_persistent_buffers_set  # noqa: SLF001 - as above
-        for name, parameter in module._parameters.items():  # noqa: SLF001
-            if parameter is not None:
-                found[prefix + name] = Slot(module, name, parameter, _shape(parameter))
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            if buffer is not None and name not in unsaved:
-                found[prefix + name] = Slot(module, name, buffer, _shape(buffer))
-        if _has_extra(module):
-            found[prefix + EXTRA] = Slot(module, EXTRA, None, None)
-    return found
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return None if isinstance(tensor, _torch_parts().lazy) else tuple(tensor.shape)
-
-
-def _has_extra(module: torch.nn.Module) -> bool:
-    return type(module).set_extra_state is not _torch_parts().no_extra
-
-
-def own_way(module: torch.nn.Module) -> bool:
-    """Whether a module loads its state by code of its own: a hook before loading, or a method overridden.
-
-    The norms override it only for the sake of files without ``num_batches_tracked``, which is seen to elsewhere.
-    """
-    known = _torch_parts().ways
-    return type(module)._load_from_state_dict not in known or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-
-
-class _Parts(NamedTuple):
-    """What there is in torch to tell modules and parameters by."""
-
-    lazy: type
-    no_extra: object
-    ways: frozenset[object]
-
-
-@cache
-def _torch_parts() -> _Parts:
-    import torch
-    from torch.nn.modules.batchnorm import _NormBase
-    from torch.nn.modules.instancenorm import _InstanceNorm
-    from torch.nn.parameter import UninitializedTensorMixin
-
-    kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
-    ways = frozenset(kind._load_from_state_dict for kind in kinds)  # noqa: SLF001 - they are compared, not called
-    return _Parts(UninitializedTensorMixin, torch.nn.Module.set_extra_state, ways)
-
-
-def has_post_hooks(model: torch.nn.Module) -> bool:
-    """Whether some module wants to look at the keys afterwards, and may strike some off."""
-    return any(module._load_state_dict_post_hooks for _, module in modules(model))  # noqa: SLF001
-
-
-ShapeMismatch = tuple[int, ...] | None
-
-_MOST = 12
-_FEW = 6
-
-
-class Difference(NamedTuple):
-    """A key whose tensor is another in the file than in the model."""
-
-    key: str
-    file: str
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """All that does not fit. Keys have their shapes beside them, ``None`` where they have none."""
-
-    missing: Mapping[str, ShapeMismatch] = field(default_factory=dict)
-    unexpected: Mapping[str, ShapeMismatch] = field(default_factory=dict)
-    shapes: tuple[Difference, ...] = ()
-    dtypes: tuple[Difference, ...] = ()
-    others: tuple[str, ...] = ()
-    """Sentences on what is none of these."""
-
-    @property
-    def renames(self) -> list[Renamed]:
-        """What seems to be the same under another name."""
-        return likely_renames(self.missing, self.unexpected)
-
-    @property
-    def text(self) -> str:
-        """The report, in a few lines."""
-        lines: list[str] = []
-        renames = self.renames
-        covered = {key for rename in renames for pair in rename.pairs for key in pair}
-        if renames:
-            lines += ["the same under other names, it seems:", *map(_renaming, renames)]
-        lines += _group("missing in the file", [key for key in self.missing if key not in covered])
-        lines += _group("only in the file", [key for key in self.unexpected if key not in covered])
-        lines += _shapes(self.shapes)
-        lines += _dtypes(self.dtypes)
-        return "\n".join([*lines, *self.others])
-
-
-class Renamed(NamedTuple):
-    """Keys that begin with ``theirs`` in the file and ``ours`` in the model, and are equal after that."""
-
-    theirs: str
-    ours: str
-    pairs: tuple[tuple[str, str], ...]
-
-
-def _renaming(renamed: Renamed) -> str:
-    return f"  {renamed.theirs}* in the file ↔ {renamed.ours}* in the model: {_keys(len(renamed.pairs))}"
-
-
-def _keys(count: int) -> str:
-    return "1 key" if count == 1 else f"{count:,} keys"
-
-
-def likely_renames(missing: Mapping[str, ShapeMismatch], unexpected: Mapping[str, ShapeMismatch]) -> list[Renamed]:
-    """Prefixes of the file, each with the model's that has the same keys with the same shapes below it.
-
-    >>> likely_renames({"backbone.a.w": (2,), "backbone.a.b": ()}, {"encoder.a.w": (2,), "encoder.a.b": ()})[0][:2]
-    ('encoder.', 'backbone.')
-    """
-    tails = _tails(missing)
-    votes: Counter[tuple[str, str]] = Counter()
-    for key, shape in unexpected.items():
-        for cut in _cuts(key):
-            mates = tails.get((key[cut:], shape), ())
-            if mates and len(mates) <= _FEW:  # more are no evidence: every model has its weights
-                votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
-            if mates:
-                break
-    return _settled(votes, missing, unexpected)
-
-
-def _cuts(key: str) -> list[int]:
-    """Where a prefix of a key may end, the shortest first."""
-    return [0, *(place + 1 for place, letter in enumerate(key) if letter == ".")]
-
-
-def _tails(keys: Mapping[str, ShapeMismatch]) -> dict[tuple[str, ShapeMismatch], list[str]]:
-    tails: dict[tuple[str, ShapeMismatch], list[str]] = {}
-    for key, shape in keys.items():
-        for cut in _cuts(key):
-            tails.setdefault((key[cut:], shape), []).append(key)
-    return tails
-
-
-def _settled(
-    votes: Counter[tuple[str, str]], missing: Mapping[str, ShapeMismatch], unexpected: Mapping[str, ShapeMismatch]
-) -> list[Renamed]:
-    """The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is no pattern."""
-    out: list[Renamed] = []
-    wanted, free = set(missing), dict.fromkeys(unexpected)
-    for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
-        mates = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
-        pairs = tuple((key, mate) for key, mate in mates.items() if mate in wanted and missing[mate] == unexpected[key])
-        if len(pairs) < 2 or len(out) == _MOST:
-            continue
-        out.append(Renamed(theirs, ours, pairs))
-        for key, mate in pairs:
-            del free[key]
-            wanted.discard(mate)
-    return out
-
-
-def _group(title: str, keys: Sequence[str]) -> list[str]:
-    """Keys by their first names, the largest groups first; a lone key by its whole name."""
-    if not keys:
-        return []
-    if len(keys) <= _FEW:
-        return [f"{title}: {', '.join(keys)}"]
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        groups.setdefault(key.partition(".")[0], []).append(key)
-    shown = sorted(groups.values(), key=len, reverse=True)
-    words = [_named(group) for group in shown[:_MOST]]
-    more = sum(map(len, shown[_MOST:]))
-    return [f"{title}, {_keys(len(keys))}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
-
-
-def _named(group: Sequence[str]) -> str:
-    """``encoder.layers.* (96)``: the names all keys of a group begin with, and how many they are."""
-    if len(group) == 1:
-        return group[0]
-    split = [key.split(".") for key in group]
-    common: list[str] = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return f"{'.'.join(common)}.* ({len(group):,})"
-
-
-def _shapes(differences: Sequence[Difference]) -> list[str]:
-    if not differences:
-        return []
-    rows = [Difference("key", "file", "model"), *differences[:_MOST]]
-    wide = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-    more = len(differences) - _MOST
-    return [f"of another shape, {_keys(len(differences))}:", *lines, *([f"  and {more:,} more"] if more > 0 else [])]
-
-
-def _dtypes(differences: Sequence[Difference]) -> list[str]:
-    counts = Counter((each.file, each.model) for each in differences)
-    lines = [
-        f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model"
-        for (file, model), count in counts.most_common(_FEW)
-    ]
-    return [*lines, *(["cast=True converts them while they are read."] if lines else [])]
-
-
-_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-
-
-class Task(NamedTuple):
-    """One tensor of the file, what is wanted of it, and all places of the one parameter it goes to."""
-
-    key: str
-    tensor: Tensor
-    part: tuple[int, ...]
-    places: tuple[Slot, ...]
-
-
-@dataclass(slots=True)
-class Fit:
-    """How a file fits a model. Keys are the model's."""
-
-    tasks: list[Task] = field(default_factory=list)
-    extras: dict[str, Tensor | tuple[Piece, object]] = field(default_factory=dict)
-    """Extra state by key: a tensor, or the file it is in and its node there."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[Difference] = field(default_factory=list)
-    dtypes: list[Difference] = field(default_factory=list)
-
-
-def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> Fit:
-    """Compare every key, shape and dtype."""
-    out = Fit()
-    out.extras = _extras(match, slots, opened)
-    _compare(out, match, slots, cast=cast)
-    out.tasks = _tasks(match, slots, opened)
-    filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
-    found = match.tensors.keys() | out.extras.keys()
-    about = versions(match, opened)
-    out.missing = [
-        key
-        for key, slot in slots.items()
-        if key not in found and id(slot.tensor) not in filled and not _is_excused(key, slot, about)
-    ]
-    out.unexpected = _unexpected(match, opened.checkpoint, {match.rename.undone(key) for key in out.extras})
-    return out
-
-
-def _unexpected(match: Match, checkpoint: Checkpoint, known: set[str]) -> list[str]:
-    """Keys that have no place in the model: tensors, and what is none."""
-    held = {*match.branch.tensors, *map(str, match.branch.deep.values()), *known}
-    others = (key for key in values(match, checkpoint) if key not in held and not match.rename.leaves_out(key))
-    return [key for key in match.unexpected if key not in known] + [match.rename(key) for key in others]
-
-
-def _extras(match: Match, slots: dict[str, Slot], opened: Opened) -> dict[str, Tensor | tuple[Piece, object]]:
-    """Extra state by key: a tensor, or the file it is in and its node there."""
-    out: dict[str, Tensor | tuple[Piece, object]] = {}
-    for key in (key for key, slot in slots.items() if slot.tensor is None):
-        held = opened.node((*match.branch.path, match.rename.undone(key))) or match.tensors.get(key)
-        if held is not None:
-            out[key] = held
-    return out
-
-
-def _compare(out: Fit, match: Match, slots: dict[str, Slot], *, cast: bool) -> None:
-    names: dict[torch.dtype, str] = {}
-    for key, tensor in match.tensors.items():
-        slot = slots[key]
-        if slot.tensor is None or slot.shape is None:
-            continue
-        if tensor.shape != slot.shape and not _is_old_scalar(tensor, slot):
-            out.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
-        dtype = slot.tensor.dtype
-        mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
-        if tensor.dtype != mine and not cast:
-            out.dtypes.append(Difference(key, tensor.dtype, mine))
-
-
-def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
-    """torch 0.3 had no tensors without dimensions, and wrote one element instead; load_state_dict takes it, too."""
-    return tensor.shape == (1,) and slot.shape == ()
-
-
-def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
-    """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
-    last: dict[int, str] = {}
-    places: dict[int, list[Slot]] = {}
-    for key, slot in slots.items():
-        if slot.tensor is None:
-            continue
-        ident = id(slot.tensor)
-        places.setdefault(ident, []).append(slot)
-        if key in match.tensors:
-            last[ident] = key
-    tasks = []
-    for ident, key in last.items():
-        tensor, slot = match.tensors[key], slots[key]
-        part = (0,) if slot.shape == () and _is_old_scalar(tensor, slot) else ()
-        tasks.append(Task(key, tensor, part, tuple(places[ident])))
-    tasks.sort(key=lambda task: _place(task.tensor, opened))
-    return tasks
-
-
-def _place(tensor: Tensor, opened: Opened) -> tuple[str, int, int]:
-    storage = opened.storage(tensor.storage)
-    return storage.file if storage else "", tensor.file_offset or 0, tensor.offset
-
-
-def values(match: Match, checkpoint: Checkpoint) -> list[str]:
-    """Entries of the state dict that are no tensors, as the file calls them: an epoch, extra state."""
-    path = match.branch.path
-    apart = _MARKERS.isdisjoint
-    modules = not all(apart(tensor.path[len(path) :]) for tensor in match.branch.tensors.values())
-    if modules or checkpoint.format in _PROGRAMS:
-        return []  # attributes of an object are no entries
-    below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
-    return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
-
-
-def versions(match: Match, opened: Opened) -> dict[str, dict[str, Any]]:
-    """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
-    held = opened.node(match.branch.path)
-    node = held[1] if held else None
-    state = node.states[-1] if type(node) is Call and node.states else None
-    table = plain(state.get("_metadata")) if type(state) is Dict else {}
-    if not isinstance(table, dict):
-        return {}
-    return {
-        match.rename(f"{name}.")[:-1] if name else "": about
-        for name, about in table.items()
-        if isinstance(name, str) and isinstance(about, dict)
-    }
-
-
-def _is_excused(key: str, slot: Slot, about: dict[str, dict[str, Any]]) -> bool:
-    """Whether a key may be missing: files before version 2 of the norms have no ``num_batches_tracked``."""
-    from torch.nn.modules.batchnorm import _NormBase
-
-    if slot.name != "num_batches_tracked" or not isinstance(slot.module, _NormBase):
-        return False
-    version = about.get(key.rpartition(".")[0], {}).get("version")
-    return type(version) is not int or version < 2
-
-
-class Held(NamedTuple):
-    """A value that is not built yet: the file it is in, and its node there."""
-
-    piece: Piece
-    node: object
-
-
-Report = tuple[list[str], list[str], list[str]]
-"""Missing keys, unexpected ones, and messages of errors."""
-
-
-class State(MutableMapping[str, Any]):
-    """A state dict whose tensors are read whenever they are asked for, and not kept; other values are built then.
-
-    ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
-    """
-
-    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
-        self._entries = entries
-        self._opened = opened
-        self._goal = goal
-        self.lands = False
-
-    def below(self, prefix: str) -> State:
-        """Those whose keys begin so."""
-        held = {key: value for key, value in self._entries.items() if key.startswith(prefix)}
-        return State(held, self._opened, self._goal)
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._entries[key]
-        if isinstance(value, Held):
-            return build_node(value.piece, value.node, self._goal.arrival)
-        if not isinstance(value, Tensor):
-            return value
-        return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._entries[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._entries[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._entries))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def copy(self) -> dict[str, Any]:
-        """As a plain dictionary, all of it read."""
-        return dict(self)
-
-
-class OwnWay:
-    """The modules of a model, the outermost ones, that load what is below them by code of their own."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules: dict[str, torch.nn.Module] = {}
-        for prefix, module in modules(model):
-            if own_way(module) and not self.covers(prefix):
-                self._modules[prefix] = module
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
-    def covers(self, key: str) -> bool:
-        """Whether a key is loaded in this way."""
-        return key.startswith(tuple(self._modules))
-
-    def load(self, state: State, versions: dict[str, dict[str, Any]], report: Report) -> None:
-        """Let each module load what is below it."""
-        for prefix, module in self._modules.items():
-            _load(module, state.below(prefix), prefix, versions, report)
-
-
-def _load(
-    module: torch.nn.Module, state: State, prefix: str, versions: dict[str, dict[str, Any]], report: Report
-) -> None:
-    """As ``load_state_dict`` goes down a model."""
-    meta = any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if meta else {})}
-    state.lands = meta
-    module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
-    for name, child in module._modules.items():  # noqa: SLF001
-        if child is not None:
-            _load(child, state.below(f"{prefix}{name}."), f"{prefix}{name}.", versions, report)
+__all__ = ["KeysWarning", "Loaded", "Match", "MismatchError", "branches", "find", "load_into"]
 
 
 class MismatchError(LoadError):
@@ -972,27 +125,767 @@ def load_into(  # noqa: PLR0913 - options by name
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
     opened = open_checkpoint(f)
     try:
-        loading = _Loading(model, opened, "auto" if device is None else device, strict=strict, cast=cast)
-        loading.settings = settings
-        loaded = loading.run(prefix)
+        goal = Destinations(opened.checkpoint, "auto" if device is None else device)
+        loaded = _Loading(model, opened, goal, settings, strict=strict, cast=cast).run(prefix)
         opened.check_unchanged()
         return loaded
     finally:
         opened.close()
 
 
+_LEADING = ("module.", "_orig_mod.", "model.")
+"""What DataParallel, torch.compile and trainers put before every key."""
+
+_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers put inside a key, where a part of the model is wrapped."""
+
+
+class Rename(NamedTuple):
+    """A change made to all keys of a file: ``strip`` goes from the front, ``add`` comes there, wrappers are cut out."""
+
+    strip: str = ""
+    add: str = ""
+    inner: bool = False
+
+    def __call__(self, key: str) -> str:
+        """The key as the model may call it."""
+        if self.inner:
+            key = cut(key)
+        return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
+
+    def undone(self, key: str) -> str:
+        """The key as the file may call it."""
+        return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
+
+    def leaves_out(self, key: str) -> bool:
+        """Whether a key is none of the model's: trainers keep other things beside it, wrappers do not."""
+        return self.strip.endswith("model.") and not key.startswith(self.strip)
+
+    @property
+    def cost(self) -> int:
+        """The least change is the best, where several do."""
+        return self.strip.count(".") + self.add.count(".") + self.inner
+
+
+def has_inner(keys: Iterable[str]) -> bool:
+    """Whether there are names of wrappers in some key."""
+    return any(part in key for key in keys for part in _INNER)
+
+
+def chains(keys: Iterable[str]) -> list[str]:
+    """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
+    found = {""}
+    for key in keys:
+        if not key.startswith(_LEADING):
+            continue
+        lead = ""
+        while part := next((part for part in _LEADING if key.startswith(part, len(lead))), ""):
+            lead += part
+            found.add(lead)
+    return sorted(found, key=len)
+
+
+def cut(key: str) -> str:
+    """A key without the names of wrappers in it."""
+    for part in _INNER:
+        if part in key:
+            key = key.replace(part, "")
+    return key
+
+
+Shape = tuple[int, ...] | None
+"""``None`` where the model does not mind."""
+
+_MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What lies below one place of a checkpoint, by the keys it would have in a state dict."""
+
+    path: tuple[Key, ...]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    deep: dict[str, Key] = field(default_factory=dict)
+    """Keys that are not directly there but joined out of several steps, each with the first of them."""
+
+    @property
+    def name(self) -> str:
+        """What to pass as ``prefix`` for it."""
+        return "/".join(map(str, self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A branch laid over a model: the tensor for each of its keys, and the keys of the file that have no place."""
+
+    branch: Branch
+    rename: Rename
+    tensors: dict[str, Tensor]
+    """By the model's keys."""
+    origins: dict[str, str]
+    """The file's key, by the model's."""
+    rest: dict[str, Tensor]
+    """What has no place in the model, by its keys after the renaming."""
+    outside: int = 0
+    """How many tensors lie beside what was taken."""
+    score: tuple[int, int] = (0, 0)
+
+    @property
+    def unexpected(self) -> list[str]:
+        """The keys torch would not expect: of what lies deeper, the entry it lies in."""
+        deep = self.branch.deep
+        return list(dict.fromkeys(str(deep.get(key, key)) for key in self.rest))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to the keys, in words."""
+        changed = [old for new, old in self.origins.items() if new != old]
+        if not changed:
+            return ()
+        strip, add, inner = self.rename
+        words = []
+        if strip and add:
+            words.append(f"put {add!r} for {strip!r} in")
+        elif strip:
+            words.append(f"took {strip!r} off")
+        elif add:
+            words.append(f"put {add!r} before")
+        if inner:
+            words.append("left out the names of wrappers in")
+        beside = f", and left out {self.outside:,} that have none" if self.outside else ""
+        return (f"{' and '.join(words)} {len(changed):,} keys{beside}",)
+
+
+def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
+    """Every place of a checkpoint that has tensors below it.
+
+    Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
+    """
+    found: dict[tuple[Key, ...], Branch] = {}
+    known: dict[tuple[Key, ...], list[_Above]] = {}
+    for tensor in checkpoint.tensors:
+        if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
+            continue  # of the code, not of the model
+        steps = _steps(tensor)
+        above = known.get(steps[:-1]) if steps else _above((), found)
+        if above is None:
+            above = known[steps[:-1]] = _above(steps, found)
+        name = str(steps[-1]) if steps else ""
+        for branch, lead, first in above:
+            branch.tensors[lead + name] = tensor
+            if first is not None:
+                branch.deep[lead + name] = first
+    return found
+
+
+_Above = tuple[Branch, str, "Key | None"]
+"""A branch, what keys below a place begin with in it, and the first step there if that is not the last, too."""
+
+
+def _above(steps: tuple[Key, ...], found: dict[tuple[Key, ...], Branch]) -> list[_Above]:
+    """All branches above what these steps lead to."""
+    out: list[_Above] = []
+    for depth in range(max(1, len(steps))):
+        branch = found.setdefault(steps[:depth], Branch(steps[:depth]))
+        between = steps[depth:-1]
+        out.append((branch, "".join(f"{step}." for step in between), between[0] if between else None))
+    return out
+
+
+def _steps(tensor: Tensor) -> tuple[Key, ...]:
+    if _MARKERS.isdisjoint(tensor.path):
+        return tensor.path
+    if "_parameters/" in tensor.name or "_buffers/" in tensor.name:  # a buffer that state_dict() leaves out
+        return tensor.path
+    steps = tuple(step for step in tensor.path if step not in _MARKERS)
+    # A module: what stands behind its first marker is one key.
+    lead = next(i for i, step in enumerate(tensor.path) if step in _MARKERS)
+    return (*steps[:lead], ".".join(map(str, steps[lead:])))
+
+
+def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None = None) -> Match:
+    """The branch that fits a model best, by keys and then by shapes.
+
+    ``wanted`` are the model's keys with their shapes. ``UsageError`` if two branches fit equally well and are not the
+    same tensors, or if nothing has the ``prefix``.
+    """
+    chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
+    matches = _Model(wanted).matches(chosen)
+    if not matches:
+        return Match(Branch(()), Rename(), {}, {}, {})
+    best = max(match.score for match in matches)
+    if best == (0, 0):
+        return max(
+            matches, key=lambda match: (len(match.branch.tensors) - len(match.branch.deep), -len(match.branch.path))
+        )
+    equal = sorted(
+        (m for m in matches if m.score == best), key=lambda m: (m.rename.cost, len(m.rest), len(m.branch.path))
+    )
+    rivals = [match for match in equal[1:] if not _same(equal[0], match)]
+    if rivals:
+        rivals.insert(0, equal[0])
+        names = _listed(match.branch.name or "the root" for match in rivals)
+        choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
+        raise UsageError(
+            f"{len(rivals)} places of the file fit the model equally well: {names}",
+            where=checkpoint.path,
+            fix="\n".join(["Say which, by one of:", *choices]),
+        )
+    return equal[0]
+
+
+def _same(one: Match, other: Match) -> bool:
+    """Whether two matches would load the same bytes."""
+    return all(
+        tensor is (mate := other.tensors.get(key)) or (mate is not None and _bytes(tensor) == _bytes(mate))
+        for key, tensor in one.tensors.items()
+    )
+
+
+def _bytes(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage, tensor.offset, tensor.stride, tensor.path if tensor.storage is None else ()
+
+
+def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
+    """A place of the checkpoint by its name; or all tensors whose name begins so, by the rest of the name."""
+    known = branches(checkpoint).values()
+    named = {branch.name: branch for branch in known}
+    if prefix.rstrip("/") in named:
+        return named[prefix.rstrip("/")]
+    lead = prefix if prefix[-1:] in "./" else f"{prefix}."
+    tensors = {
+        tensor.name[len(lead) :].replace("/", "."): tensor
+        for tensor in checkpoint.tensors
+        if tensor.name.startswith(lead)
+    }
+    if tensors:
+        return Branch((lead,), tensors)
+    # Those that hold tensors themselves, the largest first.
+    held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
+    there = _listed(branch.name or repr("") for branch in held if len(branch.tensors) > len(branch.deep))
+    raise UsageError(f"no tensor is below {prefix!r}", where=checkpoint.path, fix=f"There are tensors below: {there}")
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
+
+
+class _Model:
+    """The keys of a model, prepared for many comparisons."""
+
+    def __init__(self, wanted: Mapping[str, Shape]) -> None:
+        self._shapes = wanted
+
+    @cached_property
+    def _chains(self) -> list[str]:
+        return chains(self._shapes)
+
+    @cached_property
+    def _unwrapped(self) -> dict[str, str]:
+        """Its keys by what they are without the names of wrappers."""
+        return {cut(name): name for name in self._shapes}
+
+    def matches(self, branches: Sequence[Branch]) -> list[Match]:
+        """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
+        found: dict[int, Match] = {}
+        most = 0
+        for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
+            if len(branches[place].tensors) < most:
+                break
+            found[place] = self._lay(branches[place])
+            most = max(most, found[place].score[0])
+        return [found[place] for place in sorted(found)]
+
+    def _lay(self, branch: Branch) -> Match:
+        """The branch over the model by the change of names that makes most keys fit; by the least that does."""
+        best = self._laid(branch, Rename())
+        if len(best.tensors) == len(self._shapes):
+            return best
+        # Worth trying is what leads the keys on either side, with and without wrappers inside them.
+        wrapped = has_inner(self._shapes) or has_inner(branch.tensors)
+        tried = product((False, True) if wrapped else (False,), chains(branch.tensors), self._chains)
+        for rename in (Rename(strip, add, inner) for inner, strip, add in tried if strip or add or inner):
+            match = self._laid(branch, rename)
+            if match.score > best.score or (match.score == best.score and rename.cost < best.rename.cost):
+                best = match
+        return best
+
+    def _laid(self, branch: Branch, rename: Rename) -> Match:
+        shapes = self._shapes
+        tensors: dict[str, Tensor] = {}
+        origins: dict[str, str] = {}
+        rest: dict[str, Tensor] = {}
+        outside = 0
+        for key, tensor in branch.tensors.items():
+            new = rename(key)
+            name = self._unwrapped.get(new) if rename.inner else new if new in shapes else None
+            if name is not None and (name not in tensors or key == name):
+                tensors[name] = tensor
+                origins[name] = key
+            elif rename.leaves_out(key):
+                outside += 1
+            else:
+                rest[key if key in branch.deep else new] = tensor
+        score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
+        return Match(branch, rename, tensors, origins, rest, outside, score)
+
+
+EXTRA = "_extra_state"
+
+
+class Slot(NamedTuple):
+    """A parameter, a buffer, or (without a tensor) the place of a module's extra state."""
+
+    module: torch.nn.Module
+    name: str
+    tensor: torch.Tensor | None
+    shape: tuple[int, ...] | None
+    """``None`` where any will do: extra state, and parameters that are not made yet."""
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """What is in the place at present."""
+        held = self.module._parameters.get(self.name)  # noqa: SLF001 - getattr may be the user's
+        return self.module._buffers.get(self.name) if held is None else held  # noqa: SLF001 - the same
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Let a tensor take the place."""
+        held = self.module._parameters if self.name in self.module._parameters else self.module._buffers  # noqa: SLF001 - setattr may be the user's
+        held[self.name] = tensor
+
+
+def modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module with the prefix of its keys, parents first; one that is shared comes under each of its names."""
+    yield prefix, model
+    for name, child in model._modules.items():  # noqa: SLF001 - as load_state_dict goes through them
+        if child is not None:
+            yield from modules(child, f"{prefix}{name}.")
+
+
+def slots(model: torch.nn.Module) -> dict[str, Slot]:
+    """The places of a model by key, in the order of its ``state_dict()``."""
+    found: dict[str, Slot] = {}
+    lazy, no_extra, _ = _torch_parts()
+
+    def add(key: str, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            found[key] = Slot(module, name, tensor, None if isinstance(tensor, lazy) else tuple(tensor.shape))
+
+    for prefix, module in modules(model):
+        unsaved = module._non_persistent_buffers_set  # noqa: SLF001 - as above
+        for name, parameter in module._parameters.items():  # noqa: SLF001
+            add(prefix + name, module, name, parameter)
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if name not in unsaved:
+                add(prefix + name, module, name, buffer)
+        if type(module).set_extra_state is not no_extra:
+            found[prefix + EXTRA] = Slot(module, EXTRA, None, None)
+    return found
+
+
+@cache
+def _torch_parts() -> tuple[type, object, frozenset[object]]:
+    """Uninitialized parameters, the method of modules without extra state, and the known ways to load a module.
+
+    The norms override theirs only for the sake of files without ``num_batches_tracked``, which ``_is_excused`` covers.
+    """
+    import torch
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm
+    from torch.nn.parameter import UninitializedTensorMixin
+
+    kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
+    ways = frozenset(kind._load_from_state_dict for kind in kinds)  # noqa: SLF001 - they are compared, not called
+    return UninitializedTensorMixin, torch.nn.Module.set_extra_state, ways
+
+
+_MOST = 12
+_FEW = 6
+
+
+class Difference(NamedTuple):
+    """A key whose tensor is another in the file than in the model."""
+
+    key: str
+    file: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """All that does not fit. Keys have their shapes beside them, ``None`` where they have none."""
+
+    missing: Mapping[str, Shape] = field(default_factory=dict)
+    unexpected: Mapping[str, Shape] = field(default_factory=dict)
+    shapes: tuple[Difference, ...] = ()
+    dtypes: tuple[Difference, ...] = ()
+    others: tuple[str, ...] = ()
+    """Sentences on what is none of these."""
+
+    @property
+    def renames(self) -> list[Renamed]:
+        """What seems to be the same under another name."""
+        return likely_renames(self.missing, self.unexpected)
+
+    @property
+    def text(self) -> str:
+        """The report, in a few lines."""
+        lines: list[str] = []
+        renames = self.renames
+        covered = {key for rename in renames for pair in rename.pairs for key in pair}
+        if renames:
+            rows = [f"  {r.theirs}* in the file ↔ {r.ours}* in the model: {_keys(len(r.pairs))}" for r in renames]
+            lines += ["the same under other names, it seems:", *rows]
+        lines += _group("missing in the file", [key for key in self.missing if key not in covered])
+        lines += _group("only in the file", [key for key in self.unexpected if key not in covered])
+        lines += _shapes(self.shapes)
+        pairs = Counter((each.file, each.model) for each in self.dtypes)
+        for (file, model), count in pairs.most_common(_FEW):
+            lines.append(f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model")
+        if pairs:
+            lines.append("cast=True converts them while they are read.")
+        return "\n".join([*lines, *self.others])
+
+
+class Renamed(NamedTuple):
+    """Keys that begin with ``theirs`` in the file and ``ours`` in the model, and are equal after that."""
+
+    theirs: str
+    ours: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+def _keys(count: int) -> str:
+    return "1 key" if count == 1 else f"{count:,} keys"
+
+
+def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> list[Renamed]:
+    """Prefixes of the file, each with the model's that has the same keys with the same shapes below it.
+
+    >>> likely_renames({"backbone.a.w": (2,), "backbone.a.b": ()}, {"encoder.a.w": (2,), "encoder.a.b": ()})[0][:2]
+    ('encoder.', 'backbone.')
+    """
+    tails: dict[tuple[str, Shape], list[str]] = {}
+    for key, shape in missing.items():
+        for cut in _cuts(key):
+            tails.setdefault((key[cut:], shape), []).append(key)
+    votes: Counter[tuple[str, str]] = Counter()
+    for key, shape in unexpected.items():
+        for cut in _cuts(key):
+            mates = tails.get((key[cut:], shape), ())
+            if mates and len(mates) <= _FEW:  # more are no evidence: every model has its weights
+                votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
+            if mates:
+                break
+    return _settled(votes, missing, unexpected)
+
+
+def _cuts(key: str) -> list[int]:
+    """Where a prefix of a key may end, the shortest first."""
+    return [0, *(place + 1 for place, letter in enumerate(key) if letter == ".")]
+
+
+def _settled(
+    votes: Counter[tuple[str, str]], missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
+) -> list[Renamed]:
+    """The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is no pattern."""
+    out: list[Renamed] = []
+    wanted, free = set(missing), dict.fromkeys(unexpected)
+    for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
+        mates = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
+        pairs = tuple((key, mate) for key, mate in mates.items() if mate in wanted and missing[mate] == unexpected[key])
+        if len(pairs) < 2 or len(out) == _MOST:
+            continue
+        out.append(Renamed(theirs, ours, pairs))
+        for key, mate in pairs:
+            del free[key]
+            wanted.discard(mate)
+    return out
+
+
+def _group(title: str, keys: Sequence[str]) -> list[str]:
+    """Keys by their first names, the largest groups first; a lone key by its whole name."""
+    if not keys:
+        return []
+    if len(keys) <= _FEW:
+        return [f"{title}: {', '.join(keys)}"]
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(key.partition(".")[0], []).append(key)
+    shown = sorted(groups.values(), key=len, reverse=True)
+    words = [_named(group) for group in shown[:_MOST]]
+    more = sum(map(len, shown[_MOST:]))
+    return [f"{title}, {_keys(len(keys))}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
+
+
+def _named(group: Sequence[str]) -> str:
+    """``encoder.layers.* (96)``: the names all keys of a group begin with, and how many they are."""
+    if len(group) == 1:
+        return group[0]
+    split = [key.split(".") for key in group]
+    common: list[str] = []
+    for names in zip(*split, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return f"{'.'.join(common)}.* ({len(group):,})"
+
+
+def _shapes(differences: Sequence[Difference]) -> list[str]:
+    if not differences:
+        return []
+    rows = [Difference("key", "file", "model"), *differences[:_MOST]]
+    wide = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
+    more = len(differences) - _MOST
+    return [f"of another shape, {_keys(len(differences))}:", *lines, *([f"  and {more:,} more"] if more > 0 else [])]
+
+
+_PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
+
+
+class Task(NamedTuple):
+    """One tensor of the file, what is wanted of it, and all places of the one parameter it goes to."""
+
+    key: str
+    tensor: Tensor
+    part: tuple[int, ...]
+    places: tuple[Slot, ...]
+
+
+@dataclass(slots=True)
+class Fit:
+    """How a file fits a model. Keys are the model's."""
+
+    tasks: list[Task] = field(default_factory=list)
+    extras: dict[str, Tensor | tuple[Piece, object]] = field(default_factory=dict)
+    """Extra state by key: a tensor, or the file it is in and its node there."""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[Difference] = field(default_factory=list)
+    dtypes: list[Difference] = field(default_factory=list)
+
+
+def fit(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint, *, cast: bool) -> Fit:
+    """Compare every key, shape and dtype."""
+    out = Fit()
+    for key in (key for key, slot in slots.items() if slot.tensor is None):
+        held = opened.node((*match.branch.path, match.rename.undone(key))) or match.tensors.get(key)
+        if held is not None:
+            out.extras[key] = held
+    _compare(out, match, slots, cast=cast)
+    out.tasks = _tasks(match, slots, opened)
+    filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
+    found = match.tensors.keys() | out.extras.keys()
+    about = versions(match, opened)
+    out.missing = [
+        key
+        for key, slot in slots.items()
+        if key not in found and id(slot.tensor) not in filled and not _is_excused(key, slot, about)
+    ]
+    extras = {match.rename.undone(key) for key in out.extras}
+    held_keys = {*match.branch.tensors, *map(str, match.branch.deep.values()), *extras}
+    others = [key for key in values(match, opened.checkpoint) if key not in held_keys]
+    out.unexpected = [key for key in match.unexpected if key not in extras]
+    out.unexpected += [match.rename(key) for key in others if not match.rename.leaves_out(key)]
+    return out
+
+
+def _compare(out: Fit, match: Match, slots: dict[str, Slot], *, cast: bool) -> None:
+    names: dict[torch.dtype, str] = {}
+    for key, tensor in match.tensors.items():
+        slot = slots[key]
+        if slot.tensor is None or slot.shape is None:
+            continue
+        if tensor.shape != slot.shape and not _is_old_scalar(tensor, slot):
+            out.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+        dtype = slot.tensor.dtype
+        mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
+        if tensor.dtype != mine and not cast:
+            out.dtypes.append(Difference(key, tensor.dtype, mine))
+
+
+def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
+    """torch 0.3 had no tensors without dimensions, and wrote one element instead; load_state_dict takes it, too."""
+    return tensor.shape == (1,) and slot.shape == ()
+
+
+def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list[Task]:
+    """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
+    last: dict[int, str] = {}
+    places: dict[int, list[Slot]] = {}
+    for key, slot in slots.items():
+        if slot.tensor is None:
+            continue
+        ident = id(slot.tensor)
+        places.setdefault(ident, []).append(slot)
+        if key in match.tensors:
+            last[ident] = key
+    tasks = []
+    for ident, key in last.items():
+        tensor, slot = match.tensors[key], slots[key]
+        part = (0,) if slot.shape == () and _is_old_scalar(tensor, slot) else ()
+        tasks.append(Task(key, tensor, part, tuple(places[ident])))
+
+    def place(task: Task) -> tuple[str, int, int]:
+        storage = opened.storage(task.tensor.storage)
+        return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
+
+    return sorted(tasks, key=place)
+
+
+def values(match: Match, checkpoint: Checkpoint) -> list[str]:
+    """Entries of the state dict that are no tensors, as the file calls them: an epoch, extra state."""
+    path = match.branch.path
+    apart = _MARKERS.isdisjoint
+    modules = not all(apart(tensor.path[len(path) :]) for tensor in match.branch.tensors.values())
+    if modules or checkpoint.format in _PROGRAMS:
+        return []  # attributes of an object are no entries
+    below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
+    return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
+
+
+def versions(match: Match, opened: OpenCheckpoint) -> dict[str, dict[str, Any]]:
+    """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
+    held = opened.node(match.branch.path)
+    node = held[1] if held else None
+    state = node.states[-1] if type(node) is Call and node.states else None
+    table = plain(state.get("_metadata")) if type(state) is Dict else {}
+    if not isinstance(table, dict):
+        return {}
+    return {
+        match.rename(f"{name}.")[:-1] if name else "": about
+        for name, about in table.items()
+        if isinstance(name, str) and isinstance(about, dict)
+    }
+
+
+def _is_excused(key: str, slot: Slot, about: dict[str, dict[str, Any]]) -> bool:
+    """Whether a key may be missing: files before version 2 of the norms have no ``num_batches_tracked``."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    if slot.name != "num_batches_tracked" or not isinstance(slot.module, _NormBase):
+        return False
+    version = about.get(key.rpartition(".")[0], {}).get("version")
+    return type(version) is not int or version < 2
+
+
+class _Unbuilt(NamedTuple):
+    """A value that is not built yet: the file it is in, and its node there."""
+
+    piece: Piece
+    node: object
+
+
+Report = tuple[list[str], list[str], list[str]]
+"""Missing keys, unexpected ones, and messages of errors."""
+
+
+class State(MutableMapping[str, Any]):
+    """A state dict whose tensors are read whenever they are asked for, and not kept; other values are built then.
+
+    ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
+    """
+
+    def __init__(self, entries: dict[str, Any], opened: OpenCheckpoint, goal: Destinations) -> None:
+        self._entries = entries
+        self._opened = opened
+        self._goal = goal
+        self.lands = False
+
+    def below(self, prefix: str) -> State:
+        """Those whose keys begin so."""
+        held = {key: value for key, value in self._entries.items() if key.startswith(prefix)}
+        return State(held, self._opened, self._goal)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._entries[key]
+        if isinstance(value, _Unbuilt):
+            return build_node(value.piece, value.node, self._goal.device_map)
+        if not isinstance(value, Tensor):
+            return value
+        return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def copy(self) -> dict[str, Any]:
+        """As a plain dictionary, all of it read."""
+        return dict(self)
+
+
+class OwnWay:
+    """The modules of a model, the outermost ones, that load what is below them by code of their own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules: dict[str, torch.nn.Module] = {}
+        _, _, ways = _torch_parts()
+        for prefix, module in modules(model):
+            # By a method overridden, or a hook before loading.
+            own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+            if own and not self.covers(prefix):
+                self._modules[prefix] = module
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def covers(self, key: str) -> bool:
+        """Whether a key is loaded in this way."""
+        return key.startswith(tuple(self._modules))
+
+    def load(self, state: State, versions: dict[str, dict[str, Any]], report: Report) -> None:
+        """Let each module load what is below it."""
+        for prefix, module in self._modules.items():
+            _load(module, state.below(prefix), prefix, versions, report)
+
+
+def _load(
+    module: torch.nn.Module, state: State, prefix: str, versions: dict[str, dict[str, Any]], report: Report
+) -> None:
+    """As ``load_state_dict`` goes down a model."""
+    meta = any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if meta else {})}
+    state.lands = meta
+    module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
+    for name, child in module._modules.items():  # noqa: SLF001
+        if child is not None:
+            _load(child, state.below(f"{prefix}{name}."), f"{prefix}{name}.", versions, report)
+
+
 class _Loading:
     """One call of ``load_into``."""
 
-    def __init__(self, model: torch.nn.Module, opened: Opened, wish: Any, *, strict: bool, cast: bool) -> None:
+    def __init__(  # noqa: PLR0913 - what load_into is given
+        self,
+        model: torch.nn.Module,
+        opened: OpenCheckpoint,
+        goal: Destinations,
+        settings: Settings,
+        *,
+        strict: bool,
+        cast: bool,
+    ) -> None:
         self._model = model
         self._opened = opened
         self._strict = strict
         self._cast = cast
         self._slots = slots(model)
-        self._goal = Destinations(opened.checkpoint, wish)
+        self._goal = goal
         self._own = OwnWay(model)
-        self.settings = Settings()
+        self._settings = settings
 
     def run(self, prefix: str | None) -> Loaded:
         """Match, compare, read."""
@@ -1002,12 +895,19 @@ class _Loading:
             found = fit(match, self._slots, self._opened, cast=self._cast)
             self._leave_out(found)
             self._check(match, found)
-        extras = self._extras(found)
+        # Extra state is what transload.load would make of it.
+        extras = {
+            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.device_map)
+            for key, held in found.extras.items()
+        }
         errors = self._let_own(match, found)
         self._read(found.tasks)
         for key, value in extras.items():
             self._slots[key].module.set_extra_state(value)
-        _post_hooks(self._model, found)
+        keys = _Keys(found.missing, found.unexpected)
+        for _, module in reversed(list(modules(self._model))):  # children before their parents
+            for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
+                hook(module, keys)
         if errors or (self._strict and (found.missing or found.unexpected)):
             raise self._error(match, found, errors, "it was loaded as far as it fits: ")
         if match.notes:
@@ -1027,7 +927,9 @@ class _Loading:
 
     def _check(self, match: Match, found: Fit) -> None:
         """Raise for all that can be known before a byte is read."""
-        later = bool(self._own) or has_post_hooks(self._model)  # they may yet strike keys off
+        # Modules with hooks or code of their own may yet strike keys off.
+        hooked = any(module._load_state_dict_post_hooks for _, module in modules(self._model))  # noqa: SLF001
+        later = bool(self._own) or hooked
         keys = (found.missing or found.unexpected) and self._strict and not later
         nothing = not match.tensors and not self._own and bool(self._slots)
         if found.shapes or found.dtypes or keys or nothing:
@@ -1049,27 +951,19 @@ class _Loading:
         where = f"{self._opened.checkpoint.path}{place}"
         return MismatchError(what, report, where=where, fix=_advice(report, match))
 
-    def _extras(self, found: Fit) -> dict[str, Any]:
-        """The values of extra state, as ``transload.load`` would make them."""
-        return {
-            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.arrival)
-            for key, held in found.extras.items()
-        }
-
     def _let_own(self, match: Match, found: Fit) -> list[str]:
         """Let modules that load by code of their own do so; what they complain of."""
         errors: list[str] = []
         if self._own:
-            state = State({**match.rest, **match.tensors, **self._values(match)}, self._opened, self._goal)
+            entries: dict[str, Any] = {**match.rest, **match.tensors}
+            for name in values(match, self._opened.checkpoint):
+                node, key = self._opened.node((*match.branch.path, name)), match.rename(name)
+                if node and key not in match.tensors:
+                    entries[key] = _Unbuilt(*node)
+            state = State(entries, self._opened, self._goal)
             self._own.load(state, versions(match, self._opened), (found.missing, found.unexpected, errors))
             self._keep_ties()
         return errors
-
-    def _values(self, match: Match) -> dict[str, Held]:
-        """What is no tensor in the state dict, by key."""
-        names = values(match, self._opened.checkpoint)
-        nodes = {match.rename(name): self._opened.node((*match.branch.path, name)) for name in names}
-        return {key: Held(*node) for key, node in nodes.items() if node and key not in match.tensors}
 
     def _keep_ties(self) -> None:
         """Give a parameter that a module has made anew to the other places of the one that was described."""
@@ -1080,8 +974,11 @@ class _Loading:
 
     def _read(self, tasks: list[Task]) -> None:
         """Fill every parameter. What was half done when reading failed is said."""
-        made = {index: self._made(task) for index, task in enumerate(tasks) if _is_described(task)}
-        goals = [made.get(index, task.places[0].tensor) for index, task in enumerate(tasks)]
+        goals = [task.places[0].tensor for task in tasks]
+        made = {
+            index: self._made(tasks[index]) for index, goal in enumerate(goals) if goal is not None and goal.is_meta
+        }
+        goals = [made.get(index, goal) for index, goal in enumerate(goals)]
         rest = self._read_straight(tasks, goals)
         done = before = len(tasks) - len(rest)
         try:
@@ -1112,9 +1009,9 @@ class _Loading:
         ways = list(ready.values())
         sources = list({id(way.source): way.source for way in ways}.values())
         numbers = {id(source): number for number, source in enumerate(sources)}
-        wants = [Want(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
+        wants = [ReadRequest(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
         try:
-            bring(sources, wants, lambda index: ways[index].address, settings=self.settings, fresh=False)
+            bring(sources, wants, lambda index: ways[index].address, settings=self._settings, fresh=False)
         except Ended as end:
             key = tasks[list(ready)[end.want]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
@@ -1136,11 +1033,6 @@ class _Loading:
         return made
 
 
-def _is_described(task: Task) -> bool:
-    target = task.places[0].tensor
-    return target is not None and target.is_meta
-
-
 def _half(done: int, count: int) -> str:
     return f"{done:,} of {count:,} tensors are in the model already. " if done else ""
 
@@ -1154,11 +1046,3 @@ def _advice(report: Mismatch, match: Match) -> str:
         return f"prefix={lead + whole!r} takes that part of the file."
     stuck = report.shapes or report.dtypes or report.others or not match.tensors
     return "" if stuck else "strict=False loads what fits."
-
-
-def _post_hooks(model: torch.nn.Module, found: Fit) -> None:
-    """Hooks that look at the keys afterwards, children before their parents."""
-    keys = _Keys(found.missing, found.unexpected)
-    for _, module in reversed(list(modules(model))):
-        for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
-            hook(module, keys)

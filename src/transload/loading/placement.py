@@ -1,7 +1,13 @@
-"""The plan of a landing: what goes where and why, whether it fits, and the one warning that says so."""
+"""Where a checkpoint goes: which devices this machine has, the plan, and the map from saved to local devices.
+
+``devices_here`` asks torch for the devices, and touches no accelerator that the file does not call for. ``place`` makes
+the ``Plan``: what goes where and why, whether it fits, and the one warning about it. It is pure, so ``transload check``
+makes the same plan without torch. A ``DeviceMap`` carries the plan out, storage by storage.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,26 +17,34 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.checkpoint import Storage, Tensor
 from transload.devices import Device, Devices, devices_of, local_rank, split
+from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import facts
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
     from transload.checkpoint import Checkpoint
 
 __all__ = [
     "AUTO",
     "UNDECIDED",
     "Device",
+    "DeviceMap",
     "Devices",
+    "MapLocation",
     "Move",
     "Plan",
     "Reason",
     "Shortage",
-    "Wish",
+    "devices_here",
     "devices_of",
     "listed",
     "local_rank",
     "place",
     "tags_of",
+    "wanted_devices",
 ]
 
 
@@ -51,6 +65,10 @@ _WORDS: dict[Reason, str] = {
 }
 _SHOWN = 8
 _LONGEST = 40
+
+
+_MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
+_SHORTAGE = ("device", "needed", "free", "missing")
 
 
 @facts(frozen=True)
@@ -161,25 +179,9 @@ class Plan:
             "fix": list(self.fix),
             "warning": self.warning,
             "how": self.how,
-            "moves": [
-                {
-                    "tag": move.tag,
-                    "device": move.device,
-                    "reason": move.reason,
-                    "why": move.why,
-                    "tensors": move.tensors,
-                    "nbytes": move.nbytes,
-                }
-                for move in self.moves
-            ],
+            "moves": [{name: getattr(move, name) for name in _MOVE} for move in self.moves],
             "shortages": [
-                {
-                    "device": short.device,
-                    "needed": short.needed,
-                    "free": short.free,
-                    "missing": short.missing,
-                    "instead": list(short.instead),
-                }
+                {**{name: getattr(short, name) for name in _SHORTAGE}, "instead": list(short.instead)}
                 for short in self.shortages
             ],
         }
@@ -191,16 +193,12 @@ def listed(names: Sequence[str], joint: str = "and") -> str:
     >>> listed(["cuda:0", "cuda:1", "cpu"]), listed(["a", "b"], "or"), listed(["no\nsuch"])
     ('cuda:0, cuda:1 and cpu', 'a or b', "'no\\nsuch'")
     """
-    shown = [_printable(name) for name in names[:_SHOWN]]
+    short = [name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…" for name in names[:_SHOWN]]
+    shown = [name if name.isprintable() and name else ascii(name) for name in short]
     if len(names) > _SHOWN:
         shown.append(f"{len(names) - _SHOWN:,} more")
     *most, last = shown
     return f"{', '.join(most)} {joint} {last}" if most else last
-
-
-def _printable(name: str) -> str:
-    short = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
-    return short if short.isprintable() and short else ascii(short)
 
 
 def _why(reason: Reason, tag: str, detail: str) -> str:
@@ -219,7 +217,7 @@ def _told(together: Sequence[Move]) -> str:
 
 
 AUTO = "auto"
-Wish = Any
+MapLocation = Any
 """What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), or ``auto``."""
 
 _Chosen = tuple[str, Reason, str]
@@ -260,37 +258,46 @@ class _Load:
         self.slim += count * (nbytes // _HALVED.get(dtype, 1))
 
 
-def place(checkpoint: Checkpoint, devices: Devices, wish: Wish = AUTO) -> Plan:
+def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = AUTO) -> Plan:
     """Where each storage goes, by its tag.
 
     ``auto``: a tag whose device is here keeps it, and the CPU stays the CPU; one that is not here goes to the
     accelerator of this process, or to the CPU where there is none. Where a checkpoint is spread over several devices,
     the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Any
-    other wish means what it means to ``torch.load``.
+    other map_location means what it means to ``torch.load``.
     """
     loads = _loads(checkpoint)
-    nonsense = _nonsense(wish)
+    nonsense = _nonsense(map_location)
     if nonsense:
-        moves = tuple(_move(tag, load, "", "asked", "") for tag, load in loads.items())
+        moves = tuple(Move(tag, "", "asked", load.tensors, load.nbytes) for tag, load in loads.items())
         return Plan(moves, refused=nonsense[0], fix=nonsense[1:])
-    choose = _chooser(loads, devices, wish)
-    moves = tuple(_move(tag, load, *choose(tag)) for tag, load in loads.items())
+    choose = _chooser(loads, devices, map_location)
+    chosen = [(tag, load, *choose(tag)) for tag, load in loads.items()]
+    moves = tuple(Move(tag, name, why, load.tensors, load.nbytes, detail) for tag, load, name, why, detail in chosen)
     lost = [move for move in moves if not move.device]
     if lost:
-        return Plan(moves, refused=_refusal(lost, devices), fix=_fix(wish))
-    automatic = isinstance(wish, str) and wish == AUTO
+        fix = "Ask for a device that is here, or leave map_location out."
+        if map_location is None:
+            fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
+        return Plan(moves, refused=_refusal(lost, devices), fix=(fix,))
+    automatic = isinstance(map_location, str) and map_location == AUTO
     shortages = tuple(_shortages(checkpoint, moves, loads, devices))
     return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
+
+
+def _refusal(lost: list[Move], devices: Devices) -> str:
+    if lost[0].reason == "float64":
+        return f"it holds float64, which {lost[0].detail} does not have"
+    wanted = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+    here = listed([device.name for device in devices.available])
+    reason = f"; {devices.absent}" if devices.absent else ""
+    return f"there is no {wanted} here, only {here}{reason}"
 
 
 def tags_of(checkpoint: Checkpoint) -> list[str]:
     """The devices that the storages and tensors of a checkpoint are tagged with."""
     counted = (tag for tag, _ in checkpoint.counted)
     return [*dict.fromkeys(chain(map(_TAG, checkpoint.storages), map(_TENSOR_TAG, checkpoint.tensors), counted))]
-
-
-def _move(tag: str, load: _Load, device: str, reason: Reason, detail: str) -> Move:
-    return Move(tag, device, reason, load.tensors, load.nbytes, detail)
 
 
 def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
@@ -315,35 +322,39 @@ def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
 # -- wishes
 
 
-def _nonsense(wish: Wish) -> tuple[str, ...]:
-    """What is wrong with a wish that torch would not take either, and the fix; empty where nothing is."""
-    if wish is None or isinstance(wish, str | bytes | Mapping) or _is_torch_device(wish) or callable(wish):
+def _nonsense(map_location: MapLocation) -> tuple[str, ...]:
+    """What is wrong with a ``map_location`` that torch would not take either, and the fix; empty where nothing is."""
+    named = map_location is None or isinstance(map_location, str | bytes | Mapping)
+    if named or _is_torch_device(map_location) or callable(map_location):
         return ()
-    kind = type(wish).__name__
-    meant = f"'cuda:{wish}'" if kind == "int" and 0 <= wish < 256 else "a name such as 'cpu' or 'cuda:0'"
-    return f"map_location is of type {kind}, which names no device", f"Pass map_location={meant}."
+    kind = type(map_location).__name__
+    meant = "a name such as 'cpu' or 'cuda:0'"
+    if kind == "int" and 0 <= map_location < 256:
+        meant = f"'cuda:{map_location}'"
+    return f"map_location is of type {kind}, which does not name a device", f"Pass map_location={meant}."
 
 
-def _is_torch_device(wish: Wish) -> bool:
-    """Known by its name: torch is not imported here. In some releases it is callable, too."""
-    return (type(wish).__module__, type(wish).__name__) == ("torch", "device")
+def _is_torch_device(map_location: MapLocation) -> bool:
+    """Recognised by its name: torch is not imported here. In some releases it is callable, too."""
+    return (type(map_location).__module__, type(map_location).__name__) == ("torch", "device")
 
 
-def _chooser(loads: Mapping[str, _Load], devices: Devices, wish: Wish) -> _Chooser:
-    if isinstance(wish, str) and wish == AUTO:
+def _chooser(loads: Mapping[str, _Load], devices: Devices, map_location: MapLocation) -> _Chooser:
+    if isinstance(map_location, str) and map_location == AUTO:
         return _automatic(loads, devices)
-    if wish is None:
+    if map_location is None:
         return _mapped({}, loads, devices)
-    if isinstance(wish, Mapping):
-        return _mapped({tag: _name(device) for tag, device in wish.items() if isinstance(tag, str)}, loads, devices)
-    if callable(wish) and not _is_torch_device(wish):
+
+    def named(device: object) -> str:
+        return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+
+    if isinstance(map_location, Mapping):
+        wanted = {tag: named(device) for tag, device in map_location.items() if isinstance(tag, str)}
+        return _mapped(wanted, loads, devices)
+    if callable(map_location) and not _is_torch_device(map_location):
         return lambda _: (UNDECIDED, "function", "")
-    name = _name(wish)
+    name = named(map_location)
     return _mapped({tag: name for tag in loads if tag != "meta"}, loads, devices)
-
-
-def _name(device: object) -> str:
-    return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
 
 
 def _mapped(wanted: Mapping[str, str], loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
@@ -452,19 +463,174 @@ def _is_mapped(checkpoint: Checkpoint) -> bool:
     )
 
 
-# -- what cannot be
+# -- what torch has
+
+_PLAIN = frozenset({"cpu", "meta"})
+_LITTLE = 16 << 20
+_KINDS = ("cuda", "xpu", "hpu", "mtia")
 
 
-def _refusal(lost: list[Move], devices: Devices) -> str:
-    if lost[0].reason == "float64":
-        return f"it holds float64, which {lost[0].detail} does not have"
-    wanted = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
-    here = listed([device.name for device in devices.available])
-    reason = f"; {devices.absent}" if devices.absent else ""
-    return f"there is no {wanted} here, only {here}{reason}"
+def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
+    """The devices torch can use, as far as these names make it necessary to ask.
+
+    Where only the CPU is wanted no accelerator is woken: a worker process that was forked could not do that, and the
+    first use of a GPU costs half a second and half a gigabyte. Free memory is asked of the devices that may be used,
+    and of the host only if ``nbytes``, which are to go somewhere, are not so few that the question takes longer.
+    """
+    names = [name for name in wanted if name not in _PLAIN]
+    host = _host() if nbytes >= _LITTLE else Device("cpu")
+    rank = local_rank(os.environ)
+    if not names:
+        return Devices((host,), rank=rank)
+    import torch
+
+    # torch.cuda and its like, those that work; the one a program computes on first. The last is the kind that a package
+    # from outside has added to torch (npu, mlu …), which torch has no public way to ask for.
+    added = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001
+    modules: dict[str, Any] = {}
+    for kind in (*_KINDS, *(() if added == "privateuseone" else (added,))):
+        module: Any = getattr(torch, kind, None)
+        complete = all(hasattr(module, name) for name in ("is_available", "device_count", "current_device"))
+        if complete and module.is_available() and module.device_count():
+            modules[kind] = module
+    here = [f"{kind}:{index}" for kind, module in modules.items() for index in range(module.device_count())]
+    alone = _mps(torch)
+    if not here and not alone:
+        why = "CUDA does not work here, and `transload doctor` says why"
+        if not torch.version.cuda and not torch.version.hip:
+            why = f"this torch ({torch.__version__}) is built without CUDA"
+        return Devices((host,), rank=rank, absent=why)
+    current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
+    silent = Devices((host, *map(Device, here), *alone), current, rank)
+    asked = _asked(names, silent)
+    cards = [_card(modules[split(name)[0]], name) if name in asked else Device(name) for name in here]
+    return Devices((host, *cards, *alone), current, rank)
 
 
-def _fix(wish: Wish) -> tuple[str, ...]:
-    if wish is None:
-        return ("Leave map_location out (it is 'auto'), or pass map_location='cpu'.",)
-    return ("Ask for a device that is here, or leave map_location out.",)
+def _host() -> Device:
+    from transload.diagnose.host import Host
+    from transload.diagnose.probes.system import memory
+
+    total, free = memory(Host())
+    return Device("cpu", free, total)
+
+
+def _mps(torch: ModuleType) -> list[Device]:
+    if not torch.backends.mps.is_available():
+        return []
+    most = getattr(torch.mps, "recommended_max_memory", None)
+    total = int(most()) if most else -1
+    return [Device("mps", total - int(torch.mps.driver_allocated_memory()) if most else -1, total)]
+
+
+def _asked(names: list[str], devices: Devices) -> set[str]:
+    """The devices whose free memory matters: all of them if what is not here may be laid out over them."""
+    absent = any(devices.get(name) is None for name in names)
+    if absent and len(set(names)) > 1 and devices.rank is None:
+        return {device.name for device in devices.accelerators}
+    found = (devices.get(name) for name in names)
+    return {devices.own, *(device.name for device in found if device)}
+
+
+def _card(module: Any, name: str) -> Device:
+    index = split(name)[1]
+    label = str(module.get_device_name(index)) if hasattr(module, "get_device_name") else ""
+    if not hasattr(module, "mem_get_info"):
+        return Device(name, label=label)
+    try:
+        free, total = module.mem_get_info(index)
+        reserve = module.memory_reserved(index) - module.memory_allocated(index)  # can be used, too
+    except RuntimeError:  # some devices do not tell
+        return Device(name, label=label)
+    return Device(name, int(free + max(0, reserve)), int(total), label)
+
+
+class DeviceMap:
+    """Puts storages where a plan says, or where the function says that the caller gave as ``map_location``."""
+
+    def __init__(self, plan: Plan, map_location: Any, where: str) -> None:
+        self._devices = {move.tag: move.device for move in plan.moves}
+        self._choose: Callable[[Any, str], Any] | None = map_location if _is_function(map_location) else None
+        self._where = where
+
+    def is_meta(self, tag: str) -> bool:
+        """Whether storages of a tag keep no bytes, so that none need to be read."""
+        return self._choose is None and self._devices.get(tag, tag) == "meta"
+
+    def known(self, tag: str) -> str:
+        """The device for a tag, with its index; empty where the caller's function is to be asked."""
+        import torch
+
+        if self._choose is not None:
+            return ""
+        device = self._devices.get(tag, tag)
+        return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
+    def put(self, storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
+        """A storage of the CPU on its device."""
+        if self._choose is None:
+            return self._moved(storage, self._devices.get(tag, tag))
+        chosen = self._choose(storage, tag)
+        return self._moved(storage, tag) if chosen is None else self._checked(chosen)
+
+    def _moved(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+        import torch
+
+        if device == "cpu":
+            return storage
+        try:
+            moved: torch.UntypedStorage = torch.serialization.default_restore_location(storage, device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise DoesNotFitError(f"{device} has no room left: {error}", where=self._where) from error
+        except RuntimeError as error:
+            fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
+            raise NoDeviceError(f"{device} does not take it: {error}", where=self._where, fix=fix) from error
+        return moved
+
+    def _checked(self, chosen: Any) -> torch.UntypedStorage:
+        """What the caller's function gave, if it is a storage."""
+        import torch
+
+        if isinstance(chosen, torch.storage.TypedStorage):
+            chosen = chosen._untyped_storage  # noqa: SLF001 - the public way warns
+        if isinstance(chosen, torch.UntypedStorage):
+            return chosen
+        what = f"the function given as map_location returned {type(chosen).__name__}, which is no storage"
+        fix = "Return the storage, moved or not, or None for the device it was saved on."
+        raise LoadError(what, where=self._where, fix=fix)
+
+    def device(self, tag: str) -> str:
+        """Where a tensor goes that has no storage in the file, but is rebuilt on a device of that tag."""
+        import torch
+
+        if self._choose is None:
+            if tag in self._devices:
+                return self._devices[tag]
+            # Where devices of the same kind go: a program names ``cuda`` for its own.
+            kind = tag.partition(":")[0]
+            return next((device for known, device in self._devices.items() if known.partition(":")[0] == kind), tag)
+        chosen = self._choose(torch.UntypedStorage(0), tag)
+        return tag if chosen is None else str(self._checked(chosen).device)
+
+    @property
+    def locations(self) -> dict[str, str]:
+        """The plan as torch would take it for map_location."""
+        return {} if self._choose else dict(self._devices)
+
+
+def _is_function(map_location: Any) -> bool:
+    return callable(map_location) and not isinstance(map_location, str | Mapping)
+
+
+def wanted_devices(tags: list[str], map_location: Any) -> list[str]:
+    """The devices that storages of these tags may go to, by name, as far as ``map_location`` tells.
+
+    >>> wanted_devices(["cuda:1", "cpu"], {"cuda:1": "cuda:0"})
+    ['cuda:0', 'cpu']
+    """
+    if map_location is None or (isinstance(map_location, str) and map_location == "auto"):
+        return tags
+    if isinstance(map_location, Mapping):
+        table = {str(tag): str(device) for tag, device in map_location.items()}
+        return [table.get(tag, tag) for tag in tags]
+    return [] if _is_function(map_location) else [str(map_location)]

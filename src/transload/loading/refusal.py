@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, NotACheckpointError, UnsafeError
@@ -13,7 +14,7 @@ from transload.judge.safety import judge_pickles, safe_globals_lines
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.checkpoint import Checkpoint, GlobalUse
+    from transload.checkpoint import Checkpoint
     from transload.findings import Finding
     from transload.nodes import Global, Pickle
 
@@ -88,7 +89,10 @@ class Allowed:
             return None
         found = self._find(spellings)
         if found is None and (module := registrar(spellings[0])):
-            _try_import(module)
+            from importlib import import_module
+
+            with suppress(ImportError, RuntimeError):  # a torch without this part
+                import_module(module)
             self._user = None
             found = self._find(spellings)
         return found
@@ -106,10 +110,23 @@ class Allowed:
 
     def object_of(self, node: Global) -> Any:
         """What a name stands for, where a file holds the name itself: a dtype, a class, a function."""
+        from importlib import import_module
+
         full = name_of(node)
         if full not in _KNOWN:
             return self.user(node)
-        return _known_object(full)
+        module, _, name = full.rpartition(".")
+        if name.endswith("Storage") and name not in ("TypedStorage", "UntypedStorage"):
+            from torch.serialization import StorageType
+
+            return StorageType(name)
+        if module.startswith("torch"):
+            import_module("torch")
+        home = sys.modules.get(module) if module.startswith("torch") else import_module(module)
+        found = getattr(home, name, None)
+        if found is None:
+            raise Unknown(full)
+        return found
 
 
 def name_of(node: Global) -> str:
@@ -122,36 +139,9 @@ def _full(node: Global) -> str:
     return ".".join(canonical(node.module, node.name))
 
 
-def _known_object(full: str) -> Any:
-    """The object of a name on the fixed list."""
-    from importlib import import_module
-
-    module, _, name = full.rpartition(".")
-    if name.endswith("Storage") and name not in ("TypedStorage", "UntypedStorage"):
-        from torch.serialization import StorageType
-
-        return StorageType(name)
-    if module.startswith("torch"):
-        import_module("torch")
-    home = sys.modules.get(module) if module.startswith("torch") else import_module(module)
-    found = getattr(home, name, None)
-    if found is None:
-        raise Unknown(full)
-    return found
-
-
 def registrar(full: str) -> str:
     """The part of torch that allows a name when it is imported; empty where none does."""
     return next((module for prefix, module in _REGISTERED_BY if full.startswith(prefix)), "")
-
-
-def _try_import(module: str) -> None:
-    from importlib import import_module
-
-    try:
-        import_module(module)
-    except (ImportError, RuntimeError):  # a torch without this part
-        return
 
 
 def _allowed_by_program() -> dict[str, Any]:
@@ -197,38 +187,35 @@ _DIRECTORIES = {
 # Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
 _TOLD = frozenset({"storage-skipped"})
 _HARMLESS = frozenset({"link-outside"})
-# What could be mended and is not whole as it is.
+# What could be repaired and is not whole as it is.
 _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
 
 
 def refuse_broken(checkpoint: Checkpoint) -> None:
-    """Raise if the file is no checkpoint, or so damaged that tensors would be lost or wrong."""
+    """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
     if checkpoint.integrity == "not-a-checkpoint":
-        finding = _worst(checkpoint, frozenset({"not-a-checkpoint"}))
+        finding = _worst(checkpoint, {"not-a-checkpoint"})
         raise NotACheckpointError(
             _what(finding, "this is no checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
         )
-    broken = frozenset(code for code in _codes(checkpoint) if _is_damage(code) and code not in _TOLD)
+    broken = set()
+    for code in _codes(checkpoint) - _TOLD:
+        rule = rule_of(code)
+        damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
+        if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
+            broken.add(code)
     if broken:
         finding = _worst(checkpoint, broken)
         raise BrokenFileError(_what(finding, "it is damaged"), where=checkpoint.path, fix=_fix(checkpoint, finding))
 
 
-def _is_plain_number(pickle: Pickle) -> bool:
-    """Whether a pickle is what the magic number is in any protocol: a number, and nothing that is called."""
-    return not (pickle.globals or pickle.calls or pickle.persistent or pickle.irregular or pickle.ambiguous)
-
-
 def _codes(checkpoint: Checkpoint) -> set[str]:
     """The problems that count. torch writes the magic number in the protocol it was asked for."""
     codes = {problem.code for problem in checkpoint.problems}
-    return codes - {"legacy-odd-magic"} if checkpoint.pickles and _is_plain_number(checkpoint.pickles[0]) else codes
-
-
-def _is_damage(code: str) -> bool:
-    rule = rule_of(code)
-    damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
-    return code in _NOT_WHOLE or (damaged and code not in _HARMLESS)
+    first = checkpoint.pickles[0] if checkpoint.pickles else None
+    if first and not (first.globals or first.calls or first.persistent or first.irregular or first.ambiguous):
+        codes.discard("legacy-odd-magic")  # a number, and nothing that is called
+    return codes
 
 
 def worth_a_warning(checkpoint: Checkpoint) -> str:
@@ -237,7 +224,7 @@ def worth_a_warning(checkpoint: Checkpoint) -> str:
     return "; ".join(_what(finding, "") for finding in found)
 
 
-def _worst(checkpoint: Checkpoint, codes: frozenset[str]) -> Finding | None:
+def _worst(checkpoint: Checkpoint, codes: set[str]) -> Finding | None:
     """The finding to tell: one of these codes, else the first error there is."""
     named = [finding for finding in checkpoint.findings if finding.code in codes]
     return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
@@ -299,7 +286,14 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     if uses:
         what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
         lines = [f"{use.full_name}: {use.purpose}" for use in uses]
-        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_allowing(uses) + _without_code(checkpoint))
+        from torch import serialization
+
+        fix = "Only if you trust its author: "
+        allowing = safe_globals_lines(uses) if hasattr(serialization, "add_safe_globals") else ()
+        if allowing:
+            fix = "\n".join(["Only if you trust its author, allow them:", *(f"  {line}" for line in allowing), "or "])
+        fix += "pass weights_only=False, which runs whatever the file says."
+        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=fix + _without_code(checkpoint))
 
 
 def _listed(what: str, lines: list[str]) -> str:
@@ -311,18 +305,6 @@ def _without_code(checkpoint: Checkpoint) -> str:
     """The way to the tensors that needs no trust, if there are any."""
     command = convert_command(checkpoint)
     return f"\n{WITHOUT_CODE}\n{command}" if command else ""
-
-
-def _allowing(uses: list[GlobalUse]) -> str:
-    """What to do about names that are not allowed."""
-    from torch import serialization
-
-    lines = safe_globals_lines(uses) if hasattr(serialization, "add_safe_globals") else ()
-    otherwise = "pass weights_only=False, which runs whatever the file says."
-    if not lines:
-        return f"Only if you trust its author: {otherwise}"
-    shown = "\n".join(f"  {line}" for line in lines)
-    return f"Only if you trust its author, allow them:\n{shown}\nor {otherwise}"
 
 
 _SHOWN = 50

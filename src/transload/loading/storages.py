@@ -1,7 +1,7 @@
 """The bytes of a checkpoint into torch's storages: each read once, into memory that was just made, and put in place.
 
 One function is all that the rest of loading knows of this: ``read_storages``. What lies in a file as it will lie in
-memory, and goes to the host or to a CUDA device, is left to the engine (transfer/), all of it at once. The rest is read
+memory, and goes to the host or to a CUDA device, is left to the engine, all of it at once. The rest is read
 one by one: what is packed, or in the other byte order, or goes to where only torch, or a function of the caller's, can
 bring it.
 """
@@ -10,30 +10,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from transload.checkpoint import Storage
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io.memory import view
-from transload.loading.engine import Ended, Settings, Sums, Want, bring
-from transload.loading.rebuild import is_fake_mode
+from transload.loading.build import is_fake_mode
+from transload.loading.engine import Ended, ReadRequest, Settings, Sums, bring
+from transload.tensors.files import PackedStorages
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.checkpoint import Record, Storage
     from transload.io.sources import Source
-    from transload.loading.local_devices import Arrival
+    from transload.loading.placement import DeviceMap
     from transload.tensors.files import Piece
 
-__all__ = ["How", "read_storages"]
+__all__ = ["ReadOptions", "read_storages"]
 
-_CHUNK = 4 << 20  # packed bytes inflated at once
+_CHUNK = 4 << 20  # bytes inflated between two signs of progress
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+# In one step: there are as many storages as tensors.
+_NAMES = ("device", "nbytes", "stored", "offset", "file", "compressed", "big_endian")
+_FIELDS = itemgetter(*map(Storage._fields.index, _NAMES))
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
-class How(NamedTuple):
+class ReadOptions(NamedTuple):
     """How storages are read."""
 
     verify: bool = False
@@ -45,9 +50,14 @@ class How(NamedTuple):
     settings: Settings = Settings()
 
 
-def read_storages(piece: Piece, arrival: Arrival, how: How = How()) -> dict[str, torch.UntypedStorage]:  # noqa: B008 - a named tuple does not change
+DEFAULT = ReadOptions()
+
+
+def read_storages(
+    piece: Piece, device_map: DeviceMap, options: ReadOptions = DEFAULT
+) -> dict[str, torch.UntypedStorage]:
     """Every storage of a checkpoint on its device, by id."""
-    reader = _Reader(piece, arrival, how)
+    reader = _Reader(piece, device_map, options)
     together = reader.together()
     storages = piece.checkpoint.storages
     if len(together) == len(storages):
@@ -58,18 +68,19 @@ def read_storages(piece: Piece, arrival: Arrival, how: How = How()) -> dict[str,
 class _Reader:
     """Reads the storages of one piece."""
 
-    def __init__(self, piece: Piece, arrival: Arrival, how: How) -> None:
+    def __init__(self, piece: Piece, device_map: DeviceMap, options: ReadOptions) -> None:
         import torch
 
         self._torch = torch
         self._new = torch.UntypedStorage
         self._piece = piece
-        self._arrival = arrival
-        self._how = how
+        self._device_map = device_map
+        self._options = options
         self._faked = is_fake_mode()
-        self._skips = _skips_data()
-        self._map = _mapping(piece) if how.mapped else None
-        self._records: dict[str, dict[str, Record]] = {}
+        # torch.serialization.skip_data: storages are made, and not read.
+        self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
+        self._map = _mapping(piece) if options.mapped else None
+        self._packed = PackedStorages(piece.checkpoint)
         self._order = _byte_order(piece)
         self._dtypes: dict[str, str] | None = None
 
@@ -87,32 +98,32 @@ class _Reader:
 
         if wants:
             self._bring(opened, wants, place, plain)
-        return {storage[0]: held[index] for index, storage in enumerate(plain)}
+        return {storage.id: held[index] for index, storage in enumerate(plain)}
 
-    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[Want]]:
+    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[ReadRequest]]:
         """The storages that the engine brings, and what is wanted for each; their files are opened."""
         plain: list[Storage] = []
-        wants: list[Want] = []
+        wants: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
             return plain, wants
         storages = self._piece.checkpoint.storages
         devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
         here, all_big = sys.byteorder == "big", self._order == "big"
         numbers: dict[str, int] = {}
-        for storage in storages:  # unpacked in one step: there are as many as tensors
-            _, _, tag, _, nbytes, stored, offset, _, file, _, compressed, big, _ = storage
+        for storage in storages:
+            tag, nbytes, stored, offset, file, compressed, big = _FIELDS(storage)
             device = devices[tag]
             if device and 0 < nbytes <= stored and offset is not None and not compressed and (big or all_big) == here:
                 if file not in numbers:
                     numbers[file] = len(opened)
                     opened.append(self._piece.open(file))
                 plain.append(storage)
-                wants.append(_new(Want, (numbers[file], offset, nbytes, device)))
+                wants.append(_new(ReadRequest, (numbers[file], offset, nbytes, device)))
         return plain, wants
 
     def _reached(self, tag: str) -> str:
         """The device for a tag if the engine reaches it; else empty."""
-        device = self._arrival.known(tag)
+        device = self._device_map.known(tag)
         if not device.startswith("cuda:"):
             return device if device == "cpu" else ""
         from transload.io.cuda_driver import cuda_driver
@@ -120,12 +131,16 @@ class _Reader:
         return device if cuda_driver() is not None else ""
 
     def _bring(
-        self, sources: Sequence[Source], wants: Sequence[Want], place: Callable[[int], int], storages: Sequence[Storage]
+        self,
+        sources: Sequence[Source],
+        wants: Sequence[ReadRequest],
+        place: Callable[[int], int],
+        storages: Sequence[Storage],
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
-        sums = Sums() if self._how.verify else None
+        sums = Sums() if self._options.verify else None
         try:
-            bring(sources, wants, place, settings=self._how.settings, tell=self._how.tell, sums=sums)
+            bring(sources, wants, place, settings=self._options.settings, tell=self._options.tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
             detail = f"the file ends after {end.came:,} of {storage.nbytes:,} bytes"
@@ -138,16 +153,16 @@ class _Reader:
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         """One storage where it belongs."""
-        if self._faked or self._arrival.is_meta(storage.device):
+        if self._faked or self._device_map.is_meta(storage.device):
             return self._meta(storage)
         if self._skips:
-            return self._arrival.put(self._empty(storage), storage.device)
+            return self._device_map.put(self._empty(storage), storage.device)
         held = self._mapped(storage) if self._map is not None else None
         if held is None:
             held = self._read(storage)
         if self._is_swapped(storage):
             self._swap(held, storage)
-        return self._arrival.put(held, storage.device)
+        return self._device_map.put(held, storage.device)
 
     def _meta(self, storage: Storage) -> torch.UntypedStorage:
         made = self._torch.UntypedStorage(storage.nbytes, device="meta")
@@ -173,13 +188,13 @@ class _Reader:
         if storage.offset is None or storage.stored < storage.nbytes:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         held = self._empty(storage)
-        want = Want(0, storage.offset, storage.nbytes)
+        want = ReadRequest(0, storage.offset, storage.nbytes)
         self._bring([self._piece.open(storage.file)], [want], lambda _: held.data_ptr(), [storage])
         return held
 
     def _compare(self, storage: Storage, held: torch.UntypedStorage) -> None:
         """The checksum of what is in memory, if that is asked for."""
-        if self._how.verify:
+        if self._options.verify:
             from zlib import crc32
 
             self._check_sum(storage, crc32(_view(held)))
@@ -189,8 +204,8 @@ class _Reader:
             raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
 
     def _tell(self, count: int) -> None:
-        if self._how.tell is not None:
-            self._how.tell(count)
+        if self._options.tell is not None:
+            self._options.tell(count)
 
     def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
         what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
@@ -199,48 +214,21 @@ class _Reader:
     # -- compressed ones
 
     def _inflated(self, storage: Storage) -> torch.UntypedStorage:
-        from zlib import error
-
-        record = self._record(storage)
-        if record is None or record.offset is None or record.method != 8 or record.size != storage.nbytes:
+        packed = self._packed.open(storage, self._piece.open(storage.file))
+        if packed is None or packed.size != storage.nbytes:
             raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
         held = self._empty(storage)
+        into, done = _view(held), 0
         try:
-            came = self._inflate(storage, record, _view(held))
-        except error as reason:
-            raise self._lost(storage, str(reason), "are damaged") from reason
-        if came != storage.nbytes:
-            raise self._lost(storage, f"unpacked they are {came:,} of {storage.nbytes:,} bytes")
+            while came := packed.readinto(done, into[done : done + _CHUNK]):
+                done += came
+                self._tell(came)
+        except BrokenFileError as error:
+            raise self._lost(storage, error.what, "are damaged") from error
+        if done != storage.nbytes:
+            raise self._lost(storage, f"unpacked they are {done:,} of {storage.nbytes:,} bytes")
         self._compare(storage, held)
         return held
-
-    def _record(self, storage: Storage) -> Record | None:
-        """The record of a compressed storage, which says where its packed bytes lie."""
-        from transload.formats.zip import read_index
-
-        if storage.file not in self._records:
-            known = {record.name: record for record in self._piece.checkpoint.records}
-            self._records[storage.file] = known or read_index(self._piece.open(storage.file)).records
-        return self._records[storage.file].get(storage.record)
-
-    def _inflate(self, storage: Storage, record: Record, into: memoryview) -> int:
-        """Unpack a record into memory, never more than fits; how much that was."""
-        from zlib import decompressobj
-
-        source, start = self._piece.open(storage.file), record.offset or 0
-        machine, done = decompressobj(-15), 0
-        for at in range(0, record.stored, _CHUNK):
-            packed = source.read(start + at, min(_CHUNK, record.stored - at))
-            while done < len(into):
-                most = min(_CHUNK, len(into) - done)
-                part = machine.decompress(packed, most)
-                into[done : done + len(part)] = part
-                done += len(part)
-                self._tell(len(part))
-                packed = machine.unconsumed_tail
-                if not packed and len(part) < most:  # a full part may have more behind it, also when all input is taken
-                    break
-        return done
 
     # -- mapped ones
 
@@ -261,8 +249,14 @@ class _Reader:
         return (storage.big_endian or self._order == "big") != (sys.byteorder == "big")
 
     def _swap(self, held: torch.UntypedStorage, storage: Storage) -> None:
-        if self._dtypes is None:
-            self._dtypes = _dtypes_within(self._piece)
+        if self._dtypes is None:  # of the tensors in each storage: a storage itself does not know the newer dtypes
+            self._dtypes = {}
+            waiting = list(reversed(self._piece.checkpoint.tensors))
+            while waiting:
+                tensor = waiting.pop()
+                waiting += reversed(tensor.parts)
+                if tensor.storage is not None:
+                    self._dtypes.setdefault(tensor.storage, tensor.dtype)
         dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
         if dtype is None:
             raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be turned round")
@@ -271,21 +265,15 @@ class _Reader:
 
 def _named(piece: Piece, storage: Storage) -> str:
     """The tensors that need a storage."""
-    names = storage.tensors or _names(piece).get(storage.key, ())
+    names = storage.tensors
+    for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():  # its tensors were only counted
+        from transload.formats.tensors import Place, StorageTable, find_tensors
+
+        found = find_tensors(pickle.root, StorageTable(lambda _key, nbytes: Place(0, nbytes))).storages
+        names = next((each.tensors for each in found if each.key == storage.key), names)
     shown = ", ".join(name or "the root" for name in names[:4]) or f"storage {storage.key}"
     more = len(names) - 4
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _names(piece: Piece) -> dict[str, tuple[str, ...]]:
-    """The tensors of each storage, of a checkpoint whose tensors were only counted."""
-    from transload.formats.tensors import Place, StorageTable, find_tensors
-
-    found: dict[str, tuple[str, ...]] = {}
-    for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():
-        table = StorageTable(lambda _key, nbytes: Place(0, nbytes))
-        found |= {storage.key: storage.tensors for storage in find_tensors(pickle.root, table).storages}
-    return found
 
 
 def _view(held: torch.UntypedStorage) -> memoryview:
@@ -300,29 +288,17 @@ def _mapping(piece: Piece) -> torch.UntypedStorage | None:
     is_still = getattr(source, "is_still", None)
     if source is None or is_still is None or not source.size or not is_still(piece.path):
         return None
+    # Whether the program has asked torch to map files so that changes go to the file.
+    ask = getattr(torch.serialization, "get_default_mmap_options", None)
+    shared = False
+    if ask is not None and sys.platform != "win32":
+        from mmap import MAP_SHARED
+
+        shared = bool(ask() == MAP_SHARED)
     try:
-        return torch.UntypedStorage.from_file(piece.path, _is_shared(), source.size)
+        return torch.UntypedStorage.from_file(piece.path, shared, source.size)
     except RuntimeError:  # a file system without maps, no room for one, or a file that was just cut: reading will tell
         return None
-
-
-def _is_shared() -> bool:
-    """Whether the program has asked torch to map files so that changes go to the file."""
-    import torch
-
-    ask = getattr(torch.serialization, "get_default_mmap_options", None)
-    if ask is None or sys.platform == "win32":
-        return False
-    from mmap import MAP_SHARED
-
-    return bool(ask() == MAP_SHARED)
-
-
-def _skips_data() -> bool:
-    """Whether the program has asked torch to make storages without reading them (``torch.serialization.skip_data``)."""
-    import torch
-
-    return bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
 
 
 def _byte_order(piece: Piece) -> str:
@@ -335,15 +311,3 @@ def _byte_order(piece: Piece) -> str:
     told = ask()
     named = "little" if told is None else str(told.name).lower()
     return sys.byteorder if named == "native" else named
-
-
-def _dtypes_within(piece: Piece) -> dict[str, str]:
-    """The dtype of the tensors in each storage: one of a newer dtype does not know it itself."""
-    waiting = list(reversed(piece.checkpoint.tensors))
-    found: dict[str, str] = {}
-    while waiting:
-        tensor = waiting.pop()
-        waiting += reversed(tensor.parts)
-        if tensor.storage is not None:
-            found.setdefault(tensor.storage, tensor.dtype)
-    return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.io.sources import Slice, Source
-from transload.loading.rebuild import sparse_tensor, validate
+from transload.loading.build import sparse_tensor, validate
 
 if TYPE_CHECKING:
     import torch
@@ -142,40 +142,22 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
     try:
         return find(module, name)
     except ImportError as error:
-        older = _older_numpy(module)
-        if older:
-            return _imported(find, older, name)
-        raise _no_module(module, name, error) from error
+        if f"{module}.".startswith("numpy._core."):  # numpy 1 has it elsewhere
+            return _imported(find, f"numpy.core{module.removeprefix('numpy._core')}", name)
+        missing = error.name or module
+        what = f"the file needs {module}.{name}, and `import {module}` fails here: {error}"
+        fix = f"Make `import {missing}` work: install its package, or add the folder of its source to PYTHONPATH."
+        raised = MissingModuleError(what, fix=fix)
+        raised.name = missing
+        raise raised from error
     except AttributeError as error:
-        raise _no_class(module, name) from error
-
-
-def _older_numpy(module: str) -> str:
-    """Where numpy 1 keeps what files written with numpy 2 name.
-
-    >>> _older_numpy("numpy._core.multiarray"), _older_numpy("numpy.core")
-    ('numpy.core.multiarray', '')
-    """
-    return f"numpy.core{module.removeprefix('numpy._core')}" if f"{module}.".startswith("numpy._core.") else ""
-
-
-def _no_module(module: str, name: str, error: ImportError) -> MissingModuleError:
-    missing = error.name or module
-    what = f"the file needs {module}.{name}, and `import {module}` fails here: {error}"
-    fix = f"Make `import {missing}` work: install its package, or add the folder of its source to PYTHONPATH."
-    made = MissingModuleError(what, fix=fix)
-    made.name = missing
-    return made
-
-
-def _no_class(module: str, name: str) -> MissingClassError:
-    if module in ("__main__", "__mp_main__"):
-        what = f"the file needs {name}, which was defined in the script that saved it"
-        return MissingClassError(what, fix=f"Define or import {name} in the script that loads the file.")
-    what = f"the file needs {module}.{name}, and {module} has no {name} here"
-    return MissingClassError(
-        what, fix=f"Install the version of {module.partition('.')[0]} that the file was saved with."
-    )
+        if module in ("__main__", "__mp_main__"):
+            what = f"the file needs {name}, which was defined in the script that saved it"
+            fix = f"Define or import {name} in the script that loads the file."
+        else:
+            what = f"the file needs {module}.{name}, and {module} has no {name} here"
+            fix = f"Install the version of {module.partition('.')[0]} that the file was saved with."
+        raise MissingClassError(what, fix=fix) from error
 
 
 def _landing(function: Callable[..., Any], at: int, device_of: Callable[[str], str]) -> Callable[..., Any]:
@@ -228,8 +210,12 @@ def load_script(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = st
     """
     import torch
 
-    with _in_our_words(checkpoint, "torch.jit.load"):
-        return torch.jit.load(path or as_file(source), map_location=_one_device(checkpoint, device_of))
+    devices = {use.device: device_of(use.device) for use in checkpoint.devices}
+    target = None  # each stays where it was
+    if any(tag != device for tag, device in devices.items()):
+        target = next((device for device in devices.values() if device != "cpu"), "cpu")
+    with _program_errors(checkpoint, "torch.jit.load"):
+        return torch.jit.load(path or as_file(source), map_location=target)
 
 
 def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = str, *, path: str = "") -> Any:
@@ -241,18 +227,10 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
     """
     import torch
 
-    with _in_our_words(checkpoint, "torch.export.load"):
+    with _program_errors(checkpoint, "torch.export.load"):
         if _stays(source, checkpoint, device_of):
             return torch.export.load(path if path.endswith(".pt2") else as_file(source))
         return torch.export.load(_moved(source, device_of))
-
-
-def _one_device(checkpoint: Checkpoint, device_of: DeviceOf) -> str | None:
-    """The device for all tensors of a program; ``None`` where each stays where it was."""
-    landed = {use.device: device_of(use.device) for use in checkpoint.devices}
-    if all(tag == device for tag, device in landed.items()):
-        return None
-    return next((device for device in landed.values() if device != "cpu"), "cpu")
 
 
 # -- an exported program on other devices ------------------------------------------------------------------------------
@@ -278,23 +256,28 @@ def _stays(source: Source, checkpoint: Checkpoint, device_of: DeviceOf) -> bool:
 
 def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
     """The archive with every device replaced; records keep their names and order."""
+    import json
     from zipfile import ZipFile
+
+    import torch
+
+    def land(storage: torch.UntypedStorage, tag: str) -> Any:
+        return torch.serialization.default_restore_location(storage, device_of(tag))
 
     out = io.BytesIO()
     with ZipFile(as_file(source)) as old, ZipFile(out, "w") as new:
         for name in old.namelist():
-            new.writestr(name, _moved_record(name, old.read(name), device_of))
+            data = old.read(name)
+            if data.startswith(_ZIP):
+                # Example inputs, and in older files the weights, are checkpoints inside, whatever they are called.
+                inner = io.BytesIO()
+                torch.save(torch.load(io.BytesIO(data), map_location=land, weights_only=False), inner)
+                data = inner.getvalue()
+            elif name.endswith(".json"):
+                data = json.dumps(_moved_json(json.loads(data), device_of)).encode()
+            new.writestr(name, data)
     out.seek(0)
     return out
-
-
-def _moved_record(name: str, data: bytes, device_of: DeviceOf) -> bytes:
-    import json
-
-    # Example inputs, and in older files the weights, are checkpoints inside the archive, whatever they are called.
-    if data.startswith(_ZIP):
-        return _moved_checkpoint(data, device_of)
-    return json.dumps(_moved_json(json.loads(data), device_of)).encode() if name.endswith(".json") else data
 
 
 def _moved_json(value: Any, device_of: DeviceOf) -> Any:
@@ -307,36 +290,22 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
         return [_moved_json(each, device_of) for each in value]
     if not isinstance(value, dict):
         return value
-    return {
-        key: _moved_device(each, device_of)
-        if key in ("device", "as_device") and isinstance(each, dict) and "type" in each
-        else _moved_json(each, device_of)
-        for key, each in value.items()
-    }
-
-
-def _moved_device(value: dict[str, Any], device_of: DeviceOf) -> dict[str, Any]:
-    index = value.get("index")
-    kind, _, number = device_of(value["type"] if index is None else f"{value['type']}:{index}").partition(":")
-    return {**value, "type": kind, "index": int(number) if number else None}
-
-
-def _moved_checkpoint(data: bytes, device_of: DeviceOf) -> bytes:
-    import torch
-
-    def land(storage: torch.UntypedStorage, tag: str) -> Any:
-        return torch.serialization.default_restore_location(storage, device_of(tag))
-
-    out = io.BytesIO()
-    torch.save(torch.load(io.BytesIO(data), map_location=land, weights_only=False), out)
-    return out.getvalue()
+    moved = {}
+    for key, each in value.items():
+        if key in ("device", "as_device") and isinstance(each, dict) and "type" in each:
+            index = each.get("index")
+            kind, _, number = device_of(each["type"] if index is None else f"{each['type']}:{index}").partition(":")
+            moved[key] = {**each, "type": kind, "index": int(number) if number else None}
+        else:
+            moved[key] = _moved_json(each, device_of)
+    return moved
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _in_our_words(checkpoint: Checkpoint, function: str) -> Iterator[None]:
+def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
     """What torch says when it cannot load a program, with the first of its many lines and what helps."""
     try:
         yield
@@ -345,28 +314,16 @@ def _in_our_words(checkpoint: Checkpoint, function: str) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
-        raise LoadError(what, where=checkpoint.path, fix=_fix(str(error))) from error
+        _, found, tail = str(error).partition("Unknown builtin op: ")
+        namespace, ended, _ = tail.partition("::")
+        if found and ended:
+            package = _OPERATORS.get(namespace, namespace)
+            fix = f"It uses operators of {package}: `import {package}` before loading it."
+        else:
+            import torch
 
-
-def _fix(text: str) -> str:
-    namespace = _between(text, "Unknown builtin op: ", "::")
-    if namespace:
-        package = _OPERATORS.get(namespace, namespace)
-        return f"It uses operators of {package}: `import {package}` before loading it."
-    import torch
-
-    return f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
-
-
-def _between(text: str, before: str, after: str) -> str:
-    """What stands between two texts, empty if they are not there.
-
-    >>> _between("Unknown builtin op: torchvision::nms.", "op: ", "::")
-    'torchvision'
-    """
-    _, found, rest = text.partition(before)
-    word, ended, _ = rest.partition(after)
-    return word if found and ended else ""
+            fix = f"It may need another release than torch {torch.__version__}; the one it was made with loads it."
+        raise LoadError(what, where=checkpoint.path, fix=fix) from error
 
 
 StorageOf = Callable[[str], "torch.UntypedStorage"]
@@ -392,23 +349,18 @@ def load_trusted(
     """
     import pickle
 
-    _check_module(pickle_module)
-    arguments.setdefault("encoding", "utf-8")
-    load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
-    with _in_our_words_trusted(checkpoint.path):
-        return load.run()
-
-
-def _check_module(pickle_module: Any) -> None:
-    """Raise if a module is none that can unpickle; torch needs a recent dill."""
     import torch
 
     if pickle_module is not None and not hasattr(pickle_module, "Unpickler"):
         raise UsageError(f"pickle_module has no Unpickler: {pickle_module!r}")
-    try:
+    try:  # torch needs a recent dill
         getattr(torch.serialization, "_check_dill_version", bool)(pickle_module)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    arguments.setdefault("encoding", "utf-8")
+    load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
+    with _errors_of_ours(checkpoint.path):
+        return load.run()
 
 
 class _Load:
@@ -436,7 +388,10 @@ class _Load:
         if self._checkpoint.format == "torch-tar":
             return self._tar()
         if self._checkpoint.format == "torch-legacy":
-            return self._legacy()
+            file = as_file(self._source)
+            for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
+                self._unpickle(file)
+            return self._unpickle(file, self.by_tuple)
         return self._unpickle(io.BytesIO(_pickle_of(self._source, self._checkpoint)), self.by_tuple)
 
     def _unpickle(self, file: Any, persistent: _Persistent | None = None) -> Any:
@@ -446,12 +401,6 @@ class _Load:
         if persistent is not None:
             unpickler.persistent_load = persistent
         return unpickler.load()
-
-    def _legacy(self) -> Any:
-        file = as_file(self._source)
-        for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
-            self._unpickle(file)
-        return self._unpickle(file, self.by_tuple)
 
     def by_tuple(self, pid: tuple[Any, ...]) -> Any:
         """What a persistent id stands for: a storage, or in streams also a class with its source."""
@@ -560,7 +509,7 @@ def _pickle_of(source: Source, checkpoint: Checkpoint) -> bytes:
 
 
 @contextmanager
-def _in_our_words_trusted(path: str) -> Iterator[None]:
+def _errors_of_ours(path: str) -> Iterator[None]:
     """Whatever goes wrong, as an error of ours that says where."""
     try:
         yield

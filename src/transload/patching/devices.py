@@ -52,7 +52,7 @@ def substitute_name(name: str) -> str:
     """The device to use instead of a missing one; warns the first time. Empty if that cannot be determined."""
     key = (name, requested, *map(os.environ.get, _HIDING))
     if key not in _substitutes:
-        from transload.loading.local_devices import devices_here
+        from transload.loading.placement import devices_here
 
         try:
             found = devices_here([name], 0)  # the same rules as transload.load

@@ -1,4 +1,9 @@
-"""The file or files behind a checkpoint, open for as long as it is loaded: what was judged is what is read."""
+"""An open checkpoint: the file or files behind it, open as long as anybody reads from them.
+
+``OpenCheckpoint`` reads and judges what it is given and keeps it open: what was judged is what is read. ``load`` takes
+the ``pieces`` that are built by themselves; lazy handles and the readers of elements take the bytes of single storages,
+by the names that storages give to files.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,229 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from transload.errors import BrokenFileError, UsageError
+from transload.errors import BrokenFileError, LoadError, UsageError
 from transload.frozen import facts
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
 
 if TYPE_CHECKING:
     from zlib import _Decompress
 
-    from transload.checkpoint import Checkpoint
-    from transload.io.sources import Source
+    from transload.checkpoint import Checkpoint, Key, Record, Storage
+    from transload.tensors.paths import Paths
 
-__all__ = ["Files", "Inflating", "Piece", "open_beside"]
+__all__ = ["Inflating", "OpenCheckpoint", "PackedStorages", "Piece"]
+
+
+class OpenCheckpoint:
+    """Everything opened for one checkpoint.
+
+    ``checkpoint`` is the judged whole, ``pieces`` what is built by itself, in order: the one file, or the shards.
+    ``tree`` is as for ``read_source``. As a context manager it closes what it has opened. May be used from several
+    threads.
+    """
+
+    def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
+        from transload.judge import judge
+
+        self.closed = False
+        self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
+        self._tree = tree
+        self._folder: str | None = None  # where the names of files begin, if there are several
+        self._inflating: dict[str, Source] = {}
+        self._lock = Lock()
+        try:
+            read, self.pieces = self._read(f)
+            self.checkpoint = judge(_without_neighbours(read), told=tree)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> OpenCheckpoint:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file, and put a file object back to where it stood; twice does no harm."""
+        with self._lock:
+            self.closed = True
+            for source, _ in self._open.values():
+                source.close()
+            self._open.clear()
+            self._inflating.clear()
+
+    def check_open(self) -> None:
+        """``UsageError`` if it was closed."""
+        if self.closed:
+            raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
+
+    def check_unchanged(self) -> None:
+        """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
+        for source, _ in self._open.values():
+            if isinstance(source, _File) and source.changed:
+                fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
+                raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
+
+    def stay_behind(self) -> None:
+        """Leave a file object behind what was read of it: several objects can be written one after the other."""
+        source = self._open.get("", (None, None))[0]
+        if isinstance(source, _Object | _Leftovers) and self.checkpoint.format == "torch-legacy":
+            last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
+            source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
+
+    # -- bytes of storages
+
+    def storage(self, id: str | None) -> Storage | None:
+        """The storage of that id."""
+        return self._storages.get(id or "")
+
+    @cached_property
+    def _storages(self) -> dict[str, Storage]:
+        return {storage.id: storage for storage in self.checkpoint.storages}
+
+    def file(self, name: str = "") -> Source:
+        """One of its files, by the name storages give it; it stays open until all are closed."""
+        with self._lock:
+            self.check_open()
+            if self._folder is None:
+                return self.pieces[0].open(name)
+            path = os.path.join(self._folder, name)  # noqa: PTH118 - pathlib costs ten milliseconds
+            piece = self._by_path.get(path) or self._by_path.get("")
+            return self._beside(path) if piece is None else piece.open(name)
+
+    @cached_property
+    def _by_path(self) -> dict[str, Piece]:
+        return {piece.path: piece for piece in self.pieces}
+
+    @property
+    def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
+        """The files that are a checkpoint by themselves, under the names storages give them."""
+        if self._folder is None:
+            return tuple(("", piece.checkpoint) for piece in self.pieces)
+        folder = self._folder or "."
+        return tuple((os.path.relpath(piece.path, folder), piece.checkpoint) for piece in self.pieces if piece.path)
+
+    def bytes_of(self, storage: Storage) -> tuple[Source, int]:
+        """Where to read a storage, and the position of its first byte; ``LoadError`` if there is no such place."""
+        if storage.offset is None and not storage.compressed:
+            raise BrokenFileError(f"storage {storage.key} is not in the file", where=self.checkpoint.path)
+        source = self.file(storage.file)
+        if storage.offset is not None:
+            return source, storage.offset
+        with self._lock:
+            known = self._inflating.get(storage.id) or self._packed.open(storage, source)
+            if known is None:
+                what = f"storage {storage.key} lies in a record packed in a way torch does not read ({storage.record})"
+                raise LoadError(what, where=self.checkpoint.path)
+            self._inflating[storage.id] = known
+        return known, 0
+
+    @cached_property
+    def _packed(self) -> PackedStorages:
+        return PackedStorages(self.checkpoint)
+
+    # -- values
+
+    def node(self, path: tuple[Key, ...]) -> tuple[Piece, object] | None:
+        """The piece in which a path leads somewhere, and the inert node there; ``None`` if it leads nowhere."""
+        from transload.tensors.paths import NOWHERE
+
+        for piece, paths in zip(self.pieces, self._paths, strict=True):
+            found = paths.at(path)
+            if found is not NOWHERE:
+                return piece, found
+        return None
+
+    @cached_property
+    def _paths(self) -> list[Paths]:
+        from transload.tensors.paths import Paths
+
+        return [Paths(piece.checkpoint.root) for piece in self.pieces]
+
+    # -- opening
+
+    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        if not isinstance(f, str | os.PathLike):
+            return self._single(_opened(f), "")
+        path = os.fspath(f)
+        _finish_retag(path)
+        if os.path.isdir(path):  # noqa: PTH112 - as above
+            self._folder = path
+            return self._directory(path)
+        if path.endswith(".index.json"):
+            from transload.formats.directory import read_sharded
+
+            self._folder = os.path.dirname(path)  # noqa: PTH120 - as above
+            checkpoint = read_sharded(path, self._read_file)
+            return checkpoint, self._kept(checkpoint, "shard")
+        return self._single(_File(path), path)
+
+    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.formats import read_source
+
+        self._open[""] = (source, None)
+        checkpoint = read_source(source, tree=self._tree)
+        return checkpoint, (Piece(checkpoint, lambda _: source, path),)
+
+    def _read_file(self, path: str) -> Checkpoint:
+        """Read a file of a directory, and keep it open."""
+        from transload.formats import read_source
+
+        source = self._beside(path)
+        checkpoint = read_source(source)
+        self._open[path] = (source, checkpoint)
+        return checkpoint
+
+    def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.formats.directory import read_directory
+
+        checkpoint = read_directory(path, read_file=self._read_file)
+        if checkpoint.format == "sharded":
+            return checkpoint, self._kept(checkpoint, "shard")
+        if "unpacked" not in dict(checkpoint.facts):
+            return checkpoint, self._kept(checkpoint, "weights")
+        index = "data.pkl"
+        if not os.path.exists(_join(path, index)):  # noqa: PTH110 - as above
+            index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder unzipping has made
+        return checkpoint, (Piece(checkpoint, lambda name: self._beside(_join(path, name)), index=index),)
+
+    def _kept(self, checkpoint: Checkpoint, kind: str) -> tuple[Piece, ...]:
+        """The files of a directory that were read, each as a piece of its own."""
+        pieces = []
+        for part in checkpoint.parts:
+            if part.kind == kind:
+                path = _join(self._folder or "", part.name)
+                source, read = self._open[path]
+                if read is not None:
+                    pieces.append(Piece(read, lambda _, source=source: source, path))  # type: ignore[misc]
+        return tuple(pieces)
+
+    def _beside(self, path: str) -> Source:
+        """One of many files; kept open, unless so many others are already that the program would have none left."""
+        if path not in self._open:
+            source = _File(path) if len(self._open) < _most_open() else _Unkept(path)
+            self._open[path] = (source, None)
+        return self._open[path][0]
+
+
+def _finish_retag(path: str) -> None:
+    """Finish or undo a retag of the file that was interrupted."""
+    try:
+        folder, name = os.path.split(os.path.realpath(path))
+    except ValueError:  # no file can have such a name, which whoever reads it will say
+        return
+    # Importing what reads a journal takes longer than loading a small file. Long names are shortened in its name.
+    if len(name) < 50 and not os.path.lexists(os.path.join(folder, f".{name}.transload-retag")):  # noqa: PTH118 - as above
+        return
+    from transload.io.journal import has_journal, recover
+
+    if has_journal(path):
+        recover(path)
 
 
 @facts(frozen=True)
@@ -84,11 +298,6 @@ class _Unkept:
         """Nothing to give back."""
 
 
-def open_beside(path: str, others: int) -> Source:
-    """One of many files; kept open, unless so many others are already that the program would have none left."""
-    return _File(path) if others < _most_open() else _Unkept(path)
-
-
 def _most_open() -> int:
     """Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256."""
     try:
@@ -120,7 +329,7 @@ class _Object(ObjectSource):
         return done if into else super().readinto(offset, buffer)  # which also has words for what goes wrong
 
 
-class _Rest(Slice):
+class _Leftovers(Slice):
     """What follows the position of a file object: the next of several checkpoints in one stream."""
 
     def leave_at(self, position: int) -> None:
@@ -130,121 +339,6 @@ class _Rest(Slice):
     def close(self) -> None:
         """Put the position back."""
         self._base.close()
-
-
-class Files:
-    """Everything opened for one load.
-
-    ``checkpoint`` is the judged whole, ``pieces`` what is to be built, in order. ``tree`` is as for ``read_source``.
-    As a context manager it closes what it has opened.
-    """
-
-    def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
-        self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
-        self._tree = tree
-        from transload.judge import judge
-
-        try:
-            read, self.pieces = self._read(f)
-            self.checkpoint = judge(_without_neighbours(read), told=tree)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Files:  # noqa: PYI034 - Self is not in Python 3.10
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close every file, and put a file object back to where it stood."""
-        for source, _ in self._open.values():
-            source.close()
-        self._open.clear()
-
-    def check_unchanged(self) -> None:
-        """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
-        for source, _ in self._open.values():
-            if isinstance(source, _File) and source.changed:
-                fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
-                raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
-
-    def stay_behind(self) -> None:
-        """Leave a file object behind what was read of it: several objects can be written one after the other."""
-        source = self._open.get("", (None, None))[0]
-        if isinstance(source, _Object | _Rest) and self.checkpoint.format == "torch-legacy":
-            last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
-            source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
-
-    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        if not isinstance(f, str | os.PathLike):
-            return self._single(_opened(f), "")
-        path = os.fspath(f)
-        from transload.io.journal import has_journal, recover
-
-        if has_journal(path):  # a retag was interrupted
-            recover(path)
-        if os.path.isdir(path):  # noqa: PTH112 - as above
-            return self._directory(path)
-        if path.endswith(".index.json"):
-            from transload.formats.directory import read_sharded
-
-            return self._sharded(read_sharded(path, self._read_file), os.path.dirname(path))  # noqa: PTH120 - as above
-        return self._single(_File(path), path)
-
-    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.formats import read_source
-
-        self._open[""] = (source, None)
-        checkpoint = read_source(source, tree=self._tree)
-        return checkpoint, (Piece(checkpoint, lambda _: source, path),)
-
-    def _read_file(self, path: str) -> Checkpoint:
-        """Read a file of a directory, and keep it open."""
-        from transload.formats import read_source
-
-        source = open_beside(path, len(self._open))
-        self._open[path] = (source, None)
-        checkpoint = read_source(source)
-        self._open[path] = (source, checkpoint)
-        return checkpoint
-
-    def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.formats.directory import read_directory
-
-        checkpoint = read_directory(path, read_file=self._read_file)
-        if checkpoint.format == "sharded":
-            return self._sharded(checkpoint, path)
-        if "unpacked" in dict(checkpoint.facts):
-            index = "data.pkl" if os.path.exists(_join(path, "data.pkl")) else _join(_only(path), "data.pkl")  # noqa: PTH110 - as above
-            return checkpoint, (Piece(checkpoint, lambda name: self._beside(path, name), index=index),)
-        weights = [part.name for part in checkpoint.parts if part.kind == "weights"]
-        return checkpoint, self._kept(path, weights)
-
-    def _sharded(self, checkpoint: Checkpoint, folder: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        return checkpoint, self._kept(folder, [part.name for part in checkpoint.parts if part.kind == "shard"])
-
-    def _kept(self, folder: str, names: list[str]) -> tuple[Piece, ...]:
-        """The files of a directory that were read, each as a piece of its own."""
-        pieces = []
-        for name in names:
-            path = _join(folder, name)
-            source, checkpoint = self._open[path]
-            if checkpoint is not None:
-                pieces.append(Piece(checkpoint, lambda _, source=source: source, path))  # type: ignore[misc]
-        return tuple(pieces)
-
-    def _beside(self, folder: str, name: str) -> Source:
-        path = _join(folder, name)
-        if path not in self._open:
-            self._open[path] = (open_beside(path, len(self._open)), None)
-        return self._open[path][0]
-
-
-def _only(path: str) -> str:
-    """The one folder in a directory, which unzipping has made."""
-    return next(iter(os.listdir(path)), "")  # noqa: PTH208 - as above
 
 
 def _without_neighbours(checkpoint: Checkpoint) -> Checkpoint:
@@ -272,8 +366,8 @@ def _opened(f: object) -> Source:
         raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
     source = _Object(cast(BinaryIO, f))
     home = f.tell() if hasattr(f, "tell") else 0
-    rest = _Rest(source, home, source.size - home, source.name)
-    return rest if home and _begins(rest) else source
+    leftovers = _Leftovers(source, home, source.size - home, source.name)
+    return leftovers if home and _begins(leftovers) else source
 
 
 def _begins(source: Source) -> bool:
@@ -285,6 +379,29 @@ def _begins(source: Source) -> bool:
 
 
 _STEP = 1 << 20
+
+
+class PackedStorages:
+    """The storages of a checkpoint that lie in deflated records."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._records: dict[str, dict[str, Record]] = {}
+
+    def open(self, storage: Storage, source: Source) -> Inflating | None:
+        """The content of a packed storage, of the file ``source``; ``None`` if it is packed in a way torch cannot read.
+
+        Each reader needs its own, since going back begins anew.
+        """
+        from transload.formats.zip import read_index
+
+        if storage.file not in self._records:
+            known = {} if storage.file else {record.name: record for record in self._checkpoint.records}
+            self._records[storage.file] = known or read_index(source).records
+        record = self._records[storage.file].get(storage.record)
+        if record is None or record.offset is None or record.method != 8:  # deflated, as every zip tool does it
+            return None
+        return Inflating(source, record.offset, record.stored, record.size)
 
 
 class Inflating:

@@ -1,4 +1,8 @@
-"""Strided views, element by element: which blocks they are read in, and how a block is put in row-major order."""
+"""Strided views of a storage: indexing, the parts they are read in, and how elements are put in row-major order.
+
+``View`` says which elements. Readers with torch split one into ``pieces``, each copied by torch. Those without torch
+turn it into ``axes``, which also say where an element goes, and let ``Gather`` copy.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,9 @@ __all__ = [
 ]
 
 
+Index = Any
+"""What may stand between the brackets: numbers, slices, ``...`` and ``None``, one or a tuple of them."""
+
 WINDOW = 16 << 20
 """Bytes of a file held at once while its elements are put in another order."""
 
@@ -42,6 +49,45 @@ _COPIED = 16  # moving a run of so many elements takes as long as moving one tha
 _LINE = 64  # of a processor's cache: rows a power of two apart would all fall into the same few of them
 _LONG = 1024
 _MANY = 1 << 18
+
+
+class View(NamedTuple):
+    """Sizes, strides and first element, all counted in elements of a storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements it shows."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """How many elements of the storage lie between its first and its last, both counted.
+
+        >>> View((2, 3), (10, 1)).extent
+        13
+        """
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def compact(self) -> bool:
+        """Whether it covers its extent without holes and shows no element twice: contiguous, perhaps permuted."""
+        reached = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and step != reached:
+                return False
+            reached *= size
+        return True
+
+    def like(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        """Whether those sizes and strides mean the same order in memory; the stride of a single row means nothing."""
+        steps = zip(self.stride, stride, self.shape, strict=False)
+        return self.shape == shape and (0 in shape or all(mine == other for mine, other, size in steps if size > 1))
 
 
 class Axis(NamedTuple):
@@ -169,8 +215,13 @@ class Gather:
             out[at] = held[0]
             return
         longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.apart == 1 else 1))
-        if self._is_hard(axes, longest) and (numpy := _numpy()) is not None:
-            _copy_at_once(numpy, axes, held, out[at:])
+        long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
+        if not long_runs and prod(axis.size for axis in axes) >= _MANY and (numpy := _numpy()) is not None:
+            # Run by run this would be slow, and it is so much that numpy is worth its import.
+            shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
+            source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
+            target = numpy.ndarray(shape, kind, out[at:], 0, [axis.apart * width for axis in axes])
+            target[...] = source
             return
         size, step, apart = longest
         reach, into = (size - 1) * step + 1, (size - 1) * apart + 1
@@ -181,12 +232,6 @@ class Gather:
                 run = memoryview(held[here : here + 1].tobytes() * size).cast(self._format)
             out[at + there : at + there + into : apart] = run
 
-    @staticmethod
-    def _is_hard(axes: list[Axis], longest: Axis) -> bool:
-        """Whether a copy run by run would be slow, and of so much that numpy is worth its import."""
-        long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
-        return not long_runs and prod(axis.size for axis in axes) >= _MANY
-
 
 @cache
 def _numpy() -> Any:
@@ -195,14 +240,6 @@ def _numpy() -> Any:
         return import_module("numpy")
     except Exception:  # noqa: BLE001 - not there, or broken
         return None
-
-
-def _copy_at_once(numpy: Any, axes: list[Axis], held: memoryview, out: memoryview) -> None:
-    shape = [axis.size for axis in axes]
-    kind, width = f"u{held.itemsize}", held.itemsize
-    source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
-    target = numpy.ndarray(shape, kind, out, 0, [axis.apart * width for axis in axes])
-    target[...] = source
 
 
 def _span(axes: list[Axis]) -> int:
@@ -223,7 +260,6 @@ def _starts(axes: list[Axis]) -> Iterator[tuple[int, int]]:
 
 _OTHER_SIGN = bytes(value ^ 0x80 for value in range(256))
 _COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
-_FLOATING = ("float", "bfloat")
 
 
 def component(dtype: str, itemsize: int) -> int:
@@ -243,66 +279,18 @@ def resolved(data: memoryview, dtype: str, itemsize: int, *, swapped: bool, flag
             _change_sign(data, width - 1, 2 * width)
         if ("neg" in flags) != ("conj" in flags):
             _change_sign(data, 2 * width - 1, 2 * width)
+    elif "neg" in flags and dtype.startswith(("float", "bfloat")):
+        _change_sign(data, width - 1, width)
     elif "neg" in flags:
-        data = _negated(data, dtype, width)
+        mask = (1 << 8 * width) - 1
+        values = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
+        data = memoryview(b"".join((-value & mask).to_bytes(width, "little") for value in values))
     return data
 
 
 def _change_sign(data: memoryview, first: int, every: int) -> None:
     """The sign is the highest bit of the last byte of a number."""
     data[first::every] = data[first::every].tobytes().translate(_OTHER_SIGN)
-
-
-def _negated(data: memoryview, dtype: str, width: int) -> memoryview:
-    if dtype.startswith(_FLOATING):
-        _change_sign(data, width - 1, width)
-        return data
-    mask = (1 << 8 * width) - 1
-    values = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
-    return memoryview(b"".join((-value & mask).to_bytes(width, "little") for value in values))
-
-
-Index = Any
-"""What may stand between the brackets: numbers, slices, ``...`` and ``None``, one or a tuple of them."""
-
-
-class View(NamedTuple):
-    """Sizes, strides and first element, all counted in elements of a storage."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def numel(self) -> int:
-        """How many elements it shows."""
-        return prod(self.shape)
-
-    @property
-    def extent(self) -> int:
-        """How many elements of the storage lie between its first and its last, both counted.
-
-        >>> View((2, 3), (10, 1)).extent
-        13
-        """
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-
-    @property
-    def compact(self) -> bool:
-        """Whether it covers its extent without holes and shows no element twice: contiguous, perhaps permuted."""
-        reached = 1
-        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size > 1 and step != reached:
-                return False
-            reached *= size
-        return True
-
-    def like(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-        """Whether those sizes and strides mean the same order in memory; the stride of a single row means nothing."""
-        steps = zip(self.stride, stride, self.shape, strict=False)
-        return self.shape == shape and (0 in shape or all(mine == other for mine, other, size in steps if size > 1))
 
 
 def select(view: View, index: Index) -> View:
@@ -327,12 +315,18 @@ def select(view: View, index: Index) -> View:
             continue
         size, apart = view.shape[dim], view.stride[dim]
         if isinstance(step, slice):
-            first, count, every = _range(step, size)
+            first, last, every = step.indices(size)
+            if every < 1:
+                raise ValueError("a step must be positive, as in torch")
+            count = max(0, -(-(last - first) // every))
             shape.append(count)
             stride.append(apart * every)
             offset += apart * first if count else 0
         else:
-            offset += apart * _position(step, size, dim)
+            number = step.__index__()
+            if not -size <= number < size:
+                raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
+            offset += apart * (number % size)
         dim += 1
     return View(tuple(shape), tuple(stride), offset)
 
@@ -341,7 +335,9 @@ def _spelled_out(index: Index, rank: int) -> list[int | slice | None]:
     """One step for each dimension: ``...`` and dimensions left out become full slices."""
     given = list(index) if isinstance(index, tuple) else [index]
     for step in given:
-        if not _is_basic(step):
+        # A number is whatever Python takes as an index; True would be one, and means another thing to torch.
+        number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not isinstance(step, bool)
+        if not (number or step is None or step is ... or isinstance(step, slice)):
             raise TypeError(f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}")
     named = sum(step is not None and step is not ... for step in given)
     dots = [place for place, step in enumerate(given) if step is ...]
@@ -352,28 +348,6 @@ def _spelled_out(index: Index, rank: int) -> list[int | slice | None]:
     return [*given[:at], *full, *given[at + 1 :]]
 
 
-def _is_basic(step: object) -> bool:
-    """A number is whatever Python takes as an index; ``True`` would be one, and means another thing to torch."""
-    if isinstance(step, bool):
-        return False
-    number = hasattr(step, "__index__") and not getattr(step, "ndim", 0)
-    return step is None or step is ... or isinstance(step, slice) or number
-
-
-def _range(step: slice, size: int) -> tuple[int, int, int]:
-    first, last, every = step.indices(size)
-    if every < 1:
-        raise ValueError("a step must be positive, as in torch")
-    return first, max(0, -(-(last - first) // every)), every
-
-
-def _position(step: int | slice | None, size: int, dim: int) -> int:
-    number: int = step.__index__()  # type: ignore[union-attr]
-    if not -size <= number < size:
-        raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
-    return number % size
-
-
 def pieces(view: View, itemsize: int, limit: int) -> Iterator[tuple[tuple[slice, ...], View]]:
     """The view in parts, each with where it belongs, that lie within ``limit`` bytes (or are one element).
 
@@ -381,38 +355,34 @@ def pieces(view: View, itemsize: int, limit: int) -> Iterator[tuple[tuple[slice,
     """
     if 0 in view.shape:
         return
-    if view.extent * itemsize <= limit and not _scattered(view, itemsize):
+    scattered = any(
+        size > 1 and step == max(view.stride) and _apart(view, dim, itemsize)
+        for dim, (size, step) in enumerate(zip(view.shape, view.stride, strict=True))
+    )
+    if view.extent * itemsize <= limit and not scattered:
         yield (), view
         return
     dim = max(range(len(view.shape)), key=lambda d: (view.shape[d] > 1, view.stride[d]))
     size, step = view.shape[dim], view.stride[dim]
-    row = select(view, (*_all(dim), slice(0, 1)))
-    many = 1 if _apart(row, step, itemsize) else max(1, (limit // itemsize - row.extent) // max(step, 1) + 1)
+    many = 1
+    if not _apart(view, dim, itemsize):
+        many = max(1, (limit // itemsize - _row(view, dim).extent) // max(step, 1) + 1)
+    outer = (slice(None),) * dim
     for first in range(0, size, many):
-        part = slice(first, min(first + many, size))
-        for inner, piece in pieces(select(view, (*_all(dim), part)), itemsize, limit):
-            yield _nested(dim, part, inner), piece
+        last = min(first + many, size)
+        for inner, piece in pieces(select(view, (*outer, slice(first, last))), itemsize, limit):
+            # ``inner`` counts from the first row of the part.
+            steps = [*inner, *(slice(None) for _ in range(dim + 1 - len(inner)))]
+            start, stop, _ = steps[dim].indices(last - first)
+            steps[dim] = slice(first + start, first + stop)
+            yield tuple(steps), piece
 
 
-def _all(dim: int) -> tuple[slice, ...]:
-    return (slice(None),) * dim
+def _row(view: View, dim: int) -> View:
+    return select(view, (*(slice(None),) * dim, slice(0, 1)))
 
 
-def _scattered(view: View, itemsize: int) -> bool:
-    """Whether some dimension has its rows so far apart that reading them one by one pays."""
-    for dim, (size, step) in enumerate(zip(view.shape, view.stride, strict=True)):
-        if size > 1 and step == max(view.stride) and _apart(select(view, (*_all(dim), slice(0, 1))), step, itemsize):
-            return True
-    return False
-
-
-def _apart(row: View, step: int, itemsize: int) -> bool:
-    return step * itemsize >= _PAGE and row.extent * _SPARSE <= step
-
-
-def _nested(dim: int, part: slice, inner: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Where a piece of a part of a whole stands in the whole: ``inner`` counts from the part's first row."""
-    steps = [*inner, *(slice(None) for _ in range(dim + 1 - len(inner)))]
-    start, stop, _ = steps[dim].indices(part.stop - part.start)
-    steps[dim] = slice(part.start + start, part.start + stop)
-    return tuple(steps)
+def _apart(view: View, dim: int, itemsize: int) -> bool:
+    """Whether the rows of a dimension lie so far apart that reading them one by one pays."""
+    step = view.stride[dim]
+    return step * itemsize >= _PAGE and _row(view, dim).extent * _SPARSE <= step

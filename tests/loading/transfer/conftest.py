@@ -8,8 +8,8 @@ import pytest
 from tests.loading.transfer.fake import FakeDriver
 
 from transload.io import cuda_driver as driver
+from transload.loading import cuda_lanes as ring
 from transload.loading import engine
-from transload.loading import engine as ring
 
 NBYTES = (40 << 20) + 12_345
 
@@ -43,11 +43,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """A driver that watches; afterwards it must have found no fault, and nothing may be under way."""
     fake = FakeDriver(slow=0.0005)
 
-    def fence(errand: engine._Errand, device: str) -> None:
-        errand.fences[device] = fake.fence(int(device.partition(":")[2]))
+    def fence(transfer: engine.Transfer, device: str) -> None:
+        transfer.fences[device] = fake.fence(int(device.partition(":")[2]))
 
     monkeypatch.setattr(driver, "cuda_driver", lambda: fake)
-    monkeypatch.setattr(engine._Errand, "_fence", fence)
+    monkeypatch.setattr(engine.Transfer, "_fence", fence)
     monkeypatch.setattr(ring._idle, "lanes", [])
     yield fake
     left = fake.pending

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.loading.choice import cached_share
+from transload.loading.engine import cached_share
 
 KNOWS = hasattr(os, "RWF_NOWAIT")
 

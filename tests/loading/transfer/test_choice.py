@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transload.loading.choice import LITTLE, Choice, Facts, Settings, choose
+from transload.loading.engine import LITTLE, Choice, Facts, Settings, choose
 
 GB = 1 << 30
 NONE = Settings()

@@ -17,8 +17,7 @@ import pytest
 
 import transload
 from transload.loading import engine as crew
-from transload.loading.choice import Job, Run
-from transload.loading.engine import Take, work
+from transload.loading.engine import Job, Run, Take, work
 
 DEADLINE = 20.0  # seconds after which a test that hangs gives up
 
@@ -259,8 +258,7 @@ def test_an_error_does_not_keep_itself_alive() -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, time
-from transload.loading.transfer.crew import work
-from transload.loading.transfer.plan import Job, Run
+from transload.loading.engine import Job, Run, work
 
 told, times = sys.argv[1] == "told", int(sys.argv[2])
 taken, written = [], []

@@ -12,8 +12,7 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.choice import CELL, Job, Run, Want, jobs
-from transload.loading.engine import Ended, File
+from transload.loading.engine import CELL, Ended, File, Job, ReadRequest, Run, jobs
 
 
 @pytest.fixture
@@ -62,13 +61,13 @@ SPANS = {
 @pytest.mark.parametrize(("offset", "nbytes"), SPANS.values(), ids=SPANS.keys())
 class TestSpans:
     def test_buffered(self, offset: int, nbytes: int, blob: bytes, blob_path: Path, slot: Pages) -> None:
-        (job,) = jobs([Want(0, offset, nbytes)])
+        (job,) = jobs([ReadRequest(0, offset, nbytes)])
         source = FileSource(blob_path)
         assert read(File(source), job, slot) == blob[offset : offset + nbytes]
         source.close()
 
     def test_direct(self, offset: int, nbytes: int, blob: bytes, direct: File, slot: Pages) -> None:
-        (job,) = jobs([Want(0, offset, nbytes)])
+        (job,) = jobs([ReadRequest(0, offset, nbytes)])
         assert direct.direct
         assert read(direct, job, slot) == blob[offset : offset + nbytes]
 
@@ -77,7 +76,7 @@ def test_what_lies_beside_a_slot_is_not_touched(direct: File) -> None:
     both = Pages(3 * CELL)
     whole = view(both.address, 3 * CELL)
     whole[:] = b"\xaa" * (3 * CELL)
-    (job,) = jobs([Want(0, CELL + 5, CELL - 5)])
+    (job,) = jobs([ReadRequest(0, CELL + 5, CELL - 5)])
     direct.read_job(job, both.address + CELL)
     assert bytes(whole[:CELL]) == bytes(whole[2 * CELL :]) == b"\xaa" * CELL
 
@@ -113,7 +112,7 @@ def test_the_file_that_was_opened_is_read_though_its_path_leads_to_another(
     (tmp_path / "y").replace(path)
     file = File(source)
     file.go_direct()
-    (job,) = jobs([Want(0, 10, 8000)])
+    (job,) = jobs([ReadRequest(0, 10, 8000)])
     assert read(file, job, slot) == blob[10:8010]
     file.close()
     source.close()
@@ -145,7 +144,7 @@ class Reading:
 def test_what_is_not_read_directly_is_read_all_the_same(
     counts: list[Any], direct: File, blob: bytes, slot: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (job,) = jobs([Want(0, PAGE + 100, 60_000)])
+    (job,) = jobs([ReadRequest(0, PAGE + 100, 60_000)])
     Reading(monkeypatch, counts)
     assert read(direct, job, slot) == blob[PAGE + 100 : PAGE + 60_100]
 
@@ -192,7 +191,7 @@ def test_the_end_says_so_though_a_later_part_is_read_first(short: Path) -> None:
 
 def test_the_end_names_the_first_that_is_not_all_there(short: Path, slot: Pages) -> None:
     source = FileSource(short)
-    wants = [Want(0, CELL, 2000), Want(0, CELL + 4000, 2000), Want(0, CELL + 6500, 10)]
+    wants = [ReadRequest(0, CELL, 2000), ReadRequest(0, CELL + 4000, 2000), ReadRequest(0, CELL + 6500, 10)]
     (job,) = jobs(wants)
     with pytest.raises(Ended) as raised:
         File(source).read_job(job, slot.address)
@@ -207,7 +206,7 @@ def test_positions_that_no_file_has(offset: int, short: Path, slot: Pages, *, st
     file = File(source)
     if straight:
         file.go_direct()
-    (job, *_) = jobs([Want(0, offset, 10)])
+    (job, *_) = jobs([ReadRequest(0, offset, 10)])
     with pytest.raises(Ended) as raised:
         file.read_job(job, slot.address)
     assert (raised.value.want, raised.value.came) == (0, 0)

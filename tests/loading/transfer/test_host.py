@@ -14,22 +14,21 @@ from tests.loading.transfer.fake import Goal
 
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Source
-from transload.loading.choice import CELL, Run
-from transload.loading.engine import Ended, HostLane, Settings, Sums, Want, bring
+from transload.loading.engine import CELL, Ended, HostLane, ReadRequest, Run, Settings, Sums, bring
 
 SEEDS = range(4)
 
 
-def wants_of(seed: int, nbytes: int, *, files: int = 1, devices: tuple[str, ...] = ("cpu",)) -> list[Want]:
+def wants_of(seed: int, nbytes: int, *, files: int = 1, devices: tuple[str, ...] = ("cpu",)) -> list[ReadRequest]:
     """Wants of all sizes, in any order, some of them overlapping, some of nothing."""
     dice = Random(seed)  # noqa: S311 - the same every time
     made = []
     for _ in range(dice.choice([1, 3, 20])):
         size = min(nbytes, dice.choice([0, 1, 100, 4096, 40_000, 1_000_001, CELL + 77]))
         offset = dice.randrange(nbytes - size + 1)
-        made.append(Want(dice.randrange(files), offset, size, dice.choice(devices)))
+        made.append(ReadRequest(dice.randrange(files), offset, size, dice.choice(devices)))
     start = dice.randrange(nbytes // 2)
-    made += [Want(0, start + 320 * index, 256, devices[0]) for index in range(dice.choice([0, 1, 500]))]
+    made += [ReadRequest(0, start + 320 * index, 256, devices[0]) for index in range(dice.choice([0, 1, 500]))]
     dice.shuffle(made)
     return made
 
@@ -69,7 +68,7 @@ def test_several_files_at_once(threads: int, blob: bytes, blob_path: Path, tmp_p
     other = blob[::-1]
     (tmp_path / "other").write_bytes(other)
     sources = [FileSource(blob_path), FileSource(tmp_path / "other")]
-    wants = [Want(1, 5, 3 * CELL), Want(0, 5, 3 * CELL), Want(1, 0, 9), Want(0, 0, 9)]
+    wants = [ReadRequest(1, 5, 3 * CELL), ReadRequest(0, 5, 3 * CELL), ReadRequest(1, 0, 9), ReadRequest(0, 0, 9)]
     goal = Goal(wants)
     bring(sources, wants, goal.place, settings=Settings(threads=threads))
     goal.check(blob, other)
@@ -82,14 +81,14 @@ def test_nothing_is_wanted(blob_path: Path) -> None:
     goal, told = Goal([]), list[int]()
     bring([source], [], goal.place, tell=told.append)
     bring([], [], goal.place)
-    bring([source], [Want(0, 7, 0)], goal.place)
+    bring([source], [ReadRequest(0, 7, 0)], goal.place)
     assert (goal.asked, told) == ([], [])
     source.close()
 
 
 def test_memory_outside_of_what_is_wanted_is_not_touched(blob: bytes, blob_path: Path) -> None:
     source = FileSource(blob_path)
-    wants = [Want(0, CELL - 300, 100), Want(0, CELL - 100, 200), Want(0, CELL + 300, 5000)]
+    wants = [ReadRequest(0, CELL - 300, 100), ReadRequest(0, CELL - 100, 200), ReadRequest(0, CELL + 300, 5000)]
     goal = Goal([want._replace(nbytes=want.nbytes + 64) for want in wants])
     bring([source], wants, goal.place)
     for index, want in enumerate(wants):
@@ -109,7 +108,7 @@ def test_a_file_that_was_cut(cut: int, threads: int, blob: bytes, tmp_path: Path
     path.write_bytes(blob[: 5 * CELL])
     source = FileSource(path)
     os.truncate(path, cut)
-    wants = [Want(0, 0, 5 * CELL)]
+    wants = [ReadRequest(0, 0, 5 * CELL)]
     with pytest.raises(Ended) as raised:
         bring([source], wants, Goal(wants).place, settings=Settings(threads=threads, direct=direct))
     assert (raised.value.want, raised.value.came) == (0, cut)
@@ -122,7 +121,7 @@ def test_what_lies_behind_the_end(offset: int, threads: int, blob: bytes, tmp_pa
     path = tmp_path / "x"
     path.write_bytes(blob[: 5 * CELL])
     source = FileSource(path)
-    wants = [Want(0, 0, 5 * CELL), Want(0, offset, 10)]
+    wants = [ReadRequest(0, 0, 5 * CELL), ReadRequest(0, offset, 10)]
     with pytest.raises(Ended) as raised:
         bring([source], wants, Goal(wants).place, settings=Settings(threads=threads))
     assert (raised.value.want, raised.value.came) == (1, 0)
@@ -135,7 +134,7 @@ def test_a_file_that_cannot_be_read(blob_path: Path, monkeypatch: pytest.MonkeyP
     def broken(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    wants = [Want(0, 0, 5 * CELL)]
+    wants = [ReadRequest(0, 0, 5 * CELL)]
     monkeypatch.setattr(os, "preadv", broken, raising=False)
     with pytest.raises(CannotReadError, match="Input/output error"):
         bring([source], wants, Goal(wants).place, settings=Settings(threads=2, direct=True))
@@ -148,7 +147,7 @@ def test_a_file_that_cannot_be_read(blob_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("threads", [1, 3])
 def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path) -> None:
     source = FileSource(blob_path)
-    wants = [Want(0, CELL * index, CELL) for index in range(8)]
+    wants = [ReadRequest(0, CELL * index, CELL) for index in range(8)]
     goal = Goal(wants)
 
     def place(index: int) -> int:
@@ -169,7 +168,7 @@ def test_every_descriptor_is_closed_again(blob_path: Path, *, direct: bool) -> N
     if not Path("/proc/self/fd").exists():
         pytest.skip("this system does not tell")
     source = FileSource(blob_path)
-    wants = [Want(0, 0, 5 * CELL), Want(0, 2**62, 10)]
+    wants = [ReadRequest(0, 0, 5 * CELL), ReadRequest(0, 2**62, 10)]
     settings = Settings(threads=2, direct=direct)
     before = sorted(Path("/proc/self/fd").iterdir())
     bring([source], wants[:1], Goal(wants).place, settings=settings)
@@ -201,10 +200,9 @@ def test_sums_come_in_any_order(blob: bytes) -> None:
 
 
 def test_a_lane_counts_what_it_has_brought(blob: bytes, blob_path: Path) -> None:
-    from transload.loading.choice import jobs
-    from transload.loading.engine import File
+    from transload.loading.engine import File, jobs
 
-    wants = [Want(0, 100, CELL), Want(0, 3 * CELL, 10)]
+    wants = [ReadRequest(0, 100, CELL), ReadRequest(0, 3 * CELL, 10)]
     goal = Goal(wants)
     source = FileSource(blob_path)
     lane = HostLane([File(source)], {index: goal.place(index) for index in range(2)})

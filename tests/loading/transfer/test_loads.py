@@ -21,8 +21,7 @@ import transload
 from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
 from transload.io import cuda_driver as driver
 from transload.loading import engine
-from transload.loading import engine as crew
-from transload.loading.choice import LITTLE
+from transload.loading.engine import LITTLE
 
 if TYPE_CHECKING:
     from tests.loading.transfer.fake import FakeDriver
@@ -64,7 +63,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def work(jobs: Any, lanes: Any, tell: Any = None) -> None:
         counts.append(len(lanes))
-        crew.work(jobs, lanes, tell)
+        work_really(jobs, lanes, tell)
 
     monkeypatch.setattr(engine, "work", work)
     return counts
@@ -288,7 +287,7 @@ def test_a_file_cut_while_it_goes_into_a_model(
 
     def cut(jobs: Any, lanes: Any, tell: Any = None) -> None:
         os.truncate(path, at + 5_000_000)
-        crew.work(jobs, lanes, tell)
+        work_really(jobs, lanes, tell)
 
     monkeypatch.setattr(engine, "work", cut)
     with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):
@@ -300,7 +299,7 @@ def test_a_file_cut_while_it_goes_into_a_model(
 
 def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storages are made in the memory of the host here, and served as a device's."""
-    from transload.loading import local_devices as arrival
+    from transload.loading import placement as arrival
     from transload.loading import storages
 
     true_empty = storages._Reader._empty
@@ -312,7 +311,7 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
         return made
 
     monkeypatch.setattr(storages._Reader, "_empty", served)
-    monkeypatch.setattr(arrival.Arrival, "known", lambda *_: "cuda:0")
+    monkeypatch.setattr(arrival.DeviceMap, "known", lambda *_: "cuda:0")
     assert driver.cuda_driver() is cuda
     same(torch.load(saved), transload.load(saved, threads=2))
     cuda.fails["copy"] = [cuda.calls["copy"] + 3]
@@ -333,13 +332,16 @@ for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
     delattr(mmap, name)
 sys.platform = "darwin"
 import transload
-from transload.loading.engine import driver, forecast, mapped, ring
-assert driver.cuda_driver() is None
+from transload.io.cuda_driver import cuda_driver
+from transload.loading import cuda_lanes
+assert cuda_driver() is None
 made = transload.load(sys.argv[1], threads=3, direct=True, verify=True)
 true = torch.load(sys.argv[1])
 assert torch.equal(made["int"], true["int"]) and torch.equal(made["last"], true["last"])
 print("loaded")
 """
+
+work_really = engine.work  # before a test puts another in its place
 
 
 def test_it_works_without_what_only_linux_has(saved: Path) -> None:

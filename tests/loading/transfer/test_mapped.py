@@ -13,23 +13,22 @@ from tests.loading.transfer.fake import FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
+from transload.loading import cuda_lanes as mapped
+from transload.loading import cuda_lanes as ring
 from transload.loading import engine
-from transload.loading import engine as mapped
-from transload.loading import engine as ring
-from transload.loading.choice import CELL
-from transload.loading.engine import Choice, Ended, Sums, Want, bring
+from transload.loading.engine import CELL, Choice, Ended, ReadRequest, Sums, bring
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 
-LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]
+LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
 MIXED = [
-    Want(0, 5, 100, "cuda:0"),
-    Want(0, 200, 2 * CELL, "cuda:0"),
-    Want(0, 2 * CELL + 300, CELL, "cuda:1"),
-    Want(0, 3 * CELL + 400, CELL // 4, "cpu"),
-    Want(0, 4 * CELL + 500, CELL, "cuda:1"),
-    Want(0, 0, CELL, "cuda:0"),
-    *(Want(0, 6 * CELL + 1000 + 320 * index, 256, "cuda:0") for index in range(300)),
+    ReadRequest(0, 5, 100, "cuda:0"),
+    ReadRequest(0, 200, 2 * CELL, "cuda:0"),
+    ReadRequest(0, 2 * CELL + 300, CELL, "cuda:1"),
+    ReadRequest(0, 3 * CELL + 400, CELL // 4, "cpu"),
+    ReadRequest(0, 4 * CELL + 500, CELL, "cuda:1"),
+    ReadRequest(0, 0, CELL, "cuda:0"),
+    *(ReadRequest(0, 6 * CELL + 1000 + 320 * index, 256, "cuda:0") for index in range(300)),
 ]
 
 
@@ -47,7 +46,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_TOGETHER", 1)
 
 
-def brought(path: Path, blob: bytes, wants: list[Want], cuda: FakeDriver, sums: Sums | None = None) -> Choice:
+def brought(path: Path, blob: bytes, wants: list[ReadRequest], cuda: FakeDriver, sums: Sums | None = None) -> Choice:
     source, goal, told = FileSource(path), Goal(wants, cuda), list[int]()
     try:
         choice = bring([source], wants, goal.place, tell=told.append, sums=sums)
@@ -71,7 +70,7 @@ def let_go(path: Path, cuda: FakeDriver) -> bool:
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("wants", [LARGE, MIXED], ids=["large", "mixed"])
 def test_pages_are_pinned_fetched_and_let_go(
-    wants: list[Want], count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
+    wants: list[ReadRequest], count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
 ) -> None:
     choice = brought(blob_path, blob, wants, cuda)
     assert (choice.lanes, choice.mapped) == (count, True)

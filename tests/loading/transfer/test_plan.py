@@ -8,20 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.loading.choice import CELL, GAP, Job, Want, jobs
+from transload.loading.engine import CELL, GAP, Job, ReadRequest, jobs
 
 CELLS = st.sampled_from([1, 2, 7, 16, 64])
 GAPS = st.sampled_from([0, 1, 5, 1000])
 WANTS = st.lists(
     st.builds(
-        Want, st.integers(0, 2), st.integers(0, 300), st.integers(0, 120), st.sampled_from(["cpu", "cuda:0", "cuda:1"])
+        ReadRequest,
+        st.integers(0, 2),
+        st.integers(0, 300),
+        st.integers(0, 120),
+        st.sampled_from(["cpu", "cuda:0", "cuda:1"]),
     ),
     max_size=12,
 )
 
 
 @given(WANTS, CELLS, GAPS)
-def test_every_wanted_byte_comes_once_from_its_place(wants: list[Want], cell: int, gap: int) -> None:
+def test_every_wanted_byte_comes_once_from_its_place(wants: list[ReadRequest], cell: int, gap: int) -> None:
     came: Counter[tuple[int, int]] = Counter()
     for job in jobs(wants, cell, gap):
         for run in job.runs:
@@ -33,7 +37,7 @@ def test_every_wanted_byte_comes_once_from_its_place(wants: list[Want], cell: in
 
 
 @given(WANTS, CELLS, GAPS)
-def test_a_job_lies_in_one_cell(wants: list[Want], cell: int, gap: int) -> None:
+def test_a_job_lies_in_one_cell(wants: list[ReadRequest], cell: int, gap: int) -> None:
     for job in jobs(wants, cell, gap):
         assert job.begin == min(run.offset for run in job.runs)
         assert job.end == max(run.offset + run.nbytes for run in job.runs)
@@ -43,7 +47,7 @@ def test_a_job_lies_in_one_cell(wants: list[Want], cell: int, gap: int) -> None:
 
 
 @given(WANTS, CELLS, GAPS)
-def test_what_nobody_wants_is_read_only_between_neighbours(wants: list[Want], cell: int, gap: int) -> None:
+def test_what_nobody_wants_is_read_only_between_neighbours(wants: list[ReadRequest], cell: int, gap: int) -> None:
     for job in jobs(wants, cell, gap):
         reach = job.begin
         for run in job.runs:
@@ -52,7 +56,7 @@ def test_what_nobody_wants_is_read_only_between_neighbours(wants: list[Want], ce
 
 
 @given(WANTS, CELLS)
-def test_memory_is_asked_for_in_the_order_of_the_files(wants: list[Want], cell: int) -> None:
+def test_memory_is_asked_for_in_the_order_of_the_files(wants: list[ReadRequest], cell: int) -> None:
     first = dict.fromkeys(run.want for job in jobs(wants, cell) for run in job.runs)
     places = [wants[index][:2] for index in first]
     assert places == sorted(places)
@@ -60,11 +64,11 @@ def test_memory_is_asked_for_in_the_order_of_the_files(wants: list[Want], cell: 
 
 def test_nothing_is_wanted() -> None:
     assert list(jobs([])) == []
-    assert list(jobs([Want(0, 5, 0), Want(0, 5, 0, "cuda:0")])) == []
+    assert list(jobs([ReadRequest(0, 5, 0), ReadRequest(0, 5, 0, "cuda:0")])) == []
 
 
 def test_a_large_one_is_cut_where_cells_end() -> None:
-    made = list(jobs([Want(0, 100, 3 * CELL)]))
+    made = list(jobs([ReadRequest(0, 100, 3 * CELL)]))
     assert [(job.begin, job.end) for job in made] == [
         (100, CELL),
         (CELL, 2 * CELL),
@@ -75,24 +79,29 @@ def test_a_large_one_is_cut_where_cells_end() -> None:
 
 def test_many_small_ones_are_read_together() -> None:
     """20,000 tensors of 64 floats, as torch aligns them."""
-    made = list(jobs([Want(0, 320 * index, 256) for index in range(20_000)]))
+    made = list(jobs([ReadRequest(0, 320 * index, 256) for index in range(20_000)]))
     assert len(made) == -(-20_000 * 320 // CELL)
     assert sum(job.wanted for job in made) == 20_000 * 256
 
 
 def test_far_ones_are_read_apart() -> None:
-    near, far = Want(0, 0, 10), Want(0, 10 + GAP + 1, 10)
+    near, far = ReadRequest(0, 0, 10), ReadRequest(0, 10 + GAP + 1, 10)
     assert len(list(jobs([near, far]))) == 2
     assert len(list(jobs([near, far._replace(offset=10 + GAP)]))) == 1
 
 
 def test_neighbours_on_other_devices_are_other_jobs() -> None:
-    wants = [Want(0, 0, 4), Want(0, 4, 4, "cuda:0"), Want(0, 8, 4, "cuda:1"), Want(1, 12, 4, "cuda:1")]
+    wants = [
+        ReadRequest(0, 0, 4),
+        ReadRequest(0, 4, 4, "cuda:0"),
+        ReadRequest(0, 8, 4, "cuda:1"),
+        ReadRequest(1, 12, 4, "cuda:1"),
+    ]
     assert [(job.file, job.device) for job in jobs(wants)] == [(0, "cpu"), (0, "cuda:0"), (0, "cuda:1"), (1, "cuda:1")]
 
 
 def test_those_that_overlap_are_all_served() -> None:
-    wants = [Want(0, 0, 40), Want(0, 0, 40), Want(0, 10, 5), Want(0, 39, 1)]
+    wants = [ReadRequest(0, 0, 40), ReadRequest(0, 0, 40), ReadRequest(0, 10, 5), ReadRequest(0, 39, 1)]
     made = list(jobs(wants, cell=16))
     assert sum(job.wanted for job in made) == 86
     assert all(job.end - job.begin <= 16 for job in made)
@@ -100,7 +109,7 @@ def test_those_that_overlap_are_all_served() -> None:
 
 @pytest.mark.parametrize("offset", [2**31 - 5, 2**32, 2**63 - 3, 2**64 + 1, 10**30])
 def test_positions_of_any_size(offset: int) -> None:
-    made = list(jobs([Want(0, offset, CELL + 9)]))
+    made = list(jobs([ReadRequest(0, offset, CELL + 9)]))
     assert sum(job.wanted for job in made) == CELL + 9
     assert made[0].begin == offset
     assert made[-1].end == offset + CELL + 9
@@ -108,5 +117,5 @@ def test_positions_of_any_size(offset: int) -> None:
 
 def test_jobs_are_made_one_by_one() -> None:
     """A terabyte is not planned before its first byte is read."""
-    first = next(jobs([Want(0, 0, 1 << 62)]))
+    first = next(jobs([ReadRequest(0, 0, 1 << 62)]))
     assert isinstance(first, Job)

@@ -15,29 +15,30 @@ from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
-from transload.loading import engine as ring
-from transload.loading.choice import CELL
-from transload.loading.engine import Ended, Settings, Sums, Want, bring
+from transload.loading import cuda_lanes as ring
+from transload.loading.engine import CELL, Ended, ReadRequest, Settings, Sums, bring
 
 SetCores = Callable[[int], None]
-LARGE = [Want(0, 77, 5 * CELL, "cuda:0")]
+LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
 
 
-def wants_of(seed: int, nbytes: int, *devices: str) -> list[Want]:
+def wants_of(seed: int, nbytes: int, *devices: str) -> list[ReadRequest]:
     dice = Random(seed)  # noqa: S311 - the same every time
-    made = [Want(0, 50_000 + 320 * index, 256, dice.choice(devices)) for index in range(200)]
+    made = [ReadRequest(0, 50_000 + 320 * index, 256, dice.choice(devices)) for index in range(200)]
     for _ in range(6):
         size = dice.choice([1, 5000, 700_000, CELL, CELL + 77])
-        made.append(Want(0, dice.randrange(nbytes - size), size, dice.choice(devices)))
+        made.append(ReadRequest(0, dice.randrange(nbytes - size), size, dice.choice(devices)))
     dice.shuffle(made)
     return made
 
 
-def brought(path: Path, blob: bytes, wants: list[Want], cuda: FakeDriver, settings: Settings = Settings()) -> None:  # noqa: B008 - a named tuple does not change
+def brought(
+    path: Path, blob: bytes, wants: list[ReadRequest], cuda: FakeDriver, settings: Settings | None = None
+) -> None:
     """Bring it, and look whether it came."""
     source, goal, told = FileSource(path), Goal(wants, cuda), list[int]()
     try:
-        bring([source], wants, goal.place, settings=settings, tell=told.append)
+        bring([source], wants, goal.place, settings=settings or Settings(), tell=told.append)
         assert goal.pending == 0
         goal.check(blob)
         assert sum(told) == sum(want.nbytes for want in wants)
@@ -81,7 +82,7 @@ def test_checksums(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
 
 def test_little_takes_one_lane_in_the_thread_of_the_caller(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     before = threading.active_count()
-    brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+    brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
     assert cuda.streams == 1
     assert pinned_slots(cuda) == 1
     assert threading.active_count() == before + 2  # the fake's: a stream, and the one who owned the memory before
@@ -99,7 +100,7 @@ def test_the_thread_of_the_caller_keeps_its_device(
 ) -> None:
     """Else ``torch.cuda.current_device()`` would be another one after a load."""
     cuda.at(before)
-    wants = [Want(0, 5, 1000, "cuda:0"), Want(0, 2000, 1000, "cuda:1")]
+    wants = [ReadRequest(0, 5, 1000, "cuda:0"), ReadRequest(0, 2000, 1000, "cuda:1")]
     if fails:
         cuda.fails["copy"] = [2]
         with pytest.raises(DriverError):
@@ -170,7 +171,7 @@ def test_forking_says_so() -> None:
 
     program = (
         "import os\n"
-        "from transload.loading.engine import ring\n"
+        "from transload.loading import cuda_lanes as ring\n"
         "ring._idle.lanes.append(object())\n"
         "child = os.fork()\n"
         "if not child: os._exit(len(ring._idle.lanes))\n"
@@ -230,17 +231,17 @@ def test_a_call_that_fails(  # noqa: PLR0917 - what it is about, and what it nee
 def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     cuda.fails["finish"] = [1]
     with pytest.raises(DriverError, match="finish"):
-        brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+        brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
     assert ring._idle.lanes == []
     cuda.fails.clear()
-    brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0")], cuda)
+    brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
     assert len(ring._idle.lanes) == 1
 
 
 def test_all_devices_are_waited_for_though_one_has_failed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     cuda.fails["finish"] = [1]
     with pytest.raises(DriverError, match="finish"):
-        brought(blob_path, blob, [Want(0, 5, 1000, "cuda:0"), Want(0, 2000, 1000, "cuda:1")], cuda)
+        brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0"), ReadRequest(0, 2000, 1000, "cuda:1")], cuda)
     assert cuda.calls["finish"] == 2
 
 
@@ -266,7 +267,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
-    wants = [Want(0, CELL * index, CELL, "cuda:0") for index in range(7)]
+    wants = [ReadRequest(0, CELL * index, CELL, "cuda:0") for index in range(7)]
     goal, source = Goal(wants, cuda), FileSource(blob_path)
 
     def place(index: int) -> int:
