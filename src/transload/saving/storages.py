@@ -18,7 +18,7 @@ from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Reco
 from transload.io.cuda_driver import Driver, DriverError, cuda_driver
 from transload.io.memory import Pages, copy, view
 from transload.io.pool import cores
-from transload.saving.pickled import Stored, merged
+from transload.saving.pickling import Stored, merged
 
 __all__ = [
     "ROOT",
@@ -523,15 +523,15 @@ _ALL = (1 << 64) - 1
 _LITTLE_ARCHIVE = 4 << 20  # bytes from which threads are worth starting
 
 
-def opening_records(data: bytes, alignment: int) -> Iterator[Record]:
-    """What comes before the storages."""
-    for name, content in (
-        (b"data.pkl", data),
-        (b".format_version", b"1"),
-        (b".storage_alignment", b"%d" % alignment),
-        (b"byteorder", sys.byteorder.encode()),
-    ):
-        yield Record(name, len(content), content)
+def opening_records(data: bytes, alignment: int) -> list[Record]:
+    """The records before the storages."""
+    contents = {
+        b"data.pkl": data,
+        b".format_version": b"1",
+        b".storage_alignment": b"%d" % alignment,
+        b"byteorder": sys.byteorder.encode(),
+    }
+    return [Record(name, len(content), content) for name, content in contents.items()]
 
 
 def closing_records(checksums: Sequence[int], origin: tuple[bytes, bytes]) -> Iterator[Record]:
