@@ -50,7 +50,7 @@ class _Options(NamedTuple):
     """The arguments of a save."""
 
     pickle_module: Any
-    pickle_protocol: int
+    pickle_protocol: int | None
     device: str
     origin: Origin
     compact: bool
