@@ -1,16 +1,20 @@
-"""What is to be changed in a file: runs of bytes, old and new."""
+"""Changing a file in place so that a crash at any moment leaves it as it was, or as it must become.
+
+``apply`` writes a journal beside the file, with every old and new byte, and flushes it; then it changes the file, and
+removes the journal. ``recover`` finds the journal of an interrupted change, and restores the file or finishes the
+change. A journal that is kept under another name lets ``undo_changes`` take the change back later.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from contextlib import suppress
-from errno import ELOOP
+from errno import EAGAIN, ELOOP
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError
+from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, cannot_write
 from transload.frozen import facts
 
 __all__ = [
@@ -21,7 +25,6 @@ __all__ = [
     "Names",
     "State",
     "apply",
-    "cannot_write",
     "has_journal",
     "journal_of",
     "lock",
@@ -30,7 +33,6 @@ __all__ = [
     "recover",
     "refuse_changed",
     "refuse_in_place",
-    "refuse_replaced",
     "refuse_written_by_others",
     "same_file",
     "stale_journal",
@@ -94,7 +96,6 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -113,7 +114,11 @@ class Disk:
         """Write all of ``data`` at ``offset``."""
         view = memoryview(data)
         while view:
-            done = _pwrite(descriptor, view, offset)
+            if hasattr(os, "pwrite"):
+                done = os.pwrite(descriptor, view, offset)
+            else:  # pragma: no cover (Windows)
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                done = os.write(descriptor, view)
             view, offset = view[done:], offset + done
 
     def cut(self, descriptor: int, size: int) -> None:
@@ -125,13 +130,10 @@ class Disk:
         os.fsync(descriptor)
 
     def sync_folder(self, folder: str) -> None:
-        """Return when the names in a folder are on the disk, where the system has such a thing."""
-        with suppress(OSError):  # Windows opens no folders; some network file systems flush none
-            descriptor = os.open(folder or os.curdir, _READ)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        """Return when the names in a folder are on the disk, where the system supports that."""
+        from transload.io.atomic import flush_directory  # which imports much, and every command looks for a journal
+
+        flush_directory(folder)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file a name, which another may have had."""
@@ -143,38 +145,25 @@ class Disk:
             os.unlink(path)  # noqa: PTH108 - as above
 
 
-if hasattr(os, "pwrite"):
-
-    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        return os.pwrite(descriptor, view, offset)
-else:  # pragma: no cover (Windows)
-
-    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.write(descriptor, view)
-
-
 def read_at(descriptor: int, offset: int, count: int) -> bytes:
     """The bytes of an open file, fewer at its end."""
     parts: list[bytes] = []
-    while count > 0 and (part := _pread(descriptor, count, offset)):
+    while count > 0:
+        if hasattr(os, "pread"):
+            part = os.pread(descriptor, count, offset)
+        else:  # pragma: no cover (Windows)
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            part = os.read(descriptor, count)
+        if not part:
+            break
         parts.append(part)
         offset, count = offset + len(part), count - len(part)
     return b"".join(parts)
 
 
-if hasattr(os, "pread"):
-
-    def _pread(descriptor: int, count: int, offset: int) -> bytes:
-        return os.pread(descriptor, count, offset)
-else:  # pragma: no cover (Windows)
-
-    def _pread(descriptor: int, count: int, offset: int) -> bytes:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.read(descriptor, count)
-
-
 State = Literal["old", "new", "between", "foreign"]
+
+_UNCHANGED = "nothing was changed"
 
 _MAGIC = b"TLRETAG1"
 _HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
@@ -233,21 +222,20 @@ def state_of(descriptor: int, changes: Changes) -> State:
     A file is known by its size and by every byte that was to change.
     """
     size = os.fstat(descriptor).st_size
-    here = [read_at(descriptor, run.offset, max(len(run.old), len(run.new))) for run in changes.runs]
-    pairs = list(zip(here, changes.runs, strict=True))
+    pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
     if size == changes.old_size and all(data[: len(run.old)] == run.old for data, run in pairs):
         return "old"
     if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
         return "new"
     least, most = sorted((changes.old_size, changes.new_size))
-    if least <= size <= most and all(_is_between(data, run) for data, run in pairs):
+    # Between: each byte is the old or the new one. Bytes beyond the old end may be anything: they will be cut off.
+    if least <= size <= most and all(
+        byte in pair
+        for data, run in pairs
+        for byte, *pair in zip(data, run.old, run.new)  # noqa: B905 - up to the shortest
+    ):
         return "between"
     return "foreign"
-
-
-def _is_between(here: bytes, run: Change) -> bool:
-    """Whether each byte is the old or the new one. What lies beyond the old end may be anything: it will be cut off."""
-    return all(byte in pair for byte, *pair in zip(here, run.old, run.new))  # noqa: B905 - up to the shortest
 
 
 def refuse_in_place(path: str, *, hard_links: bool) -> None:
@@ -291,7 +279,7 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
         fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while nobody has it open for writing
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:
-        if error.errno == errno.EAGAIN:
+        if error.errno == EAGAIN:
             raise BusyFileError(
                 "another process has it open for writing", where=path, fix="Wait until it is done (lsof shows who)."
             ) from None
@@ -311,16 +299,6 @@ def lock(descriptor: int, path: str) -> None:
         return
 
 
-def cannot_write(error: OSError, path: str, *, changed: str = "nothing was changed") -> CannotWriteError:
-    """One of our errors for one of the system's."""
-    reason = error.strerror or str(error)
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = "Free some space." if full else ""
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        fix = "Write where you may, with -o COPY."
-    return CannotWriteError(f"{reason}; {changed}", where=path, fix=fix, errno=error.errno)
-
-
 def same_file(path: str, other: str) -> bool:
     """Whether two names lead to one file."""
     with suppress(OSError):
@@ -330,27 +308,8 @@ def same_file(path: str, other: str) -> bool:
 
 def refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
     """Refuse a file that was written to since it was read, or whose name another one has."""
-    if _mark(seen) != _mark(now):
+    if any(getattr(seen, name) != getattr(now, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
         raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
-
-
-def refuse_replaced(seen: os.stat_result, path: str) -> None:
-    """Refuse where a path no longer leads to the file that was read."""
-    try:
-        now = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
-    except OSError as error:
-        raise BusyFileError("it was moved while it was read", where=path) from error
-    refuse_changed(seen, now, path)
-
-
-def _mark(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-_PRIVATE = 0o600
-_READ_APPLYING = os.O_RDONLY | sum(
-    getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
-)
 
 
 def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
@@ -364,13 +323,29 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
     try:
         descriptor = disk.open(names.path)
     except OSError as error:
-        raise cannot_write(error, path) from error
+        raise cannot_write(error, path, outcome=_UNCHANGED) from error
     try:
         lock(descriptor, path)
         refuse_changed(seen, os.fstat(descriptor), path)
-        refuse_replaced(seen, names.path)
+        try:
+            now = os.stat(names.path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
+        except OSError as error:
+            raise BusyFileError("it was moved while it was read", where=path) from error
+        refuse_changed(seen, now, path)
         _write_journal(disk, names, Journal(changes, seen.st_ino, keep))
-        _write(disk, names, descriptor, changes, path)
+        try:
+            _put(disk, descriptor, changes)
+        except BaseException as error:
+            try:
+                _put(disk, descriptor, changes.undone())
+                disk.remove(names.journal)
+                disk.sync_folder(names.folder)
+            except OSError as again:
+                half = "the file is left half changed, and the next transload command on it restores it"
+                raise cannot_write(again, path, outcome=half) from error
+            if isinstance(error, OSError):
+                raise cannot_write(error, path, outcome=_UNCHANGED) from error
+            raise
         _finish(disk, names, keep=keep)
     finally:
         os.close(descriptor)
@@ -378,9 +353,9 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
 
 
 def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
-    """Put the journal beside the file, and onto the disk."""
+    """Write the journal beside the file, and flush it to the disk."""
     try:
-        descriptor = disk.create(names.unfinished, _PRIVATE)
+        descriptor = disk.create(names.unfinished, 0o600)
         try:
             disk.write(descriptor, journal.encoded(), 0)
             disk.sync(descriptor)
@@ -393,24 +368,7 @@ def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
             disk.remove(names.unfinished)
             disk.remove(names.journal)
         if isinstance(error, OSError):
-            raise cannot_write(error, names.journal) from error
-        raise
-
-
-def _write(disk: Disk, names: Names, descriptor: int, changes: Changes, path: str) -> None:
-    """Make the changes, or take them back."""
-    try:
-        _put(disk, descriptor, changes)
-    except BaseException as error:
-        try:
-            _put(disk, descriptor, changes.undone())
-            disk.remove(names.journal)
-            disk.sync_folder(names.folder)
-        except OSError as again:
-            left = "the file is left half changed, and the next transload command on it puts it back"
-            raise cannot_write(again, path, changed=left) from error
-        if isinstance(error, OSError):
-            raise cannot_write(error, path) from error
+            raise cannot_write(error, names.journal, outcome=_UNCHANGED) from error
         raise
 
 
@@ -432,7 +390,7 @@ def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
         disk.sync_folder(names.folder)
     except OSError as error:
         done = "the file itself is changed and whole, but its journal stays beside it"
-        raise cannot_write(error, names.journal, changed=done) from error
+        raise cannot_write(error, names.journal, outcome=done) from error
 
 
 def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
@@ -450,33 +408,29 @@ def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere:
         descriptor = disk.open(names.path)
         try:
             lock(descriptor, path)
-            return _put_right(disk, names, descriptor, anywhere=anywhere)
+            journal = _read_journal(names.journal, descriptor)
+            if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
+                return "stale"
+            state = state_of(descriptor, journal.changes)
+            if state == "foreign":
+                return "stale"
+            if state == "new":
+                disk.sync(descriptor)
+                _finish(disk, names, keep=journal.keep)
+                return "finished"
+            if state == "between":
+                _put(disk, descriptor, journal.changes.undone())
+            disk.remove(names.journal)
+            disk.sync_folder(names.folder)
+            return "restored"
         finally:
             os.close(descriptor)
-    except FileNotFoundError:  # the file; or the journal, removed by who held the lock
+    except FileNotFoundError:  # the file; or the journal, removed by the process that held the lock
         return ""
     except OSError as error:
-        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be put right"
-        fix = "Who may write the file and its folder can: any transload command on it does."
+        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be repaired"
+        fix = "Run any transload command on it as a user who may write the file and its folder."
         raise CannotWriteError(what, where=path, fix=fix, errno=error.errno) from error
-
-
-def _put_right(disk: Disk, names: Names, descriptor: int, *, anywhere: bool) -> str:
-    journal = _read_journal(names.journal, descriptor)
-    if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
-        return "stale"
-    state = state_of(descriptor, journal.changes)
-    if state == "foreign":
-        return "stale"
-    if state == "new":
-        disk.sync(descriptor)
-        _finish(disk, names, keep=journal.keep)
-        return "finished"
-    if state == "between":
-        _put(disk, descriptor, journal.changes.undone())
-    disk.remove(names.journal)
-    disk.sync_folder(names.folder)
-    return "restored"
 
 
 def _read_journal(path: str, descriptor: int) -> Journal | None:
@@ -486,7 +440,8 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
     a pipe of that name, for which everybody would wait.
     """
     try:
-        journal = os.open(path, _READ_APPLYING)
+        names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+        journal = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except OSError as error:
         if error.errno == ELOOP:  # a symbolic link
             return None
