@@ -196,7 +196,7 @@ def test_a_read_only_file(path: Path) -> None:
 def test_a_pipe_and_a_folder(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    assert "no regular file" in refused(pipe).what
+    assert "not a regular file" in refused(pipe).what
     (tmp_path / "folder").mkdir()
     assert isinstance(refused(tmp_path / "folder"), RetagError)
 

@@ -67,7 +67,7 @@ _LONGEST_NAME = 200  # file systems take names of 255 bytes
 
 
 class Names(NamedTuple):
-    """The files that may lie beside a file: its journal, one that is being written, and what undoes the last change."""
+    """The names of a file's journal, of one that is being written, and of the one that undoes the last change."""
 
     path: str
     folder: str
@@ -77,7 +77,7 @@ class Names(NamedTuple):
 
 
 def names_of(path: str) -> Names:
-    """The names for a file, beside the file itself where ``path`` is a link to it."""
+    """The names for a file, in the folder of the file itself if ``path`` is a link to it."""
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
     if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -89,10 +89,10 @@ def names_of(path: str) -> Names:
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Whether a change of this file was left half done, or is being made right now. Cheap: a look at one name."""
+    """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
     try:
         return os.path.lexists(names_of(os.fspath(path)).journal)
-    except ValueError:  # no file can have such a name, which whoever reads it will say
+    except ValueError:  # no file can have such a name, which is reported when it is read
         return False
 
 
@@ -107,7 +107,7 @@ class Disk:
         return os.open(path, _CHANGE)
 
     def create(self, path: str, mode: int) -> int:
-        """Open an empty file: a new one, or what is there cut to nothing."""
+        """Open an empty file: a new one, or an existing one truncated."""
         return os.open(path, _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
 
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
@@ -131,16 +131,19 @@ class Disk:
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are on the disk, where the system supports that."""
-        from transload.io.atomic import flush_directory  # which imports much, and every command looks for a journal
-
-        flush_directory(folder)
+        with suppress(OSError):  # Windows opens no folders; some network file systems flush none
+            descriptor = os.open(folder or os.curdir, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file a name, which another may have had."""
+        """Rename a file, replacing what has the new name."""
         os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
 
     def remove(self, path: str) -> None:
-        """Take a name away; it does no harm if there is no such name."""
+        """Remove a file, if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108 - as above
 
@@ -172,9 +175,9 @@ _DIGEST = 32
 
 
 class Journal(NamedTuple):
-    """What is being done to a file. ``keep`` is whether it can be undone afterwards.
+    """A change of a file that is in progress. ``keep`` is whether it can be undone afterwards.
 
-    A journal speaks of one file on this machine, by its ``inode``: one that came with a download changes nothing.
+    A journal belongs to one file on this machine, by its ``inode``: one that came with a download changes nothing.
     """
 
     changes: Changes
@@ -194,7 +197,7 @@ class Journal(NamedTuple):
 
 
 def journal_of(data: bytes) -> Journal | None:
-    """The journal in some bytes, ``None`` if they are not all of one.
+    """Decode a journal; ``None`` if the bytes are not a whole one.
 
     >>> journal_of(Journal(Changes((Change(0, b"a", b"b"),), 1, 1)).encoded()).changes.runs
     (Change(offset=0, old=b'a', new=b'b'),)
@@ -217,9 +220,9 @@ def journal_of(data: bytes) -> Journal | None:
 
 
 def state_of(descriptor: int, changes: Changes) -> State:
-    """How far a file has got: it is as it was, as it shall be, or on the way; or it is another file altogether.
+    """Whether a file is as it was, as it must become, or in between; or another file altogether.
 
-    A file is known by its size and by every byte that was to change.
+    A file is recognised by its size and by every byte that was to change.
     """
     size = os.fstat(descriptor).st_size
     pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
@@ -239,7 +242,7 @@ def state_of(descriptor: int, changes: Changes) -> State:
 
 
 def refuse_in_place(path: str, *, hard_links: bool) -> None:
-    """Refuse a file that is not to be changed where it is: a link, one with several names, one that is read-only."""
+    """Refuse a file that must not be changed in place: a link, one with several names, one that is read-only."""
     try:
         status = os.lstat(path)
     except (OSError, ValueError) as error:
@@ -256,27 +259,27 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
             fix=f"{copy}, or name the file itself: {os.path.realpath(path)}",
         )
     if not stat.S_ISREG(status.st_mode):
-        raise RetagError("it is no regular file", where=path)
+        raise RetagError("it is not a regular file", where=path)
     if status.st_nlink > 1 and not hard_links:
         raise RetagError(
             f"the same file has {status.st_nlink} names (hard links), and would change under all of them",
             where=path,
-            fix=f"{copy}, or pass --hard-links if it shall change under all of them.",
+            fix=f"{copy}, or pass --hard-links to change it under all of them.",
         )
     if not status.st_mode & 0o222:
         raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
 
 
 def refuse_written_by_others(descriptor: int, path: str) -> None:
-    """Refuse a file, open for reading, that somebody has open for writing, if the system tells: Linux, a local disk."""
+    """Refuse a file, open for reading, that another process has open for writing, if the system knows (Linux)."""
     try:
         from fcntl import F_RDLCK, F_SETLEASE, F_SETSIG, F_UNLCK, fcntl
         from signal import SIGURG
     except ImportError:  # pragma: no cover (Windows, macOS)
         return
     try:
-        fcntl(descriptor, F_SETSIG, SIGURG)  # who opens it meanwhile sends a signal: one that is ignored
-        fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while nobody has it open for writing
+        fcntl(descriptor, F_SETSIG, SIGURG)  # a process that opens it meanwhile causes a signal: one that is ignored
+        fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while no process has it open for writing
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:
         if error.errno == EAGAIN:
@@ -286,7 +289,7 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
 
 
 def lock(descriptor: int, path: str) -> None:
-    """Keep every other transload, and whoever else asks, away from an open file until it is closed."""
+    """Lock an open file against every other process that uses locks, until it is closed."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:  # pragma: no cover (Windows)
@@ -300,7 +303,7 @@ def lock(descriptor: int, path: str) -> None:
 
 
 def same_file(path: str, other: str) -> bool:
-    """Whether two names lead to one file."""
+    """Whether two names refer to one file."""
     with suppress(OSError):
         return os.path.samefile(path, other)  # noqa: PTH121 - pathlib costs ten milliseconds to import
     return False
@@ -313,10 +316,10 @@ def refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None
 
 
 def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
-    """Change a file in place. ``seen`` is what it was when the changes were made up; if it is not, it is refused.
+    """Change a file in place. ``seen`` is its state when the changes were planned; if it is another now, it is refused.
 
-    If anything goes wrong the file is put back as it was; if not even that can be done, the journal stays and the
-    next ``recover`` does it.
+    If anything goes wrong the file is restored; if not even that works, the journal stays and the next ``recover``
+    restores it.
     """
     disk = disk or Disk()
     names = names_of(path)
@@ -380,7 +383,7 @@ def _put(disk: Disk, descriptor: int, changes: Changes) -> None:
 
 
 def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
-    """Forget the journal, or keep it as what undoes the change. What undid an earlier change no longer fits."""
+    """Remove the journal, or keep it for undoing the change. The one of an earlier change no longer fits."""
     try:
         if keep:
             disk.rename(names.journal, names.undo)
@@ -394,11 +397,11 @@ def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
 
 
 def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
-    """Put right what an interrupted change has left; what was done.
+    """Repair a file after an interrupted change; what was done.
 
-    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not that
-    of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also believes the journal of a
-    file that was copied since, together with it.
+    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not
+    that of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that
+    was copied together with its file.
     """
     disk, path = disk or Disk(), os.fspath(path)
     names = names_of(path)
@@ -434,10 +437,10 @@ def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere:
 
 
 def _read_journal(path: str, descriptor: int) -> Journal | None:
-    """The journal of an open file, ``None`` if it is none, or that of somebody who has no say over the file.
+    """The journal of an open file; ``None`` if it is not one, or is owned by another user than the file.
 
-    In a folder that all may write to, such as /tmp, a stranger could leave one that changes the file as he likes; or
-    a pipe of that name, for which everybody would wait.
+    In a folder that all may write to, such as /tmp, anybody could put a journal that changes the file at will; or a
+    pipe of that name, which would block all readers.
     """
     try:
         names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
@@ -457,25 +460,27 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
 
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
-    """What to say of a file whose journal is that of another, or no journal; ``tried`` is whether undo was."""
+    """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
     from shlex import quote
 
     remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
     if tried:
-        what = "what lies beside it is not the journal of this file, or of a version of transload that is not this one"
+        what = (
+            "the journal beside it is not the journal of this file, or of a version of transload that is not this one"
+        )
         return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
     return RetagError(
-        "beside it lies the journal of an interrupted retag, and the file has been replaced or copied since",
+        "there is a journal of an interrupted retag, and the file has been replaced or copied since",
         where=path,
-        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo puts it back; "
+        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo restores it; "
         f"if it is as it should be, {remove}",
     )
 
 
 def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
-    """What would undo the last change of a file; nothing if it is undone already.
+    """The changes that undo the last change of a file; none if it is undone already.
 
-    An error where nothing was kept, or the file is no longer the one that was left.
+    An error if nothing was kept, or the file was changed since.
     """
     names = names_of(path)
     try:
