@@ -250,8 +250,6 @@ def _op(data: bytes, at: int, end: int) -> _Op:
 
 _BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINSTRING = b"X", b"\x8c", b"U"
 _PYTHON2 = frozenset(b"UST")
-_SHORT = {**dict.fromkeys(b"hj", b"h"), **dict.fromkeys(b"qr", b"q")}
-_LONG = {**dict.fromkeys(b"hj", b"j"), **dict.fromkeys(b"qr", b"r")}
 _MAX_CHOICES = 4096
 _FILLER = 2  # bytes of a repeated _PROTO
 _GAP = 4096
@@ -368,71 +366,46 @@ def _text(text: str, code: int) -> bytes:
 
 
 def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool = False) -> bytes | None:
-    """The parts of an id with another tag in exactly the bytes they took; ``None`` if that cannot be.
+    """The parts of an id with another tag in exactly the bytes they took; ``None`` if that is impossible.
 
-    ``forget`` leaves out the opcode that enters the tag into the memo; MEMOIZE counts, so it must stay.
+    ``forget`` leaves out the opcode that puts the tag into the memo, but not MEMOIZE, which counts.
     """
-    begin, end = site.ops[0].at, site.ops[-1].end
+    if any(op.code == _FRAME for op in site.ops):
+        return None
+    room = site.ops[-1].end - site.ops[0].at
     place = site.ops.index(site.tag)
-    forms = [_OTHER_LENGTHS[op.code](data, op) if op.code in _OTHER_LENGTHS else (op.end - op.at,) for op in site.ops]
-    forms[place] = (len(text),) if text[0] != _SHORT_BINUNICODE[0] else (len(text), len(text) + 3)
+    forms = [_forms(data, op) for op in site.ops]
+    forms[place] = (text,)
+    if text[:1] == _SHORT_BINUNICODE:
+        forms[place] = text, _BINUNICODE + text[1:2] + bytes(3) + text[2:]
     if forget and site.entry >= 0 and site.ops[place + 1].code != _MEMOIZE:
-        forms[place + 1] = (0,)
-    chosen = _choice(tuple(forms), end - begin) if _FRAME not in {op.code for op in site.ops} else None
+        forms[place + 1] = (b"",)
+    chosen = _choice(tuple(tuple(map(len, each)) for each in forms), room)
     if chosen is None:
         return None
-    parts = [b""]
-    for op, lengths, index in zip(site.ops, forms, chosen, strict=True):
-        if op is site.tag:
-            parts.append(text if not index else _wider(text))
-        else:
-            same = not index and lengths[0] == op.end - op.at
-            parts.append(data[op.at : op.end] if same else _form(data, op, lengths[index]))
-    filled = sum(map(len, parts))
-    parts[0] = bytes((_PROTO, max(protocol, 2))) * ((end - begin - filled) // _FILLER)
-    return b"".join(parts)
+    new = b"".join(each[index] for each, index in zip(forms, chosen, strict=True))
+    return bytes((_PROTO, max(protocol, 2))) * ((room - len(new)) // _FILLER) + new
 
 
-def _wider(text: bytes) -> bytes:
-    """SHORT_BINUNICODE as BINUNICODE."""
-    return _BINUNICODE + text[1:2] + bytes(3) + text[2:]
-
-
-def _entry_lengths(_: bytes, op: _Op) -> tuple[int, ...]:
-    if op.entry >= 1 << 8:
-        return (5,)
-    return (2, 5) if op.end - op.at == 2 else (5, 2)
-
-
-def _number_lengths(data: bytes, op: _Op) -> tuple[int, ...]:
-    value, length = _value(data, op), op.end - op.at
-    fitting = (2, 3, 5) if 0 <= value < 1 << 8 else (3, 5) if 0 <= value < 1 << 16 else (5,)
-    return (length, *(other for other in fitting if other != length))
-
-
-def _proto_lengths(_: bytes, __: _Op) -> tuple[int, ...]:
-    return (2, 0)
-
-
-def _value(data: bytes, op: _Op) -> int:
-    return int.from_bytes(data[op.at + 1 : op.end], "little", signed=op.code == 0x4A)
-
-
-# How long an opcode is, and how long in the other forms that mean the same to every loader.
-_OTHER_LENGTHS: dict[int, Callable[[bytes, _Op], tuple[int, ...]]] = {
-    **dict.fromkeys(b"hjqr", _entry_lengths),
-    **dict.fromkeys(_NUMBERS, _number_lengths),
-    _PROTO: _proto_lengths,
-}
-
-
-def _form(data: bytes, op: _Op, length: int) -> bytes:
-    """An opcode in the form of that length."""
-    if not length:
-        return b""
-    if op.code in _NUMBERS:
-        return {2: b"K", 3: b"M", 5: b"J"}[length] + _value(data, op).to_bytes(length - 1, "little", signed=length == 5)
-    return (_SHORT if length == 2 else _LONG)[op.code] + op.entry.to_bytes(length - 1, "little")
+def _forms(data: bytes, op: _Op) -> tuple[bytes, ...]:
+    """An opcode as it is, and in the other forms that mean the same to every loader."""
+    own = data[op.at : op.end]
+    if op.code == _PROTO:
+        return own, b""
+    if op.code in b"hjqr" and op.entry < 1 << 8:
+        short, long = b"hj" if op.code in b"hj" else b"qr"
+        if len(own) == 2:
+            return own, bytes((long, op.entry, 0, 0, 0))
+        return own, bytes((short, op.entry))
+    if op.code in b"KMJ":
+        value = int.from_bytes(own[1:], "little", signed=op.code == 0x4A)
+        others = [b"J" + value.to_bytes(4, "little", signed=True)]
+        if 0 <= value < 1 << 16:
+            others.insert(0, b"M" + value.to_bytes(2, "little"))
+        if 0 <= value < 1 << 8:
+            others.insert(0, bytes((0x4B, value)))
+        return (own, *(form for form in others if len(form) != len(own)))
+    return (own,)
 
 
 @lru_cache(_MAX_CHOICES)
