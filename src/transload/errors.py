@@ -134,8 +134,8 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
 }
 
 
-def cannot_write(error: OSError, where: str) -> CannotWriteError:
-    """Our error for one of the system's.
+def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
+    """Our error for one of the system's; ``outcome`` is what has become of the file.
 
     >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
     True
@@ -144,7 +144,8 @@ def cannot_write(error: OSError, where: str) -> CannotWriteError:
         return error
     known = _REASONS.get(error.errno or 0)
     kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
-    return kind(f"cannot be written: {what}", where=where, fix=fix, errno=error.errno)
+    what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
+    return kind(what, where=where, fix=fix, errno=error.errno)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_back_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "no device is named"),
         (["--to", "cpu:0"], "only 'cpu'"),
         (["--to", "gpu"], "Did you mean cuda:0?"),
-        (["--to", "foo:1"], "'foo:1' is no device"),
+        (["--to", "foo:1"], "'foo:1' is not a device"),
         (["--map", "cuda:0"], "--map takes two devices"),
         (["--map", "=cpu"], "--map takes two devices"),
         (["--map", "cuda:0=cpu", "--map", "cuda:0=mps"], "two devices"),

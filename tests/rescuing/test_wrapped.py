@@ -21,7 +21,7 @@ from transload import RescueError, rescue
 from transload.errors import TransloadError
 from transload.io.journal import Change, Changes, Journal, names_of
 from transload.io.sources import FileSource
-from transload.retagging import wish_of
+from transload.retagging import tag_map_of
 from transload.retagging.plan import plan_of
 
 DATA = (ROOT / "h200" / "train_cuda0.ckpt").read_bytes()
@@ -197,7 +197,7 @@ def test_an_interrupted_retag(part: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(DATA)
     source = FileSource(path)
-    changes = plan_of(source, wish_of("cpu"), copy=False).changes
+    changes = plan_of(source, tag_map_of("cpu"), copy=False).changes
     source.close()
     changed = bytearray(DATA)
     assert len(changes.runs) > 1

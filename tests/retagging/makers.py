@@ -12,7 +12,7 @@ import torch
 
 from transload.io.journal import Changes
 from transload.io.sources import FileSource
-from transload.retagging import wish_of
+from transload.retagging import tag_map_of
 from transload.retagging.plan import plan_of
 
 Tag = str | Callable[[Any], str]
@@ -47,7 +47,7 @@ def planned(path: Path, to: str, *, copy: bool = False) -> tuple[Changes, os.sta
     """What a retag would change."""
     source = FileSource(path)
     try:
-        plan = plan_of(source, wish_of(to), copy=copy)
+        plan = plan_of(source, tag_map_of(to), copy=copy)
     finally:
         source.close()
     return plan.changes, plan.seen

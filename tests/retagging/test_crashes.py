@@ -240,7 +240,7 @@ def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Pa
         with pytest.raises(CannotWriteError) as caught:
             apply(str(path), changes, seen, keep=keep, disk=Stopping(point, fail, torn=torn, once=True))
         assert caught.value.errno == number
-        assert os.strerror(number) in caught.value.what
+        assert ("the disk is full" if code == "ENOSPC" else os.strerror(number)) in caught.value.what
         if "the file itself is changed" in caught.value.what:
             assert path.read_bytes() == new
         else:
@@ -274,8 +274,9 @@ def test_not_even_going_back_works(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from transload.retagging import applying, retag
-from transload.retagging.disk import Disk
+from transload.io import journal
+from transload.retagging import retag
+from transload.io.journal import Disk
 left = int(sys.argv[3])
 class Deadly(Disk):
     def __getattribute__(self, name):
@@ -284,7 +285,7 @@ class Deadly(Disk):
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getattribute__(name)
-applying.Disk = Deadly
+journal.Disk = Deadly
 retag(sys.argv[1], sys.argv[2])
 """
 

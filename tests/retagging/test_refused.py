@@ -196,23 +196,19 @@ def test_a_read_only_file(path: Path) -> None:
 def test_a_pipe_and_a_folder(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    assert "no regular file" in refused(pipe).what
+    assert "not a regular file" in refused(pipe).what
     (tmp_path / "folder").mkdir()
     assert isinstance(refused(tmp_path / "folder"), RetagError)
 
 
-class Forbidding(Disk):
-    """A folder in which nothing can be made."""
-
-    def create(self, path: str, mode: int) -> int:
+def test_a_folder_that_takes_no_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(_: Disk, path: str, mode: int) -> int:
         raise PermissionError(errno.EACCES, f"Permission denied ({mode:o})", path)
 
-
-def test_a_folder_that_takes_no_journal(path: Path) -> None:
     old = path.read_bytes()
-    changes, seen = planned(path, "cpu")
+    monkeypatch.setattr(Disk, "create", forbid)
     with pytest.raises(CannotWriteError, match="nothing was changed") as caught:
-        apply(str(path), changes, seen, disk=Forbidding())
+        retag(path, "cpu")
     assert "-o COPY" in caught.value.fix
     assert path.read_bytes() == old
 
@@ -240,7 +236,7 @@ def test_a_copy_without_a_name_is_no_change_in_place(out: str, path: Path) -> No
     [
         (["--to", "cpu", "-o", ""], "no file can have the name"),
         (["--to", "cpu", "--map", "*=cuda:0"], "two devices: cuda:0 and cpu"),
-        (["--to", "x=cpu"], "'x=cpu' is no device"),
+        (["--to", "x=cpu"], "'x=cpu' is not a device"),
     ],
     ids=["no name", "two for all others", "a map"],
 )
@@ -386,8 +382,9 @@ def test_a_full_disk_while_a_copy_is_made(path: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Disk, "write", full)
     error = refused(path, out=tmp_path / "copy.pt")
     assert isinstance(error, CannotWriteError)
-    assert "No space left" in error.what
-    assert error.fix == "Free some space."
+    assert "the disk is full" in error.what
+    assert "Make room" in error.fix
+    assert not list(tmp_path.glob(".copy.pt*"))
 
 
 def test_where_a_copy_cannot_go(path: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tests.each import each
 from tests.retagging.makers import fresh
 
 from transload.formats.pickle_machine import run
-from transload.retagging import Wish, wish_of
-from transload.retagging.tags import find_quickly, find_sites, patched, rewritten, same_but_tags, spliced
+from transload.retagging import TagMap, tag_map_of
+from transload.retagging.tags import find_sites, find_torch_sites, patched, rewritten, same_but_tags, spliced
 
 
 class Held:
@@ -44,7 +44,7 @@ def loaded(data: bytes) -> Any:
     return Reader(io.BytesIO(data)).load()
 
 
-def retagged(data: bytes, wish: Wish) -> tuple[str, bytes]:
+def retagged(data: bytes, wish: TagMap) -> tuple[str, bytes]:
     """By which way, and what it gives; proven as a plan proves it."""
     pickled = run(data)
     found = find_sites(pickled, data)
@@ -56,7 +56,7 @@ def retagged(data: bytes, wish: Wish) -> tuple[str, bytes]:
     return way, new
 
 
-def expected(obj: Any, wish: Wish) -> Any:
+def expected(obj: Any, wish: TagMap) -> Any:
     """What a loader should make of it."""
     if isinstance(obj, Held):
         return (*obj.pid[:3], wish.new(obj.pid[3]), *obj.pid[4:])
@@ -81,17 +81,17 @@ def test_cuda_becomes_cpu_in_as_many_bytes(protocol: int, numel: int, before: in
     held = [Held(fresh("cuda:0"), str(key), numel, view, parts) for key in range(3)]
     obj = [[f"text {i}" for i in range(before)], *held]
     data = written(obj, protocol)
-    way, new = retagged(data, wish_of("cpu"))
+    way, new = retagged(data, tag_map_of("cpu"))
     assert (way, len(new)) == ("patch", len(data))
-    assert loaded(new) == expected(obj, wish_of("cpu"))
+    assert loaded(new) == expected(obj, tag_map_of("cpu"))
 
 
 @each_protocol
 def test_there_and_back_is_the_same_again(protocol: int) -> None:
     data = written([Held(fresh("cuda:0"), str(key), 12) for key in range(40)], protocol)
-    _, new = retagged(data, wish_of("cpu"))
+    _, new = retagged(data, tag_map_of("cpu"))
     assert new != data
-    assert retagged(new, wish_of("cuda:0")) == ("patch", data)
+    assert retagged(new, tag_map_of("cuda:0")) == ("patch", data)
 
 
 @each_protocol
@@ -100,7 +100,7 @@ def test_a_text_of_the_users_stays_where_it_shares_the_memo_entry_of_a_tag(proto
     tag = fresh("cuda:0")
     held = [Held(tag, "0"), Held(tag, "1"), Held(fresh("cuda:0"), "2")]
     obj = [tag, *held, tag, {"device": tag}] if first == "user" else [*held, tag, {"device": tag, tag: tag}]
-    wish = wish_of("cpu")
+    wish = tag_map_of("cpu")
     data = written(obj, protocol)
     way, new = retagged(data, wish)
     assert way == "rewrite"
@@ -114,10 +114,10 @@ def test_one_text_for_all_tags_is_changed_once(protocol: int) -> None:
     obj = [Held(tag, str(key)) for key in range(300)]
     data = written(obj, protocol)
     pickled = run(data)
-    edits = patched(pickled, data, find_sites(pickled, data), wish_of("cpu").new)
+    edits = patched(pickled, data, find_sites(pickled, data), tag_map_of("cpu").new)
     assert edits is not None
     assert len(edits) == 1
-    assert loaded(spliced(data, edits)) == expected(obj, wish_of("cpu"))
+    assert loaded(spliced(data, edits)) == expected(obj, tag_map_of("cpu"))
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
@@ -125,11 +125,11 @@ def test_frames_are_as_long_as_what_they_hold(protocol: int) -> None:
     """The Python unpickler obeys them; this is more than one frame of 64 kB."""
     obj = [["x" * 100 for _ in range(900)], *(Held("cpu", str(key)) for key in range(3_000))]
     obj.append(["y" * 100 for _ in range(900)])
-    way, new = retagged(written(obj, protocol), wish_of("privateuseone:10"))
+    way, new = retagged(written(obj, protocol), tag_map_of("privateuseone:10"))
     assert way == "rewrite"
     assert pickle._Unpickler is not None
     reader = type("Slow", (pickle._Unpickler,), {"persistent_load": lambda _, pid: pid})
-    assert reader(io.BytesIO(new)).load() == expected(obj, wish_of("privateuseone:10"))
+    assert reader(io.BytesIO(new)).load() == expected(obj, tag_map_of("privateuseone:10"))
     assert not run(new).ambiguous
 
 
@@ -150,7 +150,7 @@ def test_whatever_there_is_only_the_tags_change(
     shared = {tag: fresh(tag) for tag in TAGS}
     held = [Held(shared[t] if one else fresh(t), str(key), numel) for key, (t, numel, one) in enumerate(tags)]
     obj = [[str(i) for i in range(before)], *(shared[u] for u in users), *held, {shared[u]: shared[u] for u in users}]
-    wish = Wish(tuple(named.items()), others)
+    wish = TagMap(tuple(named.items()), others)
     data = written(obj, protocol)
     _, new = retagged(data, wish)
     assert loaded(new) == expected(obj, wish)
@@ -165,14 +165,14 @@ def test_the_quick_road_leads_to_the_same_places(tags: list[tuple[str, int]], be
     held = [Held(fresh(tag), str(key), numel, None, parts) for key, (tag, numel) in enumerate(tags)]
     data = written([[str(i) for i in range(before)], *held])
     pickled = run(data)
-    quick = find_quickly(pickled, data, lambda _: "other")
+    quick = find_torch_sites(pickled, data, lambda _: "other")
     slow = find_sites(pickled, data)
     assert quick is not None
     assert [(site.ops, site.tag, site.entry) for site in quick.sites] == [
         (site.ops, site.tag, site.entry) for site in slow.sites
     ]
     for new in ("cpu", "cuda:0"):
-        wish = wish_of(new)
+        wish = tag_map_of(new)
         assert patched(pickled, data, quick, wish.new) == patched(pickled, data, slow, wish.new)
 
 
@@ -182,7 +182,7 @@ def test_an_id_that_is_made_in_another_way_is_unclear() -> None:
     pickled = run(b"\x80\x02" + body)
     found = find_sites(pickled, b"\x80\x02" + body)
     assert (len(found.sites), len(found.unclear)) == (1, 1)
-    assert find_quickly(pickled, b"\x80\x02" + body, lambda _: "mps") is None
+    assert find_torch_sites(pickled, b"\x80\x02" + body, lambda _: "mps") is None
 
 
 DIFFERENCES: dict[str, tuple[object, object, bool]] = {

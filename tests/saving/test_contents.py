@@ -21,7 +21,7 @@ from transload.io.atomic import FileObject
 from transload.io.cuda_driver import DriverError
 from transload.saving import storages as contents
 from transload.saving import storages as snapshot
-from transload.saving.pickled import Stored
+from transload.saving.pickling import Stored
 from transload.saving.storages import CudaFetcher, Ring, Span, records_of
 
 

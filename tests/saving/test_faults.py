@@ -115,7 +115,7 @@ KILL_AT_EACH = """
 import os, signal, sys
 import pytest, torch
 from tests.saving.test_faults import Faults, save, small_writes, state
-from transload.saving import contents
+from transload.saving import storages as contents
 from transload.formats import zip_writer as archive
 from transload.io import atomic as sinks
 

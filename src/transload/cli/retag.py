@@ -10,8 +10,6 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from transload.retagging import Retag
-
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
@@ -45,46 +43,39 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Retag one file, say what was done, return the exit code."""
-    result = _result(arguments)
+    from transload.retagging import retag, undo
+
+    if arguments.undo:
+        others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
+        given = [name for name, value in others.items() if value]
+        if given:
+            raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
+        result = undo(arguments.path, dry_run=arguments.dry_run)
+    else:
+        result = retag(
+            arguments.path,
+            _tags(arguments),
+            out=arguments.out,
+            dry_run=arguments.dry_run,
+            keep_undo=arguments.keep_undo,
+            hard_links=arguments.hard_links,
+        )
     from transload.render.retag import report
 
     show_result(result, report, arguments)
     return 0
 
 
-def _result(arguments: Namespace) -> Retag:
-    from transload.retagging import retag, undo
-
-    if arguments.undo:
-        _refuse_beside_undo(arguments)
-        return undo(arguments.path, dry_run=arguments.dry_run)
-    return retag(
-        arguments.path,
-        _wish(arguments),
-        out=arguments.out,
-        dry_run=arguments.dry_run,
-        keep_undo=arguments.keep_undo,
-        hard_links=arguments.hard_links,
-    )
-
-
-def _refuse_beside_undo(arguments: Namespace) -> None:
-    others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
-    given = [name for name, value in others.items() if value]
-    if given:
-        raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
-
-
-def _wish(arguments: Namespace) -> dict[str, str]:
-    wish: dict[str, str] = {}
+def _tags(arguments: Namespace) -> dict[str, str]:
+    tags: dict[str, str] = {}
     for pair in arguments.map:
         old, equals, new = pair.rpartition("=")
         if not (old and equals and new):
             raise UsageError(f"--map takes two devices, such as cuda:1=cuda:0, not {pair!r}")
-        if wish.setdefault(old, new) != new:
-            raise UsageError(f"--map gives {old} two devices: {wish[old]} and {new}")
-    if arguments.to and wish.setdefault("*", arguments.to) != arguments.to:
-        raise UsageError(f"all others are given two devices: {wish['*']} and {arguments.to}")
-    if not wish:
+        if tags.setdefault(old, new) != new:
+            raise UsageError(f"--map gives {old} two devices: {tags[old]} and {new}")
+    if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
+        raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
+    if not tags:
         raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
-    return wish
+    return tags

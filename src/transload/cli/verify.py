@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Sequence
 
-    from transload.render.lines import Block
     from transload.verifying import Verification
     from transload.verifying.manifest import Manifest
 
@@ -47,7 +46,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, return the worst exit code."""
-    manifest = _manifest(arguments) if arguments.write or arguments.against else None
+    manifest = None
+    if arguments.write or arguments.against:
+        from transload.verifying.manifest import read_manifest, refuse_target
+
+        if arguments.write:  # refused before anything is read
+            refuse_target(arguments.write, overwrite=arguments.force)
+        manifest = read_manifest(arguments.against) if arguments.against else None
     paths = _paths(arguments, manifest)
     results = [_verified(path, arguments, manifest) for path in paths]
     errors = [result for result in results if isinstance(result, TransloadError)]
@@ -57,25 +62,20 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         write(_json(paths, results))
     else:
-        show(_blocks(done, len(results), hashes=arguments.hash), arguments.color)
+        from transload.render.verify import report, several
+
+        hashes = arguments.hash
+        blocks = report(done[0], hashes=hashes) if len(done) == len(results) == 1 else ()
+        show(several(done, len(results), hashes=hashes) if len(results) > 1 else blocks, arguments.color)
     if errors:
         return 2
-    return _written(arguments, done)
-
-
-def _manifest(arguments: Namespace) -> Manifest | None:
-    """The one to compare with. One that may not be written is refused before anything is read."""
-    from transload.verifying.manifest import read_manifest, refuse_target
-
-    if arguments.write:
-        refuse_target(arguments.write, overwrite=arguments.force)
-    return read_manifest(arguments.against) if arguments.against else None
+    return _write_manifest(arguments, done)
 
 
 def _paths(arguments: Namespace, manifest: Manifest | None) -> list[str]:
     from transload.verifying import files_in
 
-    named = arguments.paths or [held.path for held in (manifest.files if manifest else ())]
+    named = arguments.paths or [entry.path for entry in (manifest.files if manifest else ())]
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
     return list(dict.fromkeys(found for path in named for found in files_in(path)))
@@ -94,7 +94,7 @@ def _verified(path: str, arguments: Namespace, manifest: Manifest | None) -> Ver
         )
     except TransloadError as error:
         return error
-    except Exception as error:  # noqa: BLE001  one file that we stumble over must not hide the others
+    except Exception as error:  # noqa: BLE001  a bug with one file must not hide the others
         return as_bug(error, path)
 
 
@@ -108,32 +108,17 @@ def _json(paths: Sequence[str], results: Sequence[Verification | TransloadError]
     return to_json(documents, several=len(paths) > 1)
 
 
-def _blocks(done: Sequence[Verification], total: int, *, hashes: bool) -> Iterator[Block]:
-    from transload.render.verify import report, several
-
-    if total == 1:
-        for verification in done:
-            yield from report(verification, hashes=hashes)
-        return
-    yield from several(done, total, hashes=hashes)
-
-
-def _written(arguments: Namespace, done: Sequence[Verification]) -> int:
+def _write_manifest(arguments: Namespace, done: Sequence[Verification]) -> int:
     """Write the manifest, if all is well; the exit code."""
     code = int(any(not verification.ok for verification in done))
     if arguments.write and not code:
+        from transload.render.verify import written
         from transload.verifying.manifest import write_manifest
 
         write_manifest(arguments.write, done, overwrite=arguments.force)
         if not arguments.json:
-            show(_told(arguments.write, done), arguments.color)
+            show([written(arguments.write, sum(len(each.tensors) for each in done))], arguments.color)
     elif arguments.write:
-        fix = "Mend it first: transload rescue FILE NEW."
+        fix = "Repair it first: transload rescue FILE NEW."
         complain(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
     return code
-
-
-def _told(path: str, done: Sequence[Verification]) -> Iterator[Block]:
-    from transload.render.verify import written
-
-    yield written(path, sum(len(each.tensors) for each in done))

@@ -1,16 +1,20 @@
-"""What is to be changed in a file: runs of bytes, old and new."""
+"""Changing a file in place so that a crash at any moment leaves it as it was, or as it must become.
+
+``apply`` writes a journal beside the file, with every old and new byte, and flushes it; then it changes the file, and
+removes the journal. ``recover`` finds the journal of an interrupted change, and restores the file or finishes the
+change. A journal that is kept under another name lets ``undo_changes`` take the change back later.
+"""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from contextlib import suppress
-from errno import ELOOP
+from errno import EAGAIN, ELOOP
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError
+from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, cannot_write
 from transload.frozen import facts
 
 __all__ = [
@@ -21,7 +25,6 @@ __all__ = [
     "Names",
     "State",
     "apply",
-    "cannot_write",
     "has_journal",
     "journal_of",
     "lock",
@@ -30,7 +33,6 @@ __all__ = [
     "recover",
     "refuse_changed",
     "refuse_in_place",
-    "refuse_replaced",
     "refuse_written_by_others",
     "same_file",
     "stale_journal",
@@ -65,7 +67,7 @@ _LONGEST_NAME = 200  # file systems take names of 255 bytes
 
 
 class Names(NamedTuple):
-    """The files that may lie beside a file: its journal, one that is being written, and what undoes the last change."""
+    """The names of a file's journal, of one that is being written, and of the one that undoes the last change."""
 
     path: str
     folder: str
@@ -75,7 +77,7 @@ class Names(NamedTuple):
 
 
 def names_of(path: str) -> Names:
-    """The names for a file, beside the file itself where ``path`` is a link to it."""
+    """The names for a file, in the folder of the file itself if ``path`` is a link to it."""
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
     if len(os.fsencode(name)) > _LONGEST_NAME:
@@ -87,14 +89,13 @@ def names_of(path: str) -> Names:
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Whether a change of this file was left half done, or is being made right now. Cheap: a look at one name."""
+    """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
     try:
         return os.path.lexists(names_of(os.fspath(path)).journal)
-    except ValueError:  # no file can have such a name, which whoever reads it will say
+    except ValueError:  # no file can have such a name, which is reported when it is read
         return False
 
 
-_READ = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -106,14 +107,18 @@ class Disk:
         return os.open(path, _CHANGE)
 
     def create(self, path: str, mode: int) -> int:
-        """Open an empty file: a new one, or what is there cut to nothing."""
+        """Open an empty file: a new one, or an existing one truncated."""
         return os.open(path, _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), mode)
 
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
         view = memoryview(data)
         while view:
-            done = _pwrite(descriptor, view, offset)
+            if hasattr(os, "pwrite"):
+                done = os.pwrite(descriptor, view, offset)
+            else:  # pragma: no cover (Windows)
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                done = os.write(descriptor, view)
             view, offset = view[done:], offset + done
 
     def cut(self, descriptor: int, size: int) -> None:
@@ -125,56 +130,43 @@ class Disk:
         os.fsync(descriptor)
 
     def sync_folder(self, folder: str) -> None:
-        """Return when the names in a folder are on the disk, where the system has such a thing."""
+        """Return when the names in a folder are on the disk, where the system supports that."""
         with suppress(OSError):  # Windows opens no folders; some network file systems flush none
-            descriptor = os.open(folder or os.curdir, _READ)
+            descriptor = os.open(folder or os.curdir, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file a name, which another may have had."""
+        """Rename a file, replacing what has the new name."""
         os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
 
     def remove(self, path: str) -> None:
-        """Take a name away; it does no harm if there is no such name."""
+        """Remove a file, if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108 - as above
-
-
-if hasattr(os, "pwrite"):
-
-    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        return os.pwrite(descriptor, view, offset)
-else:  # pragma: no cover (Windows)
-
-    def _pwrite(descriptor: int, view: memoryview, offset: int) -> int:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.write(descriptor, view)
 
 
 def read_at(descriptor: int, offset: int, count: int) -> bytes:
     """The bytes of an open file, fewer at its end."""
     parts: list[bytes] = []
-    while count > 0 and (part := _pread(descriptor, count, offset)):
+    while count > 0:
+        if hasattr(os, "pread"):
+            part = os.pread(descriptor, count, offset)
+        else:  # pragma: no cover (Windows)
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            part = os.read(descriptor, count)
+        if not part:
+            break
         parts.append(part)
         offset, count = offset + len(part), count - len(part)
     return b"".join(parts)
 
 
-if hasattr(os, "pread"):
-
-    def _pread(descriptor: int, count: int, offset: int) -> bytes:
-        return os.pread(descriptor, count, offset)
-else:  # pragma: no cover (Windows)
-
-    def _pread(descriptor: int, count: int, offset: int) -> bytes:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        return os.read(descriptor, count)
-
-
 State = Literal["old", "new", "between", "foreign"]
+
+_UNCHANGED = "nothing was changed"
 
 _MAGIC = b"TLRETAG1"
 _HEAD = Struct("<8s3Q?I")  # magic, inode, both sizes, whether to keep it, how many runs
@@ -183,9 +175,9 @@ _DIGEST = 32
 
 
 class Journal(NamedTuple):
-    """What is being done to a file. ``keep`` is whether it can be undone afterwards.
+    """A change of a file that is in progress. ``keep`` is whether it can be undone afterwards.
 
-    A journal speaks of one file on this machine, by its ``inode``: one that came with a download changes nothing.
+    A journal belongs to one file on this machine, by its ``inode``: one that came with a download changes nothing.
     """
 
     changes: Changes
@@ -205,7 +197,7 @@ class Journal(NamedTuple):
 
 
 def journal_of(data: bytes) -> Journal | None:
-    """The journal in some bytes, ``None`` if they are not all of one.
+    """Decode a journal; ``None`` if the bytes are not a whole one.
 
     >>> journal_of(Journal(Changes((Change(0, b"a", b"b"),), 1, 1)).encoded()).changes.runs
     (Change(offset=0, old=b'a', new=b'b'),)
@@ -228,30 +220,29 @@ def journal_of(data: bytes) -> Journal | None:
 
 
 def state_of(descriptor: int, changes: Changes) -> State:
-    """How far a file has got: it is as it was, as it shall be, or on the way; or it is another file altogether.
+    """Whether a file is as it was, as it must become, or in between; or another file altogether.
 
-    A file is known by its size and by every byte that was to change.
+    A file is recognised by its size and by every byte that was to change.
     """
     size = os.fstat(descriptor).st_size
-    here = [read_at(descriptor, run.offset, max(len(run.old), len(run.new))) for run in changes.runs]
-    pairs = list(zip(here, changes.runs, strict=True))
+    pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
     if size == changes.old_size and all(data[: len(run.old)] == run.old for data, run in pairs):
         return "old"
     if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
         return "new"
     least, most = sorted((changes.old_size, changes.new_size))
-    if least <= size <= most and all(_is_between(data, run) for data, run in pairs):
+    # Between: each byte is the old or the new one. Bytes beyond the old end may be anything: they will be cut off.
+    if least <= size <= most and all(
+        byte in pair
+        for data, run in pairs
+        for byte, *pair in zip(data, run.old, run.new)  # noqa: B905 - up to the shortest
+    ):
         return "between"
     return "foreign"
 
 
-def _is_between(here: bytes, run: Change) -> bool:
-    """Whether each byte is the old or the new one. What lies beyond the old end may be anything: it will be cut off."""
-    return all(byte in pair for byte, *pair in zip(here, run.old, run.new))  # noqa: B905 - up to the shortest
-
-
 def refuse_in_place(path: str, *, hard_links: bool) -> None:
-    """Refuse a file that is not to be changed where it is: a link, one with several names, one that is read-only."""
+    """Refuse a file that must not be changed in place: a link, one with several names, one that is read-only."""
     try:
         status = os.lstat(path)
     except (OSError, ValueError) as error:
@@ -268,37 +259,37 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
             fix=f"{copy}, or name the file itself: {os.path.realpath(path)}",
         )
     if not stat.S_ISREG(status.st_mode):
-        raise RetagError("it is no regular file", where=path)
+        raise RetagError("it is not a regular file", where=path)
     if status.st_nlink > 1 and not hard_links:
         raise RetagError(
             f"the same file has {status.st_nlink} names (hard links), and would change under all of them",
             where=path,
-            fix=f"{copy}, or pass --hard-links if it shall change under all of them.",
+            fix=f"{copy}, or pass --hard-links to change it under all of them.",
         )
     if not status.st_mode & 0o222:
         raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
 
 
 def refuse_written_by_others(descriptor: int, path: str) -> None:
-    """Refuse a file, open for reading, that somebody has open for writing, if the system tells: Linux, a local disk."""
+    """Refuse a file, open for reading, that another process has open for writing, if the system knows (Linux)."""
     try:
         from fcntl import F_RDLCK, F_SETLEASE, F_SETSIG, F_UNLCK, fcntl
         from signal import SIGURG
     except ImportError:  # pragma: no cover (Windows, macOS)
         return
     try:
-        fcntl(descriptor, F_SETSIG, SIGURG)  # who opens it meanwhile sends a signal: one that is ignored
-        fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while nobody has it open for writing
+        fcntl(descriptor, F_SETSIG, SIGURG)  # a process that opens it meanwhile causes a signal: one that is ignored
+        fcntl(descriptor, F_SETLEASE, F_RDLCK)  # granted only while no process has it open for writing
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:
-        if error.errno == errno.EAGAIN:
+        if error.errno == EAGAIN:
             raise BusyFileError(
                 "another process has it open for writing", where=path, fix="Wait until it is done (lsof shows who)."
             ) from None
 
 
 def lock(descriptor: int, path: str) -> None:
-    """Keep every other transload, and whoever else asks, away from an open file until it is closed."""
+    """Lock an open file against every other process that uses locks, until it is closed."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
     except ImportError:  # pragma: no cover (Windows)
@@ -311,18 +302,8 @@ def lock(descriptor: int, path: str) -> None:
         return
 
 
-def cannot_write(error: OSError, path: str, *, changed: str = "nothing was changed") -> CannotWriteError:
-    """One of our errors for one of the system's."""
-    reason = error.strerror or str(error)
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = "Free some space." if full else ""
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        fix = "Write where you may, with -o COPY."
-    return CannotWriteError(f"{reason}; {changed}", where=path, fix=fix, errno=error.errno)
-
-
 def same_file(path: str, other: str) -> bool:
-    """Whether two names lead to one file."""
+    """Whether two names refer to one file."""
     with suppress(OSError):
         return os.path.samefile(path, other)  # noqa: PTH121 - pathlib costs ten milliseconds to import
     return False
@@ -330,47 +311,44 @@ def same_file(path: str, other: str) -> bool:
 
 def refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
     """Refuse a file that was written to since it was read, or whose name another one has."""
-    if _mark(seen) != _mark(now):
+    if any(getattr(seen, name) != getattr(now, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
         raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
 
 
-def refuse_replaced(seen: os.stat_result, path: str) -> None:
-    """Refuse where a path no longer leads to the file that was read."""
-    try:
-        now = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
-    except OSError as error:
-        raise BusyFileError("it was moved while it was read", where=path) from error
-    refuse_changed(seen, now, path)
-
-
-def _mark(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-_PRIVATE = 0o600
-_READ_APPLYING = os.O_RDONLY | sum(
-    getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
-)
-
-
 def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
-    """Change a file in place. ``seen`` is what it was when the changes were made up; if it is not, it is refused.
+    """Change a file in place. ``seen`` is its state when the changes were planned; if it is another now, it is refused.
 
-    If anything goes wrong the file is put back as it was; if not even that can be done, the journal stays and the
-    next ``recover`` does it.
+    If anything goes wrong the file is restored; if not even that works, the journal stays and the next ``recover``
+    restores it.
     """
     disk = disk or Disk()
     names = names_of(path)
     try:
         descriptor = disk.open(names.path)
     except OSError as error:
-        raise cannot_write(error, path) from error
+        raise cannot_write(error, path, outcome=_UNCHANGED) from error
     try:
         lock(descriptor, path)
         refuse_changed(seen, os.fstat(descriptor), path)
-        refuse_replaced(seen, names.path)
+        try:
+            now = os.stat(names.path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
+        except OSError as error:
+            raise BusyFileError("it was moved while it was read", where=path) from error
+        refuse_changed(seen, now, path)
         _write_journal(disk, names, Journal(changes, seen.st_ino, keep))
-        _write(disk, names, descriptor, changes, path)
+        try:
+            _put(disk, descriptor, changes)
+        except BaseException as error:
+            try:
+                _put(disk, descriptor, changes.undone())
+                disk.remove(names.journal)
+                disk.sync_folder(names.folder)
+            except OSError as again:
+                half = "the file is left half changed, and the next transload command on it restores it"
+                raise cannot_write(again, path, outcome=half) from error
+            if isinstance(error, OSError):
+                raise cannot_write(error, path, outcome=_UNCHANGED) from error
+            raise
         _finish(disk, names, keep=keep)
     finally:
         os.close(descriptor)
@@ -378,9 +356,9 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
 
 
 def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
-    """Put the journal beside the file, and onto the disk."""
+    """Write the journal beside the file, and flush it to the disk."""
     try:
-        descriptor = disk.create(names.unfinished, _PRIVATE)
+        descriptor = disk.create(names.unfinished, 0o600)
         try:
             disk.write(descriptor, journal.encoded(), 0)
             disk.sync(descriptor)
@@ -393,24 +371,7 @@ def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
             disk.remove(names.unfinished)
             disk.remove(names.journal)
         if isinstance(error, OSError):
-            raise cannot_write(error, names.journal) from error
-        raise
-
-
-def _write(disk: Disk, names: Names, descriptor: int, changes: Changes, path: str) -> None:
-    """Make the changes, or take them back."""
-    try:
-        _put(disk, descriptor, changes)
-    except BaseException as error:
-        try:
-            _put(disk, descriptor, changes.undone())
-            disk.remove(names.journal)
-            disk.sync_folder(names.folder)
-        except OSError as again:
-            left = "the file is left half changed, and the next transload command on it puts it back"
-            raise cannot_write(again, path, changed=left) from error
-        if isinstance(error, OSError):
-            raise cannot_write(error, path) from error
+            raise cannot_write(error, names.journal, outcome=_UNCHANGED) from error
         raise
 
 
@@ -422,7 +383,7 @@ def _put(disk: Disk, descriptor: int, changes: Changes) -> None:
 
 
 def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
-    """Forget the journal, or keep it as what undoes the change. What undid an earlier change no longer fits."""
+    """Remove the journal, or keep it for undoing the change. The one of an earlier change no longer fits."""
     try:
         if keep:
             disk.rename(names.journal, names.undo)
@@ -432,15 +393,15 @@ def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
         disk.sync_folder(names.folder)
     except OSError as error:
         done = "the file itself is changed and whole, but its journal stays beside it"
-        raise cannot_write(error, names.journal, changed=done) from error
+        raise cannot_write(error, names.journal, outcome=done) from error
 
 
 def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
-    """Put right what an interrupted change has left; what was done.
+    """Repair a file after an interrupted change; what was done.
 
-    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not that
-    of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also believes the journal of a
-    file that was copied since, together with it.
+    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not
+    that of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that
+    was copied together with its file.
     """
     disk, path = disk or Disk(), os.fspath(path)
     names = names_of(path)
@@ -450,43 +411,40 @@ def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere:
         descriptor = disk.open(names.path)
         try:
             lock(descriptor, path)
-            return _put_right(disk, names, descriptor, anywhere=anywhere)
+            journal = _read_journal(names.journal, descriptor)
+            if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
+                return "stale"
+            state = state_of(descriptor, journal.changes)
+            if state == "foreign":
+                return "stale"
+            if state == "new":
+                disk.sync(descriptor)
+                _finish(disk, names, keep=journal.keep)
+                return "finished"
+            if state == "between":
+                _put(disk, descriptor, journal.changes.undone())
+            disk.remove(names.journal)
+            disk.sync_folder(names.folder)
+            return "restored"
         finally:
             os.close(descriptor)
-    except FileNotFoundError:  # the file; or the journal, removed by who held the lock
+    except FileNotFoundError:  # the file; or the journal, removed by the process that held the lock
         return ""
     except OSError as error:
-        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be put right"
-        fix = "Who may write the file and its folder can: any transload command on it does."
+        what = f"{error.strerror or error}; a retag of it was interrupted, and it cannot be repaired"
+        fix = "Run any transload command on it as a user who may write the file and its folder."
         raise CannotWriteError(what, where=path, fix=fix, errno=error.errno) from error
 
 
-def _put_right(disk: Disk, names: Names, descriptor: int, *, anywhere: bool) -> str:
-    journal = _read_journal(names.journal, descriptor)
-    if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
-        return "stale"
-    state = state_of(descriptor, journal.changes)
-    if state == "foreign":
-        return "stale"
-    if state == "new":
-        disk.sync(descriptor)
-        _finish(disk, names, keep=journal.keep)
-        return "finished"
-    if state == "between":
-        _put(disk, descriptor, journal.changes.undone())
-    disk.remove(names.journal)
-    disk.sync_folder(names.folder)
-    return "restored"
-
-
 def _read_journal(path: str, descriptor: int) -> Journal | None:
-    """The journal of an open file, ``None`` if it is none, or that of somebody who has no say over the file.
+    """The journal of an open file; ``None`` if it is not one, or is owned by another user than the file.
 
-    In a folder that all may write to, such as /tmp, a stranger could leave one that changes the file as he likes; or
-    a pipe of that name, for which everybody would wait.
+    In a folder that all may write to, such as /tmp, anybody could put a journal that changes the file at will; or a
+    pipe of that name, which would block all readers.
     """
     try:
-        journal = os.open(path, _READ_APPLYING)
+        names = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+        journal = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except OSError as error:
         if error.errno == ELOOP:  # a symbolic link
             return None
@@ -502,25 +460,27 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
 
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
-    """What to say of a file whose journal is that of another, or no journal; ``tried`` is whether undo was."""
+    """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
     from shlex import quote
 
     remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
     if tried:
-        what = "what lies beside it is not the journal of this file, or of a version of transload that is not this one"
+        what = (
+            "the journal beside it is not the journal of this file, or of a version of transload that is not this one"
+        )
         return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
     return RetagError(
-        "beside it lies the journal of an interrupted retag, and the file has been replaced or copied since",
+        "there is a journal of an interrupted retag, and the file has been replaced or copied since",
         where=path,
-        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo puts it back; "
+        fix=f"If it is the one that was interrupted, transload retag {quote(path)} --undo restores it; "
         f"if it is as it should be, {remove}",
     )
 
 
 def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
-    """What would undo the last change of a file; nothing if it is undone already.
+    """The changes that undo the last change of a file; none if it is undone already.
 
-    An error where nothing was kept, or the file is no longer the one that was left.
+    An error if nothing was kept, or the file was changed since.
     """
     names = names_of(path)
     try:

@@ -26,8 +26,8 @@ _METHODS = {
     "undo": "what was there before the last retag",
 }
 _RECOVERED = {
-    "restored": "an earlier retag was interrupted: the file was put back as it was before it",
-    "finished": "an earlier retag was interrupted after its last byte: it counts",
+    "restored": "an earlier retag was interrupted: the file was restored first",
+    "finished": "an earlier retag was interrupted after its last byte: it is complete",
 }
 
 

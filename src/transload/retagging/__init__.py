@@ -1,7 +1,8 @@
-"""The device tags of a checkpoint, changed in place.
+"""``transload.retag``: change the device tags of a checkpoint in place.
 
-No tensor is touched, torch is not needed, the time it takes does not depend on the size of the file, and a crash at
-any moment loses nothing.
+No tensor is read or written, torch is not needed, the time does not depend on the size of the file, and a crash at any
+moment loses nothing. ``plan`` reads the file and decides which bytes to change, with the places that ``tags`` finds in
+its pickle; ``transload.io.journal`` changes the file, or ``copying`` writes a copy.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.devices import KINDS, near_kind
-from transload.errors import UsageError
+from transload.errors import ForbiddenWriteError, UsageError
 from transload.frozen import facts
 from transload.io.journal import has_journal
 
 if TYPE_CHECKING:
-    from transload.io.sources import FileSource
     from transload.retagging.plan import TagChange
 
-__all__ = ["OTHERS", "Retag", "Wish", "has_journal", "recover", "retag", "undo", "wish_of"]
+__all__ = ["OTHERS", "Retag", "TagMap", "has_journal", "recover", "retag", "tag_map_of", "undo"]
 
 
 OTHERS = "*"
-"""In a mapping, every tag that it does not name."""
+"""The key of a mapping that stands for every tag it does not name."""
 
 _DEVICE = re.compile(r"[a-z][a-z_]*(?::(?:0|[1-9][0-9]{0,5}))?")
 _SINGLE = ("cpu", "mps")
@@ -35,14 +35,14 @@ _NEVER = {
 
 
 @facts(frozen=True)
-class Wish:
-    """What the tags shall be: ``named`` by tag, and ``others`` for all that are not named, empty to leave them."""
+class TagMap:
+    """The new tags: ``named`` by old tag, and ``others`` for all that are not named, empty to keep those."""
 
     named: tuple[tuple[str, str], ...] = ()
     others: str = ""
 
     def new(self, tag: str) -> str:
-        """What a tag becomes. A storage on ``meta`` has no bytes, and stays there.
+        """The new tag for an old one. A storage on ``meta`` has no bytes, and stays there.
 
         >>> Wish((("cuda:1", "cuda:0"),)).new("cuda:1"), Wish(others="cpu").new("meta")
         ('cuda:0', 'meta')
@@ -53,21 +53,21 @@ class Wish:
         return self.others if self.others and tag != "meta" else tag
 
 
-def wish_of(to: str | Mapping[str, str]) -> Wish:
-    """A wish out of a device, or of a mapping from tags to devices.
+def tag_map_of(to: str | Mapping[str, str]) -> TagMap:
+    """The new tags from a device, or from a mapping of tags to devices.
 
     >>> wish_of("cpu").new("cuda:3"), wish_of({"cuda:1": "cuda:0", "*": "cpu"}).new("cuda:2")
     ('cpu', 'cpu')
     """
     if isinstance(to, str):
-        return Wish(others=_device(to))
+        return TagMap(others=_device(to))
     if not isinstance(to, Mapping):
         raise UsageError(f"expected a device or a mapping of devices, not {type(to).__name__}")
     pairs = tuple((_tag(old), _device(new)) for old, new in to.items() if old != OTHERS)
     others = to.get(OTHERS, "")
     if not pairs and not others:
         raise UsageError("no device is named to change the tags to")
-    return Wish(pairs, _device(others) if others else "")
+    return TagMap(pairs, _device(others) if others else "")
 
 
 def _device(name: object) -> str:
@@ -77,18 +77,20 @@ def _device(name: object) -> str:
     if kind in _NEVER:
         raise UsageError(f"{name!r} makes no sense as a tag: {_NEVER[kind]}")
     if kind in _SINGLE and colon:
-        raise UsageError(f"torch reads no tag {name!r}: there is only {kind!r}", fix=f"Write {kind}.")
+        raise UsageError(f"torch does not read a tag {name!r}, only {kind!r}", fix=f"Write {kind}.")
     if not _DEVICE.fullmatch(name) or kind not in KINDS:
         near = near_kind(kind[:40])
         meant = f" Did you mean {near}{':0' if near == 'cuda' else ''}?" if near else ""
-        raise UsageError(f"{name[:80]!r} is no device", fix=f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}")
+        raise UsageError(
+            f"{name[:80]!r} is not a device", fix=f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}"
+        )
     return name
 
 
 def _tag(name: object) -> str:
-    """A tag that a file may bear: any text, since odd ones are what is to be mended."""
+    """A tag that a file may have: any text, since a wrong one may be the reason for the retag."""
     if not isinstance(name, str) or not name or name == "meta":
-        raise UsageError(f"{name!r} is no tag that can be changed")
+        raise UsageError(f"{name!r} is not a tag that can be changed")
     return name
 
 
@@ -163,22 +165,70 @@ def retag(  # noqa: PLR0913 - what a user may ask for
     >>> transload.retag("model.pt", "cpu")  # doctest: +SKIP
     >>> transload.retag("model.pt", {"cuda:1": "cuda:0"}, out="other.pt")  # doctest: +SKIP
     """
-    from dataclasses import replace
-
-    from transload.io.journal import refuse_written_by_others
+    from transload.formats import no_collecting
+    from transload.io.journal import apply, refuse_written_by_others, stale_journal
     from transload.io.sources import FileSource
+    from transload.retagging.copying import copy_changed
+    from transload.retagging.plan import plan_of
 
-    wish, path = wish_of(to), _path(path)
-    target = _target(out)
-    recovered = _ready(path, target, keep_undo=keep_undo, hard_links=hard_links)
-    source = FileSource(path)
+    tags, path = tag_map_of(to), _path(path)
+    target = "" if out is None else _path(out)
+    if out is not None and (not target or "\0" in target):
+        raise UsageError(f"no file can have the name {target!r}", fix="Name the copy, or leave -o out.")
+    _refuse(path, target, keep_undo=keep_undo, hard_links=hard_links)
+    recovered = recover(path)
+    if recovered == "stale":
+        raise stale_journal(path)
+    source, how = FileSource(path), ""
     try:
         if not target:
             refuse_written_by_others(source.descriptor, path)
-        made = _retagged(source, wish, target, dry_run=dry_run, keep=keep_undo)
+        with no_collecting():
+            plan = plan_of(source, tags, copy=bool(target))
+        changes = plan.changes
+        if target and not dry_run:
+            how = copy_changed(source.descriptor, target, changes, plan.seen)
+        elif changes.runs and not dry_run:
+            apply(source.name, changes, plan.seen, keep=keep_undo)
+    except ForbiddenWriteError as error:
+        if not target:
+            error.fix = "Write a copy to a place where you may: -o COPY."
+        raise
     finally:
         source.close()
-    return replace(made, recovered=recovered)
+    return Retag(
+        source.name,
+        target,
+        plan.format,
+        plan.method,
+        plan.tags,
+        sum(len(run.new) for run in changes.runs),
+        changes.new_size - changes.old_size,
+        not dry_run,
+        undo=keep_undo and bool(changes.runs),
+        how=how,
+        recovered=recovered,
+        warnings=plan.warnings,
+    )
+
+
+def _refuse(path: str, target: str, *, keep_undo: bool, hard_links: bool) -> None:
+    """Refuse what cannot be done, as far as it is known before the file is read."""
+    from transload.io.journal import refuse_in_place
+    from transload.retagging.copying import refuse_target
+    from transload.retagging.plan import refuse_file
+
+    several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
+    if target:
+        refuse_target(path, target)
+        if keep_undo:
+            raise UsageError("a copy needs no undo: the file itself stays as it is")
+    elif not several:
+        refuse_in_place(path, hard_links=hard_links)
+    if several:
+        from transload.judge import inspect
+
+        refuse_file(inspect(path))
 
 
 def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
@@ -186,104 +236,36 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
 
     An error if nothing was kept, or the file was changed since.
     """
-    from transload.io import journal as applying
-    from transload.io.journal import refuse_in_place
+    from transload.io import journal
 
     path = _path(path)
-    refuse_in_place(path, hard_links=True)
-    recovered = applying.recover(path, anywhere=True)
+    journal.refuse_in_place(path, hard_links=True)
+    recovered = journal.recover(path, anywhere=True)
     if recovered == "stale":
-        raise applying.stale_journal(path, tried=True)
+        raise journal.stale_journal(path, tried=True)
     if recovered == "restored":
         return Retag(path, "", "", "undo", (), 0, 0, done=True, recovered=recovered)
-    changes, seen = applying.undo_changes(path)
+    changes, seen = journal.undo_changes(path)
     if changes.runs and not dry_run:
-        applying.apply(path, changes, seen)
+        journal.apply(path, changes, seen)
     written, grown = sum(len(run.new) for run in changes.runs), changes.new_size - changes.old_size
     return Retag(path, "", "", "undo", (), written, grown, not dry_run, recovered=recovered)
 
 
 def recover(path: str | os.PathLike[str]) -> str:
-    """Put right what an interrupted retag has left of a file. Where nothing is wrong it costs a look at one name.
+    """Repair a file that an interrupted retag has left half changed. Otherwise it costs the look for one name.
 
-    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: beside it lies a
-    journal that is not that of this file, and both are left alone. Empty: there was nothing to do.
+    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: there is a journal, but
+    of another file, and both are left alone. Empty: there was nothing to do.
     """
     if not has_journal(path):
         return ""
-    from transload.io import journal as applying
+    from transload.io import journal
 
-    return applying.recover(path)
+    return journal.recover(path)
 
 
 def _path(path: object) -> str:
     if not isinstance(path, str | os.PathLike) or isinstance(name := os.fspath(path), bytes):
         raise UsageError(f"expected the path of a file, not {type(path).__name__}", fix="Save it to a file first.")
     return name
-
-
-def _target(out: str | os.PathLike[str] | None) -> str:
-    """Where a copy goes; nothing for a change in place, which nobody asks for by an empty name."""
-    name = "" if out is None else _path(out)
-    if out is not None and (not name or "\0" in name):
-        raise UsageError(f"no file can have the name {name!r}", fix="Name the copy, or leave -o out.")
-    return name
-
-
-def _ready(path: str, out: str, *, keep_undo: bool, hard_links: bool) -> str:
-    """Refuse what cannot be done, and put right what an earlier retag has left; what that was."""
-    from transload.io.journal import refuse_in_place
-
-    several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
-    if out:
-        from transload.retagging.copying import refuse_target
-
-        refuse_target(path, out)
-        if keep_undo:
-            raise UsageError("a copy needs no undo: the file itself stays as it is")
-    elif not several:
-        refuse_in_place(path, hard_links=hard_links)
-    if several:
-        from transload.judge import inspect
-        from transload.retagging.plan import refuse_file
-
-        refuse_file(inspect(path))
-    return _recovered(path)
-
-
-def _recovered(path: str) -> str:
-    outcome = recover(path)
-    if outcome == "stale":
-        from transload.io.journal import stale_journal
-
-        raise stale_journal(path)
-    return outcome
-
-
-def _retagged(source: FileSource, wish: Wish, out: str, *, dry_run: bool, keep: bool) -> Retag:
-    from transload.formats import no_collecting
-    from transload.io.journal import apply
-    from transload.retagging.plan import plan_of
-
-    with no_collecting():
-        plan = plan_of(source, wish, copy=bool(out))
-    changes, how = plan.changes, ""
-    if out and not dry_run:
-        from transload.retagging.copying import copy_changed
-
-        how = copy_changed(source.descriptor, out, changes, plan.seen)
-    elif changes.runs and not dry_run:
-        apply(source.name, changes, plan.seen, keep=keep)
-    return Retag(
-        source.name,
-        out,
-        plan.format,
-        plan.method,
-        plan.tags,
-        sum(len(run.new) for run in changes.runs),
-        changes.new_size - changes.old_size,
-        not dry_run,
-        undo=keep and bool(changes.runs),
-        how=how,
-        warnings=plan.warnings,
-    )

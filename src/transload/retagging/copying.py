@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from errno import EIO, ENXIO
-from typing import NamedTuple
 
 from transload.errors import UsageError
-from transload.io.journal import Changes, Disk, cannot_write, lock, read_at, refuse_changed, same_file
+from transload.io.atomic import AtomicFile
+from transload.io.journal import Changes, Disk, read_at, refuse_changed, same_file
 
 __all__ = ["copy_changed", "refuse_target"]
 
 _FICLONE = 0x40049409
 _PIECE = 16 << 20
 _MOST = 1 << 30
-
-
-class _Part(NamedTuple):
-    """Bytes of the one file, and where they go in the other."""
-
-    read: int
-    write: int
-    length: int
 
 
 def refuse_target(path: str, out: str) -> None:
@@ -36,63 +27,40 @@ def refuse_target(path: str, out: str) -> None:
         raise UsageError("there is no such folder", where=os.path.dirname(out))  # noqa: PTH120
 
 
-def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result, *, disk: Disk | None = None) -> str:
-    """Write a copy of an open file, with changes, under a new name; how the bytes got there.
+def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) -> str:
+    """Write a copy of an open file, with changes, under a new name; how the bytes were copied.
 
-    It is written beside and renamed: ``out`` is there whole or not at all. ``seen`` is what the file was when the
-    changes were made up; if it is not when all is copied, there is no copy.
+    ``out`` is there whole or not at all. ``seen`` is the state of the file when the changes were planned; if it is
+    another when all is copied, there is no copy.
     """
-    disk = disk or Disk()
-    folder, name = os.path.split(os.path.abspath(out))  # noqa: PTH100 - as above
-    beside = os.path.join(folder, f".{name}.transload-copy")  # noqa: PTH118
-    try:
-        target = disk.create(beside, os.fstat(source).st_mode & 0o777 | 0o600)
-    except OSError as error:
-        raise cannot_write(error, out) from error
-    try:
-        lock(target, out)
-        how = _fill(disk, source, target, changes)
+    with AtomicFile(out) as file:
+        target = file.descriptor
+        if hasattr(os, "fchmod"):
+            os.fchmod(target, os.fstat(source).st_mode & 0o777 | 0o600)
+        how = _fill(source, target, changes)
         refuse_changed(seen, os.fstat(source), out)
-        disk.sync(target)
+        os.fsync(target)  # so that little time passes between the next line and the renaming
         refuse_target("", out)
-        disk.rename(beside, out)
-        disk.sync_folder(folder)
-    except BaseException as error:
-        with suppress(OSError):
-            disk.remove(beside)
-        if isinstance(error, OSError):
-            raise cannot_write(error, out, changed="no copy was made") from error
-        raise
-    finally:
-        os.close(target)
     return how
 
 
-def _fill(disk: Disk, source: int, target: int, changes: Changes) -> str:
-    """All bytes of the new file."""
-    moved = sum(len(run.new) - len(run.old) for run in changes.runs)
-    if changes.old_size + moved != changes.new_size or _shifts(changes):
-        return _fill_shifted(disk, source, target, changes)
-    how = "shared" if _clone(source, target) else _copy(disk, source, target, _Part(0, 0, changes.old_size))
-    for run in changes.runs:
-        disk.write(target, run.new, run.offset)
-    disk.cut(target, changes.new_size)
-    return how
-
-
-def _shifts(changes: Changes) -> bool:
-    """Whether a change in the middle makes what follows it move."""
-    return any(len(run.old) != len(run.new) and run.offset + len(run.old) < changes.old_size for run in changes.runs)
-
-
-def _fill_shifted(disk: Disk, source: int, target: int, changes: Changes) -> str:
+def _fill(source: int, target: int, changes: Changes) -> str:
+    """Write all bytes of the new file."""
+    disk = Disk()
+    moves = any(len(run.old) != len(run.new) and run.offset + len(run.old) < changes.old_size for run in changes.runs)
+    grown = sum(len(run.new) - len(run.old) for run in changes.runs)
     how, read, written = "copied", 0, 0
-    for run in changes.runs:
-        how = _copy(disk, source, target, _Part(read, written, run.offset - read))
-        written += run.offset - read
-        disk.write(target, run.new, written)
-        read, written = run.offset + len(run.old), written + len(run.new)
-    how = _copy(disk, source, target, _Part(read, written, changes.old_size - read))
+    if not moves and changes.old_size + grown == changes.new_size:  # all other bytes keep their places
+        how = "shared" if _clone(source, target) else _copy(source, target, 0, changes.old_size)
+        for run in changes.runs:
+            disk.write(target, run.new, run.offset)
+    else:
+        for run in changes.runs:
+            _copy(source, target, read, run.offset, written - read)
+            written += run.offset - read
+            disk.write(target, run.new, written)
+            read, written = run.offset + len(run.old), written + len(run.new)
+        how = _copy(source, target, read, changes.old_size, written - read)
     disk.cut(target, changes.new_size)
     return how
 
@@ -108,11 +76,10 @@ def _clone(source: int, target: int) -> bool:
     return True
 
 
-def _copy(disk: Disk, source: int, target: int, part: _Part) -> str:
-    """Copy bytes that there are; holes stay holes."""
+def _copy(source: int, target: int, begin: int, stop: int, shift: int = 0) -> str:
+    """Copy the bytes between two positions to where they are ``shift`` further; holes stay holes."""
     kernel = hasattr(os, "copy_file_range")
-    shift = part.write - part.read
-    for start, end in _extents(source, part.read, part.read + part.length):
+    for start, end in _extents(source, begin, stop):
         position = start
         while position < end:
             done = 0
@@ -125,14 +92,14 @@ def _copy(disk: Disk, source: int, target: int, part: _Part) -> str:
                 data = read_at(source, position, min(_PIECE, end - position))
                 if not data:
                     raise OSError(EIO, "the file has become shorter")
-                disk.write(target, data, position + shift)
+                Disk().write(target, data, position + shift)
                 done = len(data)
             position += done
     return "copied by the kernel" if kernel else "copied"
 
 
 def _extents(source: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where a file has bytes, between two positions; all of it where the system does not tell."""
+    """The parts of a file that are not holes, between two positions; all of it where the system cannot say."""
     if not hasattr(os, "SEEK_DATA"):
         yield start, end
         return

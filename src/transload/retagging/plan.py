@@ -1,4 +1,8 @@
-"""What a retag would do to a file: which tags change, and which bytes that takes. Made and proven before any write."""
+"""The plan of a retag: which tags change, and which bytes of the file.
+
+``plan_of`` reads the file, finds the bytes to change, and proves the plan: the file as it would be is read again, and
+must be the same but for its tags.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ from transload.io.sources import Source
 from transload.judge.problems import command_lines
 from transload.retagging.tags import (
     Edit,
-    Found,
-    find_quickly,
+    Sites,
     find_sites,
+    find_torch_sites,
     in_stream,
     patched,
     rewritten,
@@ -32,27 +36,16 @@ from transload.retagging.tags import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transload.checkpoint import Checkpoint, Record, Storage
+    from transload.checkpoint import Checkpoint, Record
     from transload.io.sources import FileSource, Source
     from transload.nodes import Pickle
-    from transload.retagging import Wish
+    from transload.retagging import TagMap
 
-__all__ = [
-    "Overlay",
-    "Place",
-    "Planned",
-    "TagChange",
-    "appended",
-    "data_pickle",
-    "find_record",
-    "overwritten",
-    "plan_of",
-    "refuse_file",
-]
+__all__ = ["Planned", "TagChange", "plan_of", "refuse_file"]
 
 
-class Overlay:
-    """A source as it will be once it is changed: what follows a run of another length moves with its end."""
+class _Overlay:
+    """A source with changes made: what follows a run of another length is moved."""
 
     def __init__(self, base: Source, changes: Changes) -> None:
         self._base = base
@@ -98,17 +91,17 @@ _END = Struct("<4s4H2LH")
 _END64 = Struct("<4sQ2H2L4Q")
 _LOCATOR64 = Struct("<4sLQL")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL = 16, 14
-_FOLLOWS = 8  # the flag that size and checksum stand behind the bytes
+_FOLLOWS = 8  # the flag that the size and the checksum follow the bytes
 _ODD = "its directory is not as the reader of the file understood it"
 
 
 @facts(frozen=True)
-class Place:
-    """A record in its archive.
+class _Place:
+    """The place of a record in its archive.
 
-    ``header`` and ``payload`` are where its own header and its bytes begin, ``end`` where the next record may; ``sums``
-    the places in the file where its checksum stands. The ``directory`` begins at ``start`` and has ``count`` lines;
-    that of the record begins at ``line`` in it.
+    ``header`` and ``payload`` are where its own header and its bytes begin, ``end`` where the next record may begin;
+    ``sums`` are the positions of its checksum. The ``directory`` begins at ``start`` and has ``count`` entries; that of
+    the record begins at ``entry`` in it.
     """
 
     name: bytes
@@ -119,37 +112,37 @@ class Place:
     directory: bytes
     start: int
     count: int
-    line: int
-    line_size: int
+    entry: int
+    entry_size: int
 
 
-def find_record(source: Source, record: Record) -> Place:
-    """Where a stored record and all that is said of it lies. The archive is one that was read without complaint."""
+def _find_record(source: Source, record: Record) -> _Place:
+    """Find a stored record. The archive was read without complaint."""
     start, size, count = _directory(source)
     directory = source.read(start, size)
-    line = 0
-    while line + _CENTRAL.size <= len(directory):
-        fields = _CENTRAL.unpack_from(directory, line)
+    entry = 0
+    while entry + _CENTRAL.size <= len(directory):
+        fields = _CENTRAL.unpack_from(directory, entry)
         n_name, n_extra, n_comment = fields[10:13]
-        name_at = line + _CENTRAL.size
+        name_at = entry + _CENTRAL.size
         name = directory[name_at : name_at + n_name]
         after = name_at + n_name + n_extra + n_comment
         if name.rpartition(b"/")[2].lower() == b"data.pkl":
             extra = directory[name_at + n_name : name_at + n_name + n_extra]
             header = widen(extra, *fields[9:7:-1], fields[16])[2]
-            payload = _payload(source, header)
+            local = source.read(header, _LOCAL.size)
+            payload = header + _LOCAL.size + sum(_LOCAL.unpack(local)[9:11]) if len(local) == _LOCAL.size else -1
             if payload == record.offset:
-                end, sums = _sums(source, record, header, payload)
-                sums = (*sums, start + line + _CRC_IN_CENTRAL)
-                return Place(name, header, payload, end, sums, directory, start, count, line, after - line)
-        line = after
+                end, sums = _checksums(source, record, header, payload)
+                sums = (*sums, start + entry + _CRC_IN_CENTRAL)
+                return _Place(name, header, payload, end, sums, directory, start, count, entry, after - entry)
+        entry = after
     raise RetagError(_ODD, where=source.name)
 
 
 def _directory(source: Source) -> tuple[int, int, int]:
-    """Where the directory begins, how long it is, and how many lines it has."""
-    base = max(0, source.size - _TAIL)
-    tail = source.read(base, _TAIL)
+    """The position of the directory, its length, and its number of entries."""
+    tail = source.read(max(0, source.size - _TAIL), _TAIL)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(tail):
         raise RetagError(_ODD, where=source.name)
@@ -162,33 +155,24 @@ def _directory(source: Source) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _payload(source: Source, header: int) -> int:
-    raw = source.read(header, _LOCAL.size)
-    if len(raw) < _LOCAL.size:
-        return -1
-    n_name, n_extra = _LOCAL.unpack(raw)[9:11]
-    return header + _LOCAL.size + int(n_name) + int(n_extra)
-
-
-def _sums(source: Source, record: Record, header: int, payload: int) -> tuple[int, tuple[int, ...]]:
-    """Where a record ends with what follows it, and where its checksum stands before and behind its bytes."""
+def _checksums(source: Source, record: Record, header: int, payload: int) -> tuple[int, tuple[int, ...]]:
+    """Where a record ends with its descriptor, and the positions of its checksum before and behind its bytes."""
     _, _, flags, _, _, _, crc, _, _, _, _ = _LOCAL.unpack(source.read(header, _LOCAL.size))
     places = [header + _CRC_IN_LOCAL] if crc or not flags & _FOLLOWS else []
     end = payload + record.stored
     if flags & _FOLLOWS:
         behind = source.read(end, 24)
         signed = 4 if behind[:4] == b"PK\x07\x08" else 0
-        old = (record.crc32 or 0).to_bytes(4, "little")
-        if behind[signed : signed + 4] == old:
+        if behind[signed : signed + 4] == (record.crc32 or 0).to_bytes(4, "little"):
             places.append(end + signed)
             wide = behind[signed + 4 : signed + 20] == record.stored.to_bytes(8, "little") * 2
             end += signed + (20 if wide else 12)
     return end, tuple(places)
 
 
-def overwritten(source: Source, record: Record, data: bytes, edits: list[Edit]) -> Changes:
-    """A record changed without a change of its size, and its checksum with it, wherever that stands."""
-    place = find_record(source, record)
+def _overwritten(source: Source, record: Record, data: bytes, edits: list[Edit]) -> Changes:
+    """A record changed without a change of its size, and its checksum with it, everywhere."""
+    place = _find_record(source, record)
     runs = in_stream(data, edits, place.payload)
     if record.crc32 is not None:  # else the archive has none, and zeros in their place
         old, new = (crc32(each).to_bytes(4, "little") for each in (data, spliced(data, edits)))
@@ -199,19 +183,16 @@ def overwritten(source: Source, record: Record, data: bytes, edits: list[Edit]) 
     return Changes(tuple(sorted(run for run in runs if run.old != run.new)), source.size, source.size)
 
 
-def appended(source: Source, record: Record, data: bytes) -> Changes:
-    """A record with other bytes, behind all others, and the directory behind it."""
-    place = find_record(source, record)
-    begin = place.header if place.end == place.start else place.start  # one that was appended before is written over
+def _appended(source: Source, record: Record, data: bytes) -> Changes:
+    """A record with other bytes, after all others, and the directory after it."""
+    place = _find_record(source, record)
+    begin = place.header if place.end == place.start else place.start  # one that was appended before is overwritten
     crc = crc32(data) if record.crc32 is not None else 0
-    lines = place.directory
-    line = central_entry(place.name, len(data), crc, begin)
-    directory = lines[: place.line] + line + lines[place.line + place.line_size :]
+    old, entry = place.directory, central_entry(place.name, len(data), crc, begin)
+    directory = old[: place.entry] + entry + old[place.entry + place.entry_size :]
     head = local_header(place.name, len(data), begin) + data + descriptor(len(data), crc, begin)
-    start = begin + len(head)
-    new = head + directory + end_of_archive(place.count, start, len(directory))
-    old = source.read(begin, source.size - begin)
-    return Changes((Change(begin, old, new),), source.size, begin + len(new))
+    new = head + directory + end_of_archive(place.count, begin + len(head), len(directory))
+    return Changes((Change(begin, source.read(begin, source.size - begin), new),), source.size, begin + len(new))
 
 
 _AGAIN = "Load it with transload.load and save it again."
@@ -219,11 +200,11 @@ _AGAIN = "Load it with transload.load and save it again."
 # By format: why not, and what to do; {each} is what to do with each file of a directory.
 _OTHERS: dict[str, tuple[str, str]] = {
     "torchscript": (
-        "it is a TorchScript program: devices stand in its code, too",
+        "it is a TorchScript program: its code names devices, too",
         "Move it with torch: torch.jit.load(path, map_location='cpu').save(other)",
     ),
     "torch-export": (
-        "it is a torch.export program: devices stand in its graph, too",
+        "it is a torch.export program: its graph names devices, too",
         "Move it so: torch.export.save(transload.load(path, weights_only=False), other)",
     ),
     "aotinductor": (
@@ -247,23 +228,22 @@ _OTHERS: dict[str, tuple[str, str]] = {
 
 
 def refuse_file(checkpoint: Checkpoint) -> None:
-    """Refuse a file that has no tags to change, or that is not whole."""
+    """Refuse a file that has no tags to change, or that is damaged."""
     path, kind = checkpoint.path, checkpoint.format
     if checkpoint.integrity == "not-a-checkpoint":
-        raise RetagError(f"it is no checkpoint: {_worst(checkpoint)}", where=path, fix=_mended(checkpoint))
+        raise RetagError(f"it is not a checkpoint: {_worst(checkpoint)}", where=path, fix=_repair(checkpoint))
     if kind not in ("torch-zip", "torch-legacy"):
         why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
         raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)))
-    packed = any(record.method for record in checkpoint.records)
-    if packed:
-        raise RetagError("it was zipped again with compression", where=path, fix=_mended(checkpoint) or _AGAIN)
+    if any(record.method for record in checkpoint.records):
+        raise RetagError("it was zipped again with compression", where=path, fix=_repair(checkpoint) or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
         raise RetagError(
             f"it is not whole: {_worst(checkpoint)}",
             where=path,
-            fix=_mended(checkpoint) or f"See all of it: transload inspect {quoted(path)}",
+            fix=_repair(checkpoint) or f"See all of it: transload inspect {quoted(path)}",
         )
 
 
@@ -280,8 +260,8 @@ def _each(checkpoint: Checkpoint) -> str:
     return f"Retag each of its files: {loop}"
 
 
-def _mended(checkpoint: Checkpoint) -> str:
-    """The command that makes a sound file of it, after the sentence that leads to it; empty if there is none."""
+def _repair(checkpoint: Checkpoint) -> str:
+    """The command that repairs the file, after the sentence that introduces it; empty if there is none."""
     return "\n".join(command_lines(checkpoint.findings))
 
 
@@ -293,17 +273,9 @@ def _worst(checkpoint: Checkpoint) -> str:
     return "it is damaged"
 
 
-def data_pickle(checkpoint: Checkpoint) -> Record:
-    """The record ``data.pkl``, which is there and not compressed."""
-    for record in checkpoint.records:
-        if record.name.lower() == "data.pkl" and record.offset is not None:
-            return record
-    raise RetagError("its data.pkl is missing", where=checkpoint.path)
-
-
 @facts(frozen=True)
 class TagChange:
-    """One tag of a file, what becomes of it, and what bears it. The two are equal where it stays."""
+    """One tag of a file, its new value, which is equal where it stays, and the storages that have it."""
 
     old: str
     new: str
@@ -319,8 +291,8 @@ class TagChange:
 class Planned:
     """A plan.
 
-    ``method`` is ``none`` (all tags are as wished), ``patch`` (the same number of bytes), ``append`` (a new index
-    behind the records of an archive) or ``rewrite`` (only into a copy). ``seen`` is what the file was when it was read.
+    ``method`` is ``none`` (all tags are as asked), ``patch`` (the same number of bytes), ``append`` (a new index
+    after the records of an archive) or ``rewrite`` (only into a copy). ``seen`` is the state of the file that was read.
     """
 
     format: str
@@ -331,7 +303,7 @@ class Planned:
     seen: os.stat_result
 
 
-def plan_of(source: FileSource, wish: Wish, *, copy: bool) -> Planned:
+def plan_of(source: FileSource, wanted: TagMap, *, copy: bool) -> Planned:
     """Read a file and plan what to write, into a ``copy`` or in place; nothing is written.
 
     The plan is proven: the file as it would be is read by the same reader, and is the same but for the tags.
@@ -343,132 +315,109 @@ def plan_of(source: FileSource, wish: Wish, *, copy: bool) -> Planned:
     checkpoint = judge(read_source(source))
     refuse_file(checkpoint)
     main = next(pickle for pickle in checkpoint.pickles if pickle.main)
-    tags = _tags(checkpoint, main, wish)
-    if all(tag.old == tag.new for tag in tags):
-        method, changes = "none", Changes((), source.size, source.size)
-    else:
-        method, changes = _proven(_File(source, checkpoint, main, wish.new, copy))
-    return Planned(checkpoint.format, method, tags, changes, (*_absent(wish, tags), *_warnings(checkpoint)), seen)
-
-
-def _tags(checkpoint: Checkpoint, main: Pickle, wish: Wish) -> tuple[TagChange, ...]:
-    """The tags in the file, most bytes first."""
-    held: dict[str, list[int]] = {tag: [0, 0] for node in main.persistent if (tag := tag_of(node)) is not None}
+    counts: dict[str, list[int]] = {tag: [0, 0] for node in main.persistent if (tag := tag_of(node)) is not None}
     for storage in checkpoint.storages:
-        count = held.setdefault(storage.device, [0, 0])
+        count = counts.setdefault(storage.device, [0, 0])
         count[0] += 1
         count[1] += storage.nbytes
-    tags = (TagChange(tag, wish.new(tag), *count) for tag, count in held.items())
-    return tuple(sorted(tags, key=lambda tag: (-tag.nbytes, tag.old)))
+    changed = (TagChange(tag, wanted.new(tag), *count) for tag, count in counts.items())
+    tags = tuple(sorted(changed, key=lambda tag: (-tag.nbytes, tag.old)))
+    method, changes = "none", Changes((), source.size, source.size)
+    if any(tag.old != tag.new for tag in tags):
+        record = None
+        if checkpoint.format == "torch-zip":
+            names = {each.name.lower(): each for each in reversed(checkpoint.records) if each.offset is not None}
+            record = names.get("data.pkl")
+            if record is None:
+                raise RetagError("its data.pkl is missing", where=checkpoint.path)
+        method, changes = _proven(_File(source, checkpoint, main, record, wanted.new, copy))
+    warnings = tuple(_warnings(checkpoint, wanted, tags))
+    return Planned(checkpoint.format, method, tags, changes, warnings, seen)
 
 
 @facts(frozen=True)
 class _File:
-    """A file that was read, and what it shall become."""
+    """A file that was read. ``record`` is its index in an archive, ``None`` in the legacy format."""
 
     source: Source
     checkpoint: Checkpoint
     main: Pickle
+    record: Record | None
     renamed: Callable[[str], str]
     copy: bool
 
-    @property
-    def is_zip(self) -> bool:
-        return self.checkpoint.format == "torch-zip"
-
 
 def _proven(file: _File) -> tuple[str, Changes]:
-    """How to change the file, and what that changes; by the quick road to its tags if that is proven right."""
-    offset, data = _stream(file)
-    for find in (find_quickly, _found):
-        found = find(file.main, data, file.renamed)
-        if found is not None:
-            method, changes = _changes(file, found, offset, data)
-            if _is_right(file, changes):
-                return method, changes
-    what = "its storages are not named as torch names them"
-    raise RetagError(what, where=file.source.name, fix="Load it with transload.load and save it again.")
-
-
-def _found(main: Pickle, data: bytes, renamed: Callable[[str], str]) -> Found | None:
-    found = find_sites(main, data)
-    unclear = any(renamed(tag_of(node) or "") != tag_of(node) for node in found.unclear)
-    return None if unclear else found
-
-
-def _stream(file: _File) -> tuple[int, bytes]:
-    """Where the pickle lies that names the storages, and its bytes."""
-    if file.is_zip:
-        record = data_pickle(file.checkpoint)
-        offset, size = record.offset or 0, record.size
+    """The method and the changes. Tags are searched for as torch writes them, and if that fails, opcode by opcode."""
+    main, renamed = file.main, file.renamed
+    if file.record is not None:
+        offset, size = file.record.offset or 0, file.record.size
     else:
-        magic, version, machine, main = file.checkpoint.pickles[:4]
-        offset, size = magic.end + version.end + machine.end, main.end
-    return offset, file.source.read(offset, size)
+        offset, size = sum(pickle.end for pickle in file.checkpoint.pickles[:3]), main.end
+    data = file.source.read(offset, size)
+    sites = find_torch_sites(main, data, renamed)
+    if sites is not None:
+        method, changes = _changes(file, sites, offset, data)
+        if _is_right(file, changes):
+            return method, changes
+    sites = find_sites(main, data)
+    if all(renamed(tag_of(node) or "") == tag_of(node) for node in sites.unclear):
+        method, changes = _changes(file, sites, offset, data)
+        if _is_right(file, changes):
+            return method, changes
+    raise RetagError("its storages are not named as torch names them", where=file.source.name, fix=_AGAIN)
 
 
-def _changes(file: _File, found: Found, offset: int, data: bytes) -> tuple[str, Changes]:
-    source = file.source
-    edits = patched(file.main, data, found, file.renamed)
+def _changes(file: _File, sites: Sites, offset: int, data: bytes) -> tuple[str, Changes]:
+    source, record = file.source, file.record
+    edits = patched(file.main, data, sites, file.renamed)
     if edits is not None:
-        if file.is_zip:
-            return "patch", overwritten(source, data_pickle(file.checkpoint), data, edits)
+        if record is not None:
+            return "patch", _overwritten(source, record, data, edits)
         return "patch", Changes(tuple(in_stream(data, edits, offset)), source.size, source.size)
-    new = spliced(data, rewritten(file.main, data, found, file.renamed))
-    if file.is_zip:
-        return "append", appended(source, data_pickle(file.checkpoint), new)
+    new = spliced(data, rewritten(file.main, data, sites, file.renamed))
+    if record is not None:
+        return "append", _appended(source, record, new)
     if not file.copy:
-        raise RetagError(
-            "the new tags do not fit into the place of the old ones, and the legacy format has no other",
-            where=source.name,
-            fix="Write a copy: -o COPY.",
-        )
+        what = "the new tags do not fit into the place of the old ones, and the legacy format has no other"
+        raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
     return "rewrite", Changes((Change(offset, data, new),), source.size, source.size - len(data) + len(new))
 
 
 def _is_right(file: _File, changes: Changes) -> bool:
-    """Read the file as it would be: the same pickle but for the tags, the same storages, and nothing wrong with it."""
+    """Read the file as it would be: the same pickle but for the tags, the same storages, and no new problem."""
     from transload.formats import read_source
 
-    old, new = file.checkpoint, read_source(Overlay(file.source, changes))
+    old, new = file.checkpoint, read_source(_Overlay(file.source, changes))
     pickle = next((each for each in new.pickles if each.main), None)
+    # In a legacy stream the storages follow the pickle, and move with its end.
+    shift = changes.new_size - changes.old_size if file.record is None else 0
+    storages = [
+        storage._replace(
+            device=file.renamed(storage.device), offset=None if storage.offset is None else storage.offset + shift
+        )
+        for storage in old.storages
+    ]
     return (
         pickle is not None
         and new.format == old.format
         and [problem.code for problem in new.problems] == [problem.code for problem in old.problems]
-        and list(new.storages) == _renamed_storages(file, changes)
+        and list(new.storages) == storages
         and same_but_tags(file.main, pickle, file.renamed)
     )
 
 
-def _renamed_storages(file: _File, changes: Changes) -> list[Storage]:
-    """The storages as they shall be: in a legacy stream they follow the pickle, and move with its end."""
-    shift = 0 if file.is_zip else changes.new_size - changes.old_size
-    return [
-        storage._replace(
-            device=file.renamed(storage.device), offset=None if storage.offset is None else storage.offset + shift
-        )
-        for storage in file.checkpoint.storages
-    ]
-
-
-def _absent(wish: Wish, tags: tuple[TagChange, ...]) -> Iterator[str]:
-    """Tags that were named and that nothing bears."""
-    held = [tag.old for tag in tags]
-    missing = [old for old, _ in wish.named if old not in held]
+def _warnings(checkpoint: Checkpoint, wanted: TagMap, tags: tuple[TagChange, ...]) -> Iterator[str]:
+    """Tags that were named and do not exist, devices that stay, and danger in loading the file."""
+    existing = [tag.old for tag in tags]
+    missing = [old for old, _ in wanted.named if old not in existing]
     if missing:
-        yield f"nothing is tagged {', '.join(missing)}; the file has {', '.join(held) or 'no tags'}"
-
-
-def _warnings(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What stays as it is although a device is in it, and what the user should know before the file is loaded."""
-    out: list[str] = []
+        yield f"nothing is tagged {', '.join(missing)}; the file has {', '.join(existing) or 'no tags'}"
     objects = [leaf.name for leaf in checkpoint.leaves if leaf.kind == "torch.device" and leaf.text != "cpu"]
     if objects:
-        out.append(f"torch.device values stay as they are: {', '.join(objects[:4])}" + (" …" if objects[4:] else ""))
+        yield f"torch.device values stay as they are: {', '.join(objects[:4])}" + (" …" if objects[4:] else "")
     rebuilt = [tensor.name for tensor in checkpoint.tensors if tensor.kind == "device"]
     if rebuilt:
-        out.append(f"tensors that name their device themselves stay there: {', '.join(rebuilt[:4])}")
+        yield f"tensors that name their device themselves stay there: {', '.join(rebuilt[:4])}"
     if checkpoint.safety == "dangerous":
-        out.append("nothing of it was run, but loading it would run code that can do harm: see transload inspect")
-    return tuple(out)
+        yield "nothing of it was run, but loading it would run code that can do harm: see transload inspect"

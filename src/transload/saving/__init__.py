@@ -1,8 +1,15 @@
-"""``transload.save``: ``torch.save``, with a file that loads anywhere, and is there whole or not at all."""
+"""``transload.save`` and ``transload.save_async``: ``torch.save``, with a file that loads anywhere, written atomically.
+
+``_prepare`` checks the options, pickles the object (``pickling``) and collects the storages it refers to. ``_write``
+writes the archive (``storages``) to a file or a file object. ``save_async`` copies the storages in between, and leaves
+the writing to a thread (``background``). ``origin`` makes the record of where the file comes from.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from errno import EACCES, EBUSY, EPERM, EROFS
@@ -17,7 +24,7 @@ from transload.formats.zip_writer import Sink, write_archive
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
 from transload.io.progress import telling
 from transload.saving.origin import ORIGIN, Origin, origin_of
-from transload.saving.pickled import Stored, pickled
+from transload.saving.pickling import Stored, pickled
 from transload.saving.storages import (
     ROOT,
     Snapshot,
@@ -32,117 +39,28 @@ from transload.saving.storages import (
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from transload.saving.origin import Origin
+__all__ = ["save", "save_async"]
 
-__all__ = [
-    "Prepared",
-    "Progressing",
-    "Wish",
-    "alignment",
-    "check_device",
-    "check_module",
-    "check_progress",
-    "check_protocol",
-    "check_skip",
-    "path_of",
-    "prepare",
-    "save",
-    "save_async",
-    "write",
-]
+_MAX_ALIGNMENT = 1 << 16  # the length of the padding is a number of 16 bits
+_NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # reasons of a directory to refuse a new file
+
+_Progress = bool | Callable[[int, int], object] | None
 
 
-_MAX_ALIGNMENT = 1 << 16  # the padding that leads there has a length of 16 bits
-
-Progressing = bool | Callable[[int, int], object] | None
-
-
-def path_of(f: Any) -> str | None:
-    """The path a target names; ``None`` for a file object."""
-    if isinstance(f, (str, bytes, os.PathLike)):
-        path = os.fsdecode(f)
-        if "\0" in path:
-            raise UsageError(f"no file can have the name {path!r:.80}", fix="Leave out the NUL.")
-        return path
-    if not callable(getattr(f, "write", None)):
-        raise UsageError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
-    return None
-
-
-def check_device(device: str) -> bool:
-    """Whether every storage is to be tagged ``cpu``."""
-    if device not in ("cpu", "keep"):
-        what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
-        raise UsageError(what, fix="`transload retag` writes other tags into a file.")
-    return device == "cpu"
-
-
-def check_protocol(pickle_protocol: int | None) -> int:
-    """A protocol with binary persistent ids, which storages need; ``None`` and -1 are those that ``pickle`` means."""
-    import pickle
-
-    if pickle_protocol is None or pickle_protocol == -1:
-        return pickle.DEFAULT_PROTOCOL if pickle_protocol is None else pickle.HIGHEST_PROTOCOL
-    if pickle_protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        what = f"pickle_protocol={pickle_protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
-        raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
-    return int(pickle_protocol)
-
-
-def check_module(pickle_module: Any) -> None:
-    """Raise for what cannot pickle."""
-    if pickle_module is not None and not callable(getattr(pickle_module, "Pickler", None)):
-        raise UsageError(f"pickle_module={pickle_module!r:.80} has no Pickler", fix="Give a module as pickle is one.")
-
-
-def check_progress(progress: Progressing) -> None:
-    """Raise for what cannot be told anything."""
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise UsageError(f"progress={progress!r:.80}: it is True, or a function of two numbers")
-
-
-def check_skip() -> None:
-    """Raise where torch was told to write files without contents."""
-    import torch
-
-    state = getattr(torch.serialization, "_serialization_tls", None)
-    if getattr(state, "skip_data", False):
-        raise SaveError(
-            "torch.serialization.skip_data() is in force", fix="Use torch.save for a file without contents."
-        )
-
-
-def alignment() -> int:
-    """Where records begin: at multiples of what torch is set to."""
-    try:
-        from torch.utils.serialization import config
-
-        found = config.save.storage_alignment
-    except (ImportError, AttributeError):  # before torch 2.7
-        return ALIGNMENT
-    if found not in range(1, _MAX_ALIGNMENT + 1):
-        what = f"torch is set to a storage_alignment of {found!r:.80}: it is a number from 1 to {_MAX_ALIGNMENT}"
-        raise SaveError(what, fix=f"torch.utils.serialization.config.save.storage_alignment = {ALIGNMENT}")
-    return int(found)
-
-
-_NOT_BESIDE = (EACCES, EPERM, EBUSY, EROFS)  # what a directory may have against a new file
-
-
-class Wish(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of a save."""
 
     pickle_module: Any
-    pickle_protocol: int
+    pickle_protocol: int | None
     device: str
     origin: Origin
     compact: bool
     atomic: bool
-    progress: Progressing
+    progress: _Progress
 
 
-class Prepared(NamedTuple):
-    """An object taken apart: what is written, and what there is to say about it."""
+class _Prepared(NamedTuple):
+    """What is written for an object, and the warning it deserves. ``total`` is the bytes of all storages."""
 
     data: bytes
     storages: list[Stored]
@@ -150,64 +68,8 @@ class Prepared(NamedTuple):
     alignment: int
     warning: str
     total: int
-    """Bytes of all storages."""
     snapshot: Snapshot | None = None
     """Copies of the storages, to be written instead."""
-
-
-def prepare(obj: Any, wish: Wish) -> Prepared:
-    """Take an object apart. Nothing is written yet."""
-    portable, protocol = check_device(wish.device), check_protocol(wish.pickle_protocol)
-    check_module(wish.pickle_module)
-    check_progress(wish.progress)
-    try:
-        import torch  # noqa: F401 - from here on it is needed
-    except ImportError as error:
-        raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
-    check_skip()
-    with no_collecting(strangers=True):
-        data, storages = pickled(obj, wish.pickle_module, protocol, portable=portable, compact=wish.compact)
-        warning = "" if wish.compact else bloat_words(obj, storages)
-        record = origin_of(wish.origin, storages)
-        return Prepared(data, storages, record, alignment(), warning, sum(each.nbytes for each in storages))
-
-
-def write(prepared: Prepared, f: Any, path: str | None, wish: Wish) -> None:
-    """Write what was prepared, to a path or to the file object ``f``."""
-    if path is None:
-        _write_archive(prepared, FileObject(f), wish)
-        if callable(getattr(f, "flush", None)):
-            f.flush()
-        return
-    whole = wish.atomic and is_atomic(path)
-    try:
-        with (AtomicFile if whole else DirectFile)(path) as file:
-            _write_archive(prepared, SystemFile(file.descriptor, push=whole), wish)
-    except CannotWriteError as error:
-        if whole and error.errno in _NOT_BESIDE and os.access(path, os.W_OK):
-            error.fix = "Nothing can be put in its place there; atomic=False writes into the file itself."
-        raise
-
-
-def _write_archive(prepared: Prepared, sink: Sink, wish: Wish) -> None:
-    rings = rings_for(prepared.storages)
-    with ExitStack() as last:
-        if prepared.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
-            last.enter_context(no_collecting(strangers=True))
-        for ring in rings.values():
-            last.callback(ring.fetcher.finish)
-        opening = list(opening_records(prepared.data, prepared.alignment))
-        storages = prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings)
-        total = prepared.total + sum(record.size for record in opening)
-        write_archive(
-            sink,
-            ROOT,
-            chain(opening, storages),
-            lambda checksums: closing_records(checksums, (ORIGIN, prepared.origin)),
-            threads=threads_for(prepared.total),
-            alignment=prepared.alignment,
-            tell=telling(wish.progress, total, "saving"),
-        )
 
 
 def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
@@ -220,7 +82,7 @@ def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
     origin: Origin = True,
     compact: bool = False,
     atomic: bool = True,
-    progress: Progressing = None,
+    progress: _Progress = None,
 ) -> None:
     """Save an object as ``torch.save`` does, so that plain ``torch.load(path)`` loads it on any machine.
 
@@ -240,12 +102,12 @@ def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
     """
     from transload.saving.background import background
 
-    path = path_of(f)
+    path = _path(f)
     background.settle(path or f)
-    wish = Wish(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared = prepare(obj, wish)
+    options = _Options(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    prepared = _prepare(obj, options)
     _warn(prepared, path)
-    write(prepared, f, path, wish)
+    _write(prepared, f, path, options)
 
 
 def save_async(  # noqa: PLR0913 - as above
@@ -258,7 +120,7 @@ def save_async(  # noqa: PLR0913 - as above
     origin: Origin = True,
     compact: bool = False,
     atomic: bool = True,
-    progress: Progressing = None,
+    progress: _Progress = None,
 ) -> Future[None]:
     """Save in the background: the object is copied now and written while the program goes on.
 
@@ -273,29 +135,115 @@ def save_async(  # noqa: PLR0913 - as above
     from transload.saving.background import background
     from transload.saving.storages import snapshot_of
 
-    path = path_of(f)
-    place = None if path is None else _absolute(path)
+    path = _path(f)
+    # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory's name.
+    place = None if path is None else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
     background.raise_unnoticed()
     background.make_room()
-    wish = Wish(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared = prepare(obj, wish)
+    options = _Options(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    prepared = _prepare(obj, options)
     _warn(prepared, path)
-    snapshot = snapshot_of(prepared.storages)
-    prepared = prepared._replace(storages=[], snapshot=snapshot)
-    fastest_crc32()  # it imports a package, which is not for a thread: see saving/job.py
-    return background.submit(place or f, partial(write, prepared, f, place, wish))
+    prepared = prepared._replace(storages=[], snapshot=snapshot_of(prepared.storages))
+    fastest_crc32()  # it imports a package, which must not happen in a thread while the program ends
+    return background.submit(place or f, partial(_write, prepared, f, place, options))
 
 
-def _absolute(path: str) -> str:
-    """A path as it is meant now: the directory may change meanwhile. One that ends with a slash does so still."""
-    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - a text
+def _path(f: Any) -> str | None:
+    """The path of a target; ``None`` for a file object."""
+    if isinstance(f, (str, bytes, os.PathLike)):
+        path = os.fsdecode(f)
+        if "\0" in path:
+            raise UsageError(f"no file can have the name {path!r:.80}", fix="Leave out the NUL.")
+        return path
+    if not callable(getattr(f, "write", None)):
+        raise UsageError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
+    return None
 
 
-def _warn(prepared: Prepared, path: str | None) -> None:
-    import warnings
+def _prepare(obj: Any, options: _Options) -> _Prepared:
+    """Check the options and pickle the object. Nothing is written yet."""
+    device, protocol, progress = options.device, options.pickle_protocol, options.progress
+    if device not in ("cpu", "keep"):
+        what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
+        raise UsageError(what, fix="`transload retag` writes other tags into a file.")
+    if protocol is None or protocol == -1:  # the two that pickle has names for
+        protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
+    elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # protocol 2 is the first with binary persistent ids
+        what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
+        raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
+    module = options.pickle_module
+    if module is not None and not callable(getattr(module, "Pickler", None)):
+        raise UsageError(f"pickle_module={module!r:.80} has no Pickler", fix="Give a module like pickle.")
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise UsageError(f"progress={progress!r:.80}: it is True, or a function of two numbers")
+    try:
+        import torch  # from here on it is needed
+    except ImportError as error:
+        raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
+    if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
+        what = "torch.serialization.skip_data() is in force"
+        raise SaveError(what, fix="Use torch.save for a file without contents.")
+    with no_collecting(strangers=True):
+        data, storages = pickled(obj, module, int(protocol), portable=device == "cpu", compact=options.compact)
+        warning = "" if options.compact else bloat_words(obj, storages)
+        record = origin_of(options.origin, storages)
+        return _Prepared(data, storages, record, _alignment(), warning, sum(each.nbytes for each in storages))
 
+
+def _alignment() -> int:
+    """The multiple at which records begin, as torch is configured."""
+    try:
+        from torch.utils.serialization import config
+
+        configured = config.save.storage_alignment
+    except (ImportError, AttributeError):  # before torch 2.7
+        return ALIGNMENT
+    if configured not in range(1, _MAX_ALIGNMENT + 1):
+        what = f"torch is set to a storage_alignment of {configured!r:.80}: it is a number from 1 to {_MAX_ALIGNMENT}"
+        raise SaveError(what, fix=f"torch.utils.serialization.config.save.storage_alignment = {ALIGNMENT}")
+    return int(configured)
+
+
+def _warn(prepared: _Prepared, path: str | None) -> None:
     if path and path.lower().endswith(".safetensors"):
         what = f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
         warnings.warn(what, SaveWarning, stacklevel=3)
     if prepared.warning:
         warnings.warn(f"{path}: {prepared.warning}" if path else prepared.warning, SaveWarning, stacklevel=3)
+
+
+def _write(prepared: _Prepared, f: Any, path: str | None, options: _Options) -> None:
+    """Write what was prepared, to a path or to the file object ``f``."""
+    if path is None:
+        _write_archive(prepared, FileObject(f), options)
+        if callable(getattr(f, "flush", None)):
+            f.flush()
+        return
+    whole = options.atomic and is_atomic(path)
+    try:
+        with (AtomicFile if whole else DirectFile)(path) as file:
+            _write_archive(prepared, SystemFile(file.descriptor, push=whole), options)
+    except CannotWriteError as error:
+        if whole and error.errno in _NO_NEW_FILES and os.access(path, os.W_OK):
+            error.fix = "The file cannot be replaced there; atomic=False writes into the file itself."
+        raise
+
+
+def _write_archive(prepared: _Prepared, sink: Sink, options: _Options) -> None:
+    rings = rings_for(prepared.storages)
+    with ExitStack() as last:
+        if prepared.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
+            last.enter_context(no_collecting(strangers=True))
+        for ring in rings.values():
+            last.callback(ring.fetcher.finish)
+        opening = opening_records(prepared.data, prepared.alignment)
+        storages = prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings)
+        write_archive(
+            sink,
+            ROOT,
+            chain(opening, storages),
+            lambda checksums: closing_records(checksums, (ORIGIN, prepared.origin)),
+            threads=threads_for(prepared.total),
+            alignment=prepared.alignment,
+            tell=telling(options.progress, prepared.total + sum(record.size for record in opening), "saving"),
+        )

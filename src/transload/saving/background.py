@@ -1,7 +1,7 @@
-"""Saves in the background: a snapshot is taken at once, and written while the program goes on.
+"""The queue of saves in the background, and the thread that writes them.
 
-One thread writes, in the order of the calls, so the last save to a path is the one that stays. What fails there is
-raised by the future; or, if nobody asks it, by the next call; or it is told when the program ends.
+One thread writes, in the order of the calls, so the last save to a path is the one that stays. An error is raised by
+the future; if nobody asks the future, by the next call; or it is printed when the program ends.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from transload.errors import SaveError
 __all__ = ["MAX_IN_FLIGHT", "Saving", "background"]
 
 MAX_IN_FLIGHT = 2
-"""Saves that are written or wait to be: each is a copy of everything it saves. One more waits for the first."""
+"""Saves that are being written or wait: each is a copy of everything it saves. A further call waits for the first."""
 
 
 def _nothing() -> None:
-    """What is left of a save that is done."""
+    """In place of the work of a save that is done."""
 
 
 class Saving(Future[None]):
-    """The future of a save. Whether its error was seen is known, so that none gets lost.
+    """The future of a save, which notes whether its error was seen, so that none gets lost.
 
-    ``target`` is where to: an absolute path, or a file object.
+    ``target`` is an absolute path, or a file object.
     """
 
     def __init__(self, target: object, write: Callable[[], None]) -> None:
@@ -41,41 +41,41 @@ class Saving(Future[None]):
         self._write = write
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the save; raises what it has raised."""
+        """Wait for the save; raise its error."""
         self.exception(timeout)
         try:
             return super().result(timeout)
         finally:
-            del self  # see run: the caller's frames are among them
+            del self  # an error refers to the frames it passed through: see run
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the save; what it has raised, or ``None``."""
-        found = super().exception(timeout)
+        """Wait for the save; its error, or ``None``."""
+        error = super().exception(timeout)
         background.notice(self)
-        return found
+        return error
 
     def run(self) -> None:
-        """Write what was taken apart, and let go of it."""
-        self.set_running_or_notify_cancel()  # it is never cancelled: what was promised is written
+        """Write the file, and release the copies."""
+        self.set_running_or_notify_cancel()  # it is never cancelled
         try:
             self._write()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the save is asked about
-            clear_frames(error.__traceback__)  # else the copy of everything lives as long as the error
+        except BaseException as error:  # noqa: BLE001 - it is raised by the future
+            clear_frames(error.__traceback__)  # or the copies would live as long as the error
             done = partial(self.set_exception, error)
         else:
             done = partial(self.set_result, None)
         self._write = _nothing
-        with suppress(BaseException):  # of a function that is called now: it ends that one alone
+        with suppress(BaseException):  # of a callback: it must not stop the other saves
             done()
-        del self, done  # an error holds the frames it went through: those must not hold the error
+        del self, done  # an error refers to the frames it passed through: those must not refer to it
 
     def cancel(self) -> bool:
-        """A save that was begun is finished."""
+        """A save cannot be cancelled."""
         return False
 
 
 class Background:
-    """The queue, and the thread that works it off: there is one only as long as there is work."""
+    """The queue, and the thread that writes: it exists only as long as there is work."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -84,7 +84,7 @@ class Background:
         self._writer: int | None = None  # the thread that writes; 0 until it has begun
 
     def submit(self, target: object, write: Callable[[], None]) -> Saving:
-        """Enter a save."""
+        """Append a save to the queue."""
         saving = Saving(target, write)
         with self._changed:
             self._pending.append(saving)
@@ -96,15 +96,15 @@ class Background:
         return saving
 
     def _begin(self) -> None:
-        """Start the thread. Where there can be none, the caller does the work: nothing that was promised is lost."""
-        if not main_thread().is_alive():  # the program is ending: it waits for no more threads
+        """Start the thread. Where that is impossible, the caller does the work: no save is lost."""
+        if not main_thread().is_alive():  # the program is ending, and does not wait for further threads
             self._work()
             _tell_at_exit()
             return
         try:
             # Not a daemon: a program does not end before its last save has.
             Thread(target=self._work, name="transload save", daemon=False).start()
-        except RuntimeError:  # the system has no more of them
+        except RuntimeError:  # the system has no more threads
             self._work()
 
     def _work(self) -> None:
@@ -128,27 +128,27 @@ class Background:
         del saving  # see Saving.run
 
     def _left(self) -> list[Saving]:
-        """Saves under way; to a function that a save calls, those that are not begun: for its own it cannot wait."""
+        """Pending saves; for a callback of a save only those that are not begun: it cannot wait for its own."""
         if self._writer == get_ident():
             return [each for each in self._pending if not (each.running() or each.done())]
         return self._pending
 
     def make_room(self) -> None:
-        """Wait until one more save may be under way."""
+        """Wait until one more save may be pending."""
         self._until(lambda: len(self._left()) < MAX_IN_FLIGHT)
 
     def settle(self, target: object) -> None:
-        """Wait for saves to a path or a file object, and raise what an earlier one has raised unnoticed."""
+        """Wait for saves to a path or a file object, and raise errors that were not seen."""
         place = _place(target)
         self._until(lambda: all(_place(each.target) != place for each in self._left()))
         self.raise_unnoticed()
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all saves."""
         self._until(lambda: not self._left())
 
     def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait. A function that a save calls runs in the thread that writes: nobody else would write meanwhile."""
+        """Wait. A callback runs in the thread that writes, so it has to write itself."""
         if self._writer == get_ident():
             while not ready():
                 self._write_next()
@@ -157,20 +157,20 @@ class Background:
                 self._changed.wait_for(ready)
 
     def notice(self, saving: Saving) -> None:
-        """Let go of a save whose error, if it has one, is known to the caller: it holds the frames it went through."""
+        """Forget a save whose error, if any, is known to the caller."""
         with self._changed:
             saving.seen = True
             self._failed = [each for each in self._failed if each is not saving]
 
     def raise_unnoticed(self) -> None:
-        """Raise what a save has raised while nobody looked."""
+        """Raise the error of a save that nobody has asked about."""
         with self._changed:
             failed = self.unnoticed()
         if failed:
             raise _lost(failed)
 
     def unnoticed(self) -> list[Saving]:
-        """Saves that failed while nobody looked; they are told once."""
+        """Saves that failed and that nobody has asked about; each is returned once."""
         failed, self._failed = self._failed, []
         for each in failed:
             each.seen = True
@@ -178,7 +178,7 @@ class Background:
 
 
 def _place(target: object) -> object:
-    """What two targets have in common that are one: the file a path leads to, or the identity of an object."""
+    """The identity of a target: the file a path leads to, or that of an object."""
     return os.path.realpath(target) if isinstance(target, str) else id(target)
 
 
@@ -194,15 +194,15 @@ background = Background()
 
 
 def _tell_at_exit() -> None:
-    """The threads have ended by now: Python waits for those that are no daemons."""
+    """The threads have ended by now: Python waits for those that are not daemons."""
     background.wait()
     for failed in background.unnoticed():
-        print(f"transload: {_lost([failed])}", file=sys.stderr)  # noqa: T201 - there is nobody left to raise it to
+        print(f"transload: {_lost([failed])}", file=sys.stderr)  # noqa: T201 - nothing is left to raise it in
 
 
 def _forget() -> None:
-    """In a child process: the thread is its parent's."""
-    background.__init__()  # type: ignore[misc] # the same object, as others hold it
+    """In a child process: the thread belongs to the parent."""
+    background.__init__()  # type: ignore[misc] # the same object, since others refer to it
 
 
 atexit.register(_tell_at_exit)

@@ -1,6 +1,6 @@
-"""Where a file comes from, recorded in it: what it was saved with, and what the tensors were on.
+"""The record of where a file comes from: the software it was saved with, and the devices the tensors were on.
 
-Nothing in it tells who saved it, on which host, or where to. torch reads no record of this name.
+It does not say who saved it, on which host, or to which path. torch ignores a record of this name.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
 from itertools import groupby
 from typing import Any
 
 from transload._version import __version__
 from transload.errors import UsageError
-from transload.saving.pickled import Stored
+from transload.saving.pickling import Stored
 
 __all__ = ["ORIGIN", "Origin", "origin_of"]
 
@@ -22,79 +24,50 @@ ORIGIN = b".transload/origin.json"
 
 Origin = bool | Mapping[str, Any]
 
-_MAX_ENTRIES = 64 << 10  # bytes of JSON the caller may add: it is read whenever somebody looks at the file
+_MAX_ENTRIES = 64 << 10  # bytes of JSON the caller may add: they are read whenever the file is inspected
 _MAX_DEPTH = 8
-_MAX_BITS = 64  # of a number: others who read JSON know no longer ones
+_MAX_BITS = 64  # of a number: other readers of JSON support no longer ones
 _FIX = "It takes names with plain values: texts, numbers, True, False, None, and lists and dicts of these."
 
 
-def origin_of(wish: Origin, storages: Sequence[Stored]) -> bytes:
-    """The record; empty if there shall be none."""
-    if wish is False or wish is None:
+def origin_of(origin: Origin, storages: Sequence[Stored]) -> bytes:
+    """The record; empty if none is wanted."""
+    if origin is False or origin is None:
         return b""
-    facts: dict[str, Any] = {"schema": 1, "transload": __version__, **_software(), **_machine(), "time": _now()}
-    facts["storages"] = _devices(storages)
-    if wish is not True:
-        facts["entries"] = _checked(wish)
+    import torch
+
+    facts: dict[str, Any] = {"schema": 1, "transload": __version__}
+    facts |= {"torch": str(torch.__version__), "python": platform.python_version()}
+    facts |= {name: str(version) for name in ("cuda", "hip") if (version := getattr(torch.version, name, None))}
+    facts |= {"system": platform.system().lower(), "machine": platform.machine().lower(), **_gpus()}
+    facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    # The device of each storage in the order of their keys: a device, and how many storages in a row were on it.
+    cpu = torch.device("cpu")
+    rows = groupby(each.storage.device for each in storages)
+    facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
+    if origin is not True:
+        facts["entries"] = _checked(origin)
     return json.dumps(facts, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _software() -> dict[str, Any]:
+def _gpus() -> dict[str, Any]:
+    """The GPUs and their driver, if torch already uses them: saving tensors of the CPU must not initialise CUDA."""
     import torch
 
-    facts = {"torch": str(torch.__version__), "python": platform.python_version()}
-    for name in ("cuda", "hip"):
-        version = getattr(torch.version, name, None)
-        if version:
-            facts[name] = str(version)
-    return facts
-
-
-def _machine() -> dict[str, Any]:
-    """The system, and the GPUs if torch already uses them: a save on the CPU shall not start CUDA."""
-    import torch
-
-    facts: dict[str, Any] = {"system": platform.system().lower(), "machine": platform.machine().lower()}
     try:
         if not torch.cuda.is_initialized():
-            return facts
-        count = torch.cuda.device_count()
-        facts["gpus"] = [_gpu(torch.cuda.get_device_properties(index)) for index in range(count)]
+            return {}
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [
+            {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
+            for each in devices
+        ]
     except Exception:  # noqa: BLE001 - a device that does not answer is no reason not to save
-        return facts
-    driver = _driver()
-    return {**facts, "driver": driver} if driver else facts
-
-
-def _gpu(properties: Any) -> dict[str, Any]:
-    return {
-        "name": str(properties.name),
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory": int(properties.total_memory),
-    }
-
-
-def _driver() -> str:
-    try:
-        with open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123 - a file of the system
-            return file.read(64).strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _now() -> str:
-    from datetime import datetime, timezone
-
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _devices(storages: Sequence[Stored]) -> list[list[Any]]:
-    """The device each storage had, in the order of their keys: a device, and how many in a row were on it."""
-    import torch
-
-    cpu = torch.device("cpu")
-    found = groupby(each.storage.device for each in storages)
-    return [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in found]
+        return {}
+    with suppress(OSError, ValueError), open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
+        if driver := file.read(64).strip():
+            return {"gpus": gpus, "driver": driver}
+    return {"gpus": gpus}
 
 
 def _checked(entries: Any) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Whether the bytes of a checkpoint are those that were saved: every checksum, every size, every index; and hashes."""
+"""``transload.verify``: whether the bytes of a checkpoint are those that were saved; and hashes of its tensors.
+
+``verify`` opens the checkpoint, lets ``records`` read every byte and compare checksums, sizes and indices, and puts the
+verdict together. ``manifest`` reads, writes and compares files of hashes; ``values`` counts NaN and infinities.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,13 @@ if TYPE_CHECKING:
     from transload.io.sources import SourceLike
     from transload.tensors import Content
     from transload.verifying.manifest import Manifest
-    from transload.verifying.records import Key, Plan, Region, Sums, Wish
+    from transload.verifying.records import Key, Options, Plan, Region, Sums
 
 __all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "files_in", "verify"]
 
 
 class Progress(progress.Progress):
-    """A line on a terminal that is written over, and taken away at the end: the report says it all.
+    """A line on a terminal that is overwritten, and removed at the end: the report says everything.
 
     >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
     'verifying 3.0 of 4.0 GB, 2.0 GB/s'
@@ -36,18 +40,18 @@ class Progress(progress.Progress):
         self._first = self._told
 
     def __call__(self, done: int, total: int) -> None:
-        """Write the line, if it is time to. What lies between records is read with them, and not in the total."""
+        """Write the line, if it is time to. The bytes between records are read, too, but not part of the total."""
         super().__call__(min(done, total - 1), total)
 
     def end(self) -> None:
-        """Take the line away, if there is one."""
+        """Remove the line, if there is one."""
         if self._stream is not None and self._told != self._first:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
 
 class Damage(NamedTuple):
-    """A tensor whose bytes are not what they were, by its name, and how that shows.
+    """A tensor whose bytes are not those that were saved, and how that shows.
 
     ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
     (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
@@ -60,7 +64,7 @@ class Damage(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"name": self.name, "kind": self.kind, "detail": self.detail}
+        return self._asdict()
 
 
 class TensorSum(NamedTuple):
@@ -81,16 +85,7 @@ class TensorSum(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "nbytes": self.nbytes,
-            "sha256": self.sha256 or None,
-            "nan": self.nan,
-            "inf": self.inf,
-            "note": self.note,
-        }
+        return {**self._asdict(), "shape": list(self.shape), "sha256": self.sha256 or None}
 
 
 class Difference(NamedTuple):
@@ -102,7 +97,7 @@ class Difference(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"name": self.name, "what": self.what, "detail": self.detail}
+        return self._asdict()
 
 
 @facts(frozen=True)
@@ -186,59 +181,37 @@ def verify(
 
     Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
     """
-    from transload.verifying.records import Wish
+    from transload.tensors import open_content
+    from transload.verifying.records import Options, tensor_count
 
     begun = time.perf_counter()
-    manifest = _manifest(against)
-    wish = Wish(hashes or manifest is not None, values)
-    made = _verified(f, wish, progress)
-    if manifest is not None:
-        from transload.verifying.manifest import compare
+    if against is not None:
+        from transload.verifying.manifest import Manifest, compare, read_manifest
 
-        held = manifest.of(made.path)
-        made = replace(made, manifest=manifest.path, differences=compare(held, made.tensors))
-    return replace(made, seconds=time.perf_counter() - begun)
-
-
-def _manifest(against: str | os.PathLike[str] | Manifest | None) -> Manifest | None:
-    if against is None:
-        return None
-    from transload.verifying.manifest import Manifest, read_manifest
-
-    if isinstance(against, Manifest):
-        return against
-    if not isinstance(against, str | os.PathLike):
-        raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
-    return read_manifest(os.fspath(against))
-
-
-def _verified(f: SourceLike, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> Verification:
-    """Tensors are listed only where they are asked for, or something is wrong and they have to be named."""
-    from transload.tensors import open_content
-
-    found = None
-    with open_content(f, tree=any(wish)) as content:
-        count = _tensor_count(content.checkpoint)
+        if not isinstance(against, Manifest | str | os.PathLike):
+            raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
+        manifest = against if isinstance(against, Manifest) else read_manifest(os.fspath(against))
+    options = Options(hashes or against is not None, values)
+    # Tensors are listed only if they are asked for, or if something is wrong and they have to be named.
+    result = read = None
+    with open_content(f, tree=any(options)) as content:
+        count = tensor_count(content.checkpoint)
         if count is not None:
-            found = _read(content, wish, progress)
-            if not (content.checkpoint.counted and found.bad):
-                return _told(content, wish, found, count)
-    with open_content(f) as content:
-        found = found or _read(content, wish, progress)
-        return _told(content, wish, found, len(content.checkpoint.tensors))
+            read = _read(content, options, progress)
+            if not (content.checkpoint.counted and read.bad):
+                result = _verification(content, options, read, count)
+    if result is None:
+        with open_content(f) as content:
+            read = read or _read(content, options, progress)
+            result = _verification(content, options, read, len(content.checkpoint.tensors))
+    if against is not None:
+        differences = compare(manifest.of(result.path), result.tensors)
+        result = replace(result, manifest=manifest.path, differences=differences)
+    return replace(result, seconds=time.perf_counter() - begun)
 
 
-def _tensor_count(checkpoint: Checkpoint) -> int | None:
-    """How many there are; ``None`` if they were only counted, and that is not enough."""
-    if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
-        return len(checkpoint.tensors)
-    from transload.verifying.records import tensor_count
-
-    return tensor_count(checkpoint)
-
-
-class _Found(NamedTuple):
-    """What came of reading every byte: of records, of tensors, and how many bytes there were."""
+class _Read(NamedTuple):
+    """What was found by reading every byte: bad records, tensors that failed, and the number of bytes."""
 
     every: list[Region]
     plan: Plan
@@ -248,31 +221,37 @@ class _Found(NamedTuple):
     nbytes: int
 
 
-def _read(content: Content, wish: Wish, progress: bool | Callable[[int, int], object] | None) -> _Found:
+def _read(content: Content, options: Options, progress: bool | Callable[[int, int], object] | None) -> _Read:
     from transload.verifying.records import plan_of, regions, sum_regions, sum_tensors
 
     every = regions(content)
-    plan = plan_of(content, wish, every)
-    total = plan.nbytes + sum(r.stored for region in every for r in region.records)
-    tell = _Telling(progress, total - sum(job.nbytes for job in plan.jobs if job.key is not None))
+    plan = plan_of(content, options, every)
+    total = sum(record.stored for region in every for record in region.records)
+    total += sum(job.nbytes for job in plan.jobs if job.key is None)
+    tell = _Counter(progress, total)
     try:
-        sums = sum_regions(content, every, plan.summed, tell)
-        found = sum_tensors(content, plan, wish, tell)
+        sums = sum_regions(content, every, {job.key for job in plan.jobs if job.key is not None}, tell)
+        bad, failed = sum_tensors(content, plan, options, tell)
     finally:
-        tell.end()
-    return _Found(every, plan, sums, {**sums.bad, **found.bad}, found.failed, tell.done)
+        tell.line.end()
+    return _Read(every, plan, sums, {**sums.bad, **bad}, failed, tell.done)
 
 
-def _told(content: Content, wish: Wish, found: _Found, count: int) -> Verification:
-    """The verdict, and whom it concerns."""
-    from transload.verifying.records import damages, with_aliases
+def _verification(content: Content, options: Options, read: _Read, count: int) -> Verification:
+    """The verdict, and the tensors it concerns."""
+    from transload.verifying.records import damages, misplaced, with_aliases
 
-    entries, sums = found.plan.entries, found.sums
-    judged = _judged(content.checkpoint, sums, found.bad)
-    damaged = damages(content, found.every, found.bad, {**_misplaced(content), **found.failed})
-    tensors = with_aliases(content, entries) if wish.hashes else entries
-    hashed = all(entry.sha256 or entry.nbytes == 0 for entry in entries)  # none claims more than is read
-    whole = wish.hashes and hashed and not found.failed and judged.integrity != "not-a-checkpoint"
+    entries, sums, hashes = read.plan.entries, read.sums, options.hashes
+    judged = _judged(content.checkpoint, sums, read.bad)
+    damaged = damages(content, read.every, read.bad, {**misplaced(content), **read.failed})
+    tensors = with_aliases(content, entries) if hashes else entries
+    sha256 = ""
+    # A tensor that claims more than the file holds is not hashed; then there is no hash of the whole.
+    complete = all(entry.sha256 or entry.nbytes == 0 for entry in entries) and not read.failed
+    if hashes and complete and judged.integrity != "not-a-checkpoint":
+        from transload.verifying.manifest import hash_of_all
+
+        sha256 = hash_of_all(tensors)
     return Verification(
         path=judged.path,
         format=judged.format,
@@ -281,31 +260,17 @@ def _told(content: Content, wish: Wish, found: _Found, count: int) -> Verificati
         tensor_count=count,
         checksums=sums.compared,
         unsummed=sums.unsummed,
-        nbytes_read=found.nbytes,
+        nbytes_read=read.nbytes,
         seconds=0.0,
         damaged=damaged,
-        findings=tuple(finding for finding in judged.findings if _bears(finding.code)),
+        findings=tuple(finding for finding in judged.findings if _concerns_bytes(finding.code)),
         tensors=tuple(tensors),
-        sha256=_hash_of_all(tensors) if whole else "",
+        sha256=sha256,
     )
 
 
-def _misplaced(content: Content) -> dict[str, tuple[str, str]]:
-    if not content.checkpoint.tensors:
-        return {}
-    from transload.verifying.records import misplaced
-
-    return misplaced(content)
-
-
-def _hash_of_all(tensors: list[TensorSum]) -> str:
-    from transload.verifying.manifest import hash_of_all
-
-    return hash_of_all(tensors)
-
-
 def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Checkpoint:
-    """The verdict, with what was found out about the records."""
+    """The checkpoint with its verdict, after what was found out about its records."""
     from transload.judge import integrity_of, judge
 
     known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
@@ -319,24 +284,23 @@ def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Chec
     return judge(judged, told=False) if new else replace(judged, integrity=integrity_of(judged))
 
 
-def _bears(code: str) -> bool:
-    """Whether a finding says something on the bytes: what a file would run is not the question here."""
+_REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
+
+
+def _concerns_bytes(code: str) -> bool:
+    """Whether a finding is about the bytes: what a file would run does not matter here."""
     from transload.judge.problems import RULES, rule_of
 
     return code in RULES and (rule_of(code).integrity != "whole" or code in _REMARKS)
 
 
-_REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
-
-
-class _Telling:
-    """Counts the bytes that were read, and tells who wants to know."""
+class _Counter:
+    """Counts the bytes that were read, and reports them."""
 
     def __init__(self, progress: bool | Callable[[int, int], object] | None, total: int) -> None:
-
         wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
-        self._line = Progress(sys.stderr if wanted else None)
-        self._show = self._line if progress is None or isinstance(progress, bool) else progress
+        self.line = Progress(sys.stderr if wanted else None)
+        self._show = self.line if progress is None or isinstance(progress, bool) else progress
         self._total = total
         self.done = 0
 
@@ -344,14 +308,11 @@ class _Telling:
         self.done += count
         self._show(self.done, self._total)
 
-    def end(self) -> None:
-        self._line.end()
-
 
 def files_in(path: str) -> list[str]:
-    """What is to be verified where a path is named: itself; of a directory also what else lies there to be loaded.
+    """The checkpoints that a path stands for: itself; of a directory also other checkpoints in it.
 
-    A directory that is no checkpoint by itself stands for those that were found in it.
+    A directory that is not a checkpoint by itself stands for those that were found in it.
     """
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
         return [path]
@@ -359,7 +320,7 @@ def files_in(path: str) -> list[str]:
 
     try:
         parts = inspect(path).parts
-    except CannotReadError:  # to be told when it is its turn
+    except CannotReadError:  # reported when it is verified
         return [path]
     found = [part.name for part in parts if part.kind == "looks like a checkpoint"]
     beside = [part.name for part in parts if part.kind == "beside the checkpoint"]

@@ -6,13 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transload.errors import ManifestError
 from transload.verifying import Difference, TensorSum, Verification
-
-if TYPE_CHECKING:
-    from collections import Counter
 
 __all__ = ["Manifest", "compare", "hash_of_all", "read_manifest", "refuse_target", "write_manifest"]
 
@@ -29,21 +26,17 @@ def hash_of_all(tensors: Iterable[TensorSum]) -> str:
     from hashlib import sha256
 
     whole = sha256()
-    for line in sorted(_line(tensor) for tensor in tensors):
+    for line in sorted([tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256] for tensor in tensors):
         whole.update(_json(line).encode("ascii") + b"\n")
     return whole.hexdigest()
-
-
-def _line(tensor: TensorSum) -> list[Any]:
-    return [tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256]
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
-class Held(NamedTuple):
-    """What a manifest says of one checkpoint."""
+class ManifestEntry(NamedTuple):
+    """The hashes of one checkpoint."""
 
     path: str
     sha256: str
@@ -54,36 +47,36 @@ class Manifest(NamedTuple):
     """A file of hashes."""
 
     path: str
-    files: tuple[Held, ...]
+    files: tuple[ManifestEntry, ...]
 
-    def of(self, path: str) -> Held:
-        """What it says of a file: the one of that path, or of that name, or the only one; ``ManifestError`` if none."""
-        whole = [held for held in self.files if os.path.normpath(held.path) == os.path.normpath(path)]
-        named = [held for held in self.files if _name(held.path) == _name(path)]
-        for found in (whole, named, self.files):
-            if len(found) == 1:
-                return found[0]
-        what = f"it knows {len(named)} files of the name {_name(path)}" if named else f"it says nothing of {path}"
+    def of(self, path: str) -> ManifestEntry:
+        """The entry of a file: that of its path, or of its name, or the only one; else ``ManifestError``."""
+
+        def name(path: str) -> str:
+            return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
+
+        same = [entry for entry in self.files if os.path.normpath(entry.path) == os.path.normpath(path)]
+        named = [entry for entry in self.files if name(entry.path) == name(path)]
+        for entries in (same, named, self.files):
+            if len(entries) == 1:
+                return entries[0]
+        what = f"it has {len(named)} files of the name {name(path)}" if named else f"it says nothing of {path}"
         raise ManifestError(what, where=self.path, fix="Name the file as it was named when the manifest was written.")
 
 
-def _name(path: str) -> str:
-    return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
-
-
 def refuse_target(path: str, *, overwrite: bool) -> None:
-    """Refuse a place where no manifest may be written: asked before gigabytes are read for it."""
+    """Refuse a place where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
-        raise ManifestError("is there already", where=path, fix="Name another file, or pass --force to replace it.")
+        raise ManifestError("exists already", where=path, fix="Name another file, or pass --force to replace it.")
     folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
     if not os.path.isdir(folder):  # noqa: PTH112 - as above
         raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
     if not os.access(folder, os.W_OK):
-        raise ManifestError("nothing may be written into this directory", where=folder, fix="Name another place.")
+        raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")
 
 
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
-    """Write the hashes of some checkpoints beside, then rename; ``ManifestError`` if one has none, or is damaged."""
+    """Write the hashes of checkpoints, atomically; ``ManifestError`` if one has none, or is damaged."""
     from transload._version import __version__
     from transload.io.atomic import AtomicFile
 
@@ -91,19 +84,17 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
         if not each.ok or not each.sha256:
             raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
     refuse_target(path, overwrite=overwrite)
-    lines = [_file(each) for each in verifications]
+    files = []
+    for each in verifications:
+        tensors = ",\n".join(
+            _json({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256}) for t in each.tensors
+        )
+        head = json.dumps({"path": each.path, "format": each.format, "nbytes": each.nbytes, "sha256": each.sha256})
+        files.append(f'{head[:-1]}, "tensors": [\n{tensors}\n]}}')
     head = json.dumps({"schema": 1, "transload": __version__})
-    text = f'{head[:-1]}, "files": [\n' + ",\n".join(lines) + "\n]}\n"
+    text = f'{head[:-1]}, "files": [\n' + ",\n".join(files) + "\n]}\n"
     with AtomicFile(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
         out.write(text)
-
-
-def _file(each: Verification) -> str:
-    tensors = ",\n".join(
-        _json({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256}) for t in each.tensors
-    )
-    head = json.dumps({"path": each.path, "format": each.format, "nbytes": each.nbytes, "sha256": each.sha256})
-    return f'{head[:-1]}, "tensors": [\n{tensors}\n]}}'
 
 
 def read_manifest(path: str) -> Manifest:
@@ -118,70 +109,55 @@ def read_manifest(path: str) -> Manifest:
     finally:
         source.close()
     try:
-        return Manifest(path, _files(json.loads(text)))
+        return Manifest(path, _entries(json.loads(text)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ManifestError(f"this is no manifest ({type(error).__name__}: {error})", where=path, fix=_FIX) from error
 
 
-def _files(table: dict[str, Any]) -> tuple[Held, ...]:
+def _entries(table: dict[str, Any]) -> tuple[ManifestEntry, ...]:
     if table["schema"] != 1:
         raise ValueError("it is of another version")
-    return tuple(_held(each) for each in table["files"])
+    return tuple(map(_entry, table["files"]))
 
 
-def _held(each: dict[str, Any]) -> Held:
+def _entry(each: dict[str, Any]) -> ManifestEntry:
+    path = _text(each["path"])
+    if b"\0" in os.fsencode(path):
+        raise ValueError(f"{path!r:.40} cannot be the name of a file")
     tensors = tuple(
         TensorSum(_text(t["name"]), _text(t["dtype"]), tuple(map(int, t["shape"])), 0, _text(t["sha256"]))
         for t in each["tensors"]
     )
-    return Held(_path(each["path"]), _text(each["sha256"]), tensors)
+    return ManifestEntry(path, _text(each["sha256"]), tensors)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
+        raise TypeError(f"{value!r:.40} is not a text")
     return value
 
 
-def _path(value: object) -> str:
-    """A name that a file can have."""
-    path = _text(value)
-    if b"\0" in os.fsencode(path):
-        raise ValueError(f"{path!r:.40} is no name of a file")
-    return path
+def compare(entry: ManifestEntry, tensors: Iterable[TensorSum]) -> tuple[Difference, ...]:
+    """The differences between a manifest and the tensors of a checkpoint, by name."""
+    from collections import Counter
 
+    def by_name(tensors: Iterable[TensorSum]) -> dict[str, list[TensorSum]]:
+        """Two tensors may have one name: a key may contain the slash that joins keys."""
+        out: dict[str, list[TensorSum]] = {}
+        for tensor in tensors:
+            out.setdefault(tensor.name, []).append(tensor)
+        return out
 
-def compare(held: Held, tensors: Iterable[TensorSum]) -> tuple[Difference, ...]:
-    """What differs between what a manifest has and what is there, by name."""
-    before, now = _by_name(held.tensors), _by_name(tensors)
+    def shown(tensors: list[TensorSum]) -> str:
+        return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors[:2])
+
+    before, now = by_name(entry.tensors), by_name(tensors)
     out = [Difference(name, "missing") for name in before if name not in now]
     out += [Difference(name, "added") for name in now if name not in before]
     for name in before.keys() & now.keys():
         old, new = before[name], now[name]
-        if _types(old) != _types(new):
-            out.append(Difference(name, "retyped", f"{_shown(new)}, was {_shown(old)}"))
-        elif _hashes(old) != _hashes(new):
+        if Counter((t.dtype, t.shape) for t in old) != Counter((t.dtype, t.shape) for t in new):
+            out.append(Difference(name, "retyped", f"{shown(new)}, was {shown(old)}"))
+        elif sorted(t.sha256 for t in old) != sorted(t.sha256 for t in new):
             out.append(Difference(name, "changed", f"sha256 {new[0].sha256 or 'unknown'}, was {old[0].sha256}"))
     return tuple(sorted(out))
-
-
-def _by_name(tensors: Iterable[TensorSum]) -> dict[str, list[TensorSum]]:
-    """Two tensors may bear one name: a key may hold the slash that joins keys."""
-    out: dict[str, list[TensorSum]] = {}
-    for tensor in tensors:
-        out.setdefault(tensor.name, []).append(tensor)
-    return out
-
-
-def _types(tensors: list[TensorSum]) -> Counter[tuple[str, tuple[int, ...]]]:
-    from collections import Counter
-
-    return Counter((tensor.dtype, tensor.shape) for tensor in tensors)
-
-
-def _hashes(tensors: list[TensorSum]) -> list[str]:
-    return sorted(tensor.sha256 for tensor in tensors)
-
-
-def _shown(tensors: list[TensorSum]) -> str:
-    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors[:2])
