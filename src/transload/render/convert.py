@@ -11,9 +11,8 @@ from transload.render.sizes import plural, size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transload.converting.candidates import Candidate
-    from transload.converting.result import Conversion
-    from transload.converting.selection import Left
+    from transload.converting import Conversion
+    from transload.converting.selection import Candidate, Omission
 
 __all__ = ["as_text", "listing", "report"]
 
@@ -79,7 +78,7 @@ def _left_out(made: Conversion) -> Iterator[Block]:
         yield _row("", f"… and {len(made.listed) - _SHOWN:,} more, which --json names", "dim")
 
 
-def _told(left: Left) -> str:
+def _told(left: Omission) -> str:
     return f"{printable(left.name) or 'the root'}: {printable(left.why)}"
 
 

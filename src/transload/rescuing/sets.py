@@ -219,12 +219,12 @@ def _written(
     overwrite: bool,
     progress: Callable[[int, int], object] | bool | None,
 ) -> Rescue:
-    from transload.converting.running import convert_content
-    from transload.converting.wish import Wish, format_of
+    from transload.converting import convert_content
+    from transload.converting.selection import Options, format_of
 
     content.checkpoint = replace(content.checkpoint, tensors=tuple(kept))
     target = format_of(made.out)
-    done = convert_content(content, made.out, target, Wish(), verify=True, overwrite=overwrite, progress=progress)
+    done = convert_content(content, made.out, target, Options(), verify=True, overwrite=overwrite, progress=progress)
     beside = (f"what is no tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
     told = {fate.name for fate in made.lost}
     others = tuple(Lost(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in told)
