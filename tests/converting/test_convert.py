@@ -523,6 +523,12 @@ def test_a_part_of_a_large_storage_is_cut_out(tmp_path: Path) -> None:
     assert back["c"].untyped_storage().nbytes() == 40
 
 
+def test_bytes_of_sparse_tensors_are_counted_once(tmp_path: Path) -> None:
+    source = save({"w": torch.ones(10), "sparse": torch.eye(100).to_sparse()}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.pt")
+    assert made.nbytes == 40 + 100 * 4 + 2 * 100 * 8
+
+
 def test_only_torch_holds_sparse_and_quantized(tmp_path: Path) -> None:
     value = {
         "sparse": torch.eye(3).to_sparse(),

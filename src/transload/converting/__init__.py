@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.converting.leftovers import plain_data
-from transload.converting.output import Bundle, Job, refuse_existing, write_text
+from transload.converting.output import Bundle, Job, file_identity, refuse_existing, write_text
 from transload.converting.plan import Plan, make_plan, notes
 from transload.converting.selection import Candidate, Omission, Options, candidates, dtype_of, format_of, size_of
 from transload.converting.to_torch import write_torch
@@ -139,7 +139,7 @@ def convert(  # noqa: PLR0913 - what a user may ask for
     if format_ != "raw" and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
         usual = {"safetensors": "model.safetensors", "torch": "pytorch_model.bin", "npz": "model.npz"}[format_]
         target = os.path.join(target, usual)
-    if isinstance(src, str | os.PathLike) and not _identity(os.fspath(src)).isdisjoint(_identity(target)):
+    if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target would be the source itself", where=target, fix="Choose another name.")
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
@@ -198,8 +198,8 @@ def convert_content(  # noqa: PLR0913 - as asked for
     with no_collecting():
         plan = make_plan(content, format_, options)
     report = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
-    is_source = _SourceFiles(content.checkpoint.path if src is None else src, content)
-    with Bundle(overwrite=overwrite, is_source=is_source) as bundle:
+    sources = _source_files(content.checkpoint.path if src is None else src, content)
+    with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(dst, bundle, report, verify=verify)
         data = Data(content, allow_inf=options.allow_inf)
         locations = _write(job, plan, data)
@@ -215,39 +215,18 @@ def convert_content(  # noqa: PLR0913 - as asked for
     return replace(result, verified=verify, seconds=time.monotonic() - begun)
 
 
-class _SourceFiles:
-    """Whether a path is one of the files that a checkpoint is read from, by whatever name."""
-
-    def __init__(self, src: Any, content: Content) -> None:
-        self._src = src
-        self._content = content
-        self._known: set[tuple[int, int]] | None = None  # found out when somebody asks
-
-    def __call__(self, path: str) -> bool:
-        if self._known is None:
-            self._known = self._identities()
-        return not self._known.isdisjoint(_identity(path))
-
-    def _identities(self) -> set[tuple[int, int]]:
-        if not isinstance(self._src, str | os.PathLike):
-            with suppress(AttributeError, OSError, ValueError):
-                return _identity(self._src.fileno())
-            return set()
-        path = os.fsdecode(self._src)
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        checkpoint = self._content.checkpoint
-        names = {*(name for name, _ in self._content.parts), *(storage.file for storage in checkpoint.storages)}
-        names |= {part.name for part in checkpoint.parts if part.kind == "index"}
-        files = [path, *(os.path.join(folder, name) for name in names if name)]
-        return set().union(*map(_identity, files))
-
-
-def _identity(file: str | int) -> set[tuple[int, int]]:
-    """What tells a file from all others, if it exists."""
-    with suppress(OSError, ValueError):
-        status = os.stat(file)
-        return {(status.st_dev, status.st_ino)}
-    return set()
+def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
+    """The identities of the files that a checkpoint is read from, by whatever name."""
+    if not isinstance(src, str | os.PathLike):
+        with suppress(AttributeError, OSError, ValueError):
+            return file_identity(src.fileno())
+        return set()
+    path = os.fsdecode(src)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    checkpoint = content.checkpoint
+    names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
+    names |= {part.name for part in checkpoint.parts if part.kind == "index"}
+    return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
 
 
 def _write(job: Job, plan: Plan, data: Data) -> list[Location]:

@@ -30,7 +30,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Bundle", "Folder", "Job", "clear_parts", "index_name", "other_shards", "refuse_existing", "write_text"]
+__all__ = ["Bundle", "Folder", "Job", "clear_parts", "file_identity", "index_name", "other_shards", "refuse_existing"]
 
 
 class Job:
@@ -54,6 +54,14 @@ def write_text(descriptor: int, text: bytes) -> None:
     SystemFile(descriptor, push=False).write([text])
 
 
+def file_identity(file: str | int) -> set[tuple[int, int]]:
+    """What tells a file from all others, by its path or descriptor; nothing if there is none."""
+    with suppress(OSError, ValueError):
+        status = os.stat(file)
+        return {(status.st_dev, status.st_ino)}
+    return set()
+
+
 def _unlink(paths: Iterable[str]) -> None:
     for path in paths:
         with suppress(OSError):
@@ -73,12 +81,12 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 class Bundle:
     """Files under way. Left without an error, all of them are there; with one, none is.
 
-    ``is_source`` recognises files that are read: none of them is replaced.
+    ``sources`` are the identities of the files that are read: none of them is replaced.
     """
 
-    def __init__(self, *, overwrite: bool, is_source: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, *, overwrite: bool, sources: set[tuple[int, int]] | None = None) -> None:
         self._overwrite = overwrite
-        self._is_source = is_source or (lambda _: False)
+        self._sources = sources or set()
         self._files: list[Beside | Folder] = []
         self._index = ""
         self._removed: list[str] = []
@@ -121,7 +129,7 @@ class Bundle:
 
     def _refuse_source(self, path: str, where: str) -> None:
         """A source is never written over, whatever is asked for."""
-        if os.path.lexists(path) and self._is_source(path):
+        if not self._sources.isdisjoint(file_identity(path)):
             raise UsageError("the target would be the source itself", where=where, fix="Choose another name.")
 
     @property

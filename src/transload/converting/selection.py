@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.converting.casting import is_cast
+from transload.converting.casting import FLOATING, is_cast
 from transload.converting.transfer import Entry
 from transload.dtypes import itemsize
 from transload.errors import ConvertError, UsageError
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
 
 __all__ = [
-    "DTYPES",
-    "FORMATS",
     "Candidate",
     "Distinct",
     "Named",
@@ -59,13 +57,7 @@ __all__ = [
 
 # -- what is asked for
 
-FORMATS: dict[str, str] = {
-    "safetensors": "safetensors, one file or shards",
-    "torch": "torch zip, as torch.save writes it",
-    "npz": "numpy's archive of arrays",
-    "raw": "a directory of raw tensors with a JSON index",
-}
-
+_FORMATS = ("safetensors", "torch", "npz", "raw")
 _SUFFIXES = {
     ".safetensors": "safetensors",
     ".safetensors.index.json": "safetensors",
@@ -78,7 +70,6 @@ _SUFFIXES = {
     os.sep: "raw",
 }
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 _SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
 _SHORT.update({"f64": "float64", "f32": "float32", "f16": "float16", "fp64": "float64", "double": "float64"})
 
@@ -104,8 +95,8 @@ def format_of(dst: str, to: str = "") -> str:
     ('safetensors', 'raw', 'npz')
     """
     if to:
-        if to not in FORMATS:
-            raise UsageError(f"there is no format {to!r}", fix=f"It is one of {', '.join(FORMATS)}.")
+        if to not in _FORMATS:
+            raise UsageError(f"there is no format {to!r}", fix=f"It is one of {', '.join(_FORMATS)}.")
         return to
     if named := named_format(dst):
         return named
@@ -127,8 +118,8 @@ def dtype_of(text: str) -> str:
     """
     name = text.removeprefix("torch.").lower()
     name = _SHORT.get(name, name)
-    if name and name not in DTYPES:
-        raise UsageError(f"cannot convert to {text!r}", fix=f"The dtype is one of {', '.join(DTYPES)}.")
+    if name and name not in FLOATING:
+        raise UsageError(f"cannot convert to {text!r}", fix=f"The dtype is one of {', '.join(FLOATING)}.")
     return name
 
 

@@ -355,32 +355,14 @@ def _share(group: list[tuple[int, int, Slot]], layout: Layout) -> None:
 # -- the pickle
 
 
-class _Nodes:
-    """Makes the nodes to pickle: the object with its slots, and the call for each slot.
-
-    Storages of tensors that are carried over are added to the layout when they are first needed.
-    """
+class _TensorCalls:
+    """Makes the call for each slot. Storages that are carried over are added to the layout when they are needed."""
 
     def __init__(self, layout: Layout, storages: tuple[Storage, ...]) -> None:
         self._layout = layout
         self._globals: dict[str, Global] = {}
         self._source_storages = {storage.key: storage for storage in storages}
         self._carried: dict[str, _Stored] = {}
-
-    def node(self, node: Any) -> Any:
-        """The object, copied so that the checkpoint stays as it is. ``structured`` limits its depth."""
-        if type(node) is Dict:
-            return Dict([self.node(part) for part in node.items])
-        if type(node) is list:
-            return [self.node(part) for part in node]
-        if type(node) is tuple:
-            return tuple(self.node(part) for part in node)
-        if type(node) is Call and (node.items or node.states):
-            made = Call(node.callee, node.args, node.kind, 0)
-            made.items = [self.node(part) for part in node.items or []]
-            made.states = [self.node(part) for part in node.states or []]
-            return made
-        return node
 
     def tensor(self, slot: Slot) -> Any:
         """The call for a tensor."""
@@ -449,8 +431,9 @@ def write_torch(job: Job, structure: Structure, layout: Layout, data: Data) -> l
     from transload.io.atomic import SystemFile
     from transload.saving.storages import ROOT, closing_records, threads_for
 
-    nodes = _Nodes(layout, data.content.checkpoint.storages)
-    pickled = dumps(nodes.node(structure.root), expand=(Slot, nodes.tensor))
+    layout = Layout([*layout.storages], layout.views)  # the plan stays as it is
+    calls = _TensorCalls(layout, data.content.checkpoint.storages)
+    pickled = dumps(structure.root, expand=(Slot, calls.tensor))
     file = job.bundle.add(job.dst)
     write_archive(
         SystemFile(file.descriptor, push=True),
@@ -511,4 +494,4 @@ def _read_back(source: Descriptor, slots: tuple[Slot, ...], layout: Layout) -> l
         if not same:
             raise ConvertError(f"{slot.named.name} is not read back as it was written", where=source.name)
     offsets = {storage.key: storage.offset or 0 for storage in read.storages}
-    return [Location(stored.entry, source, offsets[stored.key]) for stored in layout.storages if stored.entry.nbytes]
+    return [Location(entry, source.read, offsets[key]) for key, entry in layout.storages if entry.nbytes]

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.converting.casting import cast
 from transload.dtypes import itemsize
 from transload.errors import ConvertError, OverflowRefusedError
+from transload.io.sources import FileSource
 from transload.tensors import Content, ContentError, Run
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor
-    from transload.io.sources import Source
 
-__all__ = ["Data", "Descriptor", "Entry", "Location", "Writer", "can_pour", "check_source", "compare", "pour"]
+__all__ = ["CAN_POUR", "Data", "Descriptor", "Entry", "Location", "Writer", "check_source", "compare", "pour"]
 
 _PIECE = 4 << 20
 _TRY_AGAIN = "Try again; if it stays so, the memory or the disk of this machine is failing."
@@ -168,37 +168,17 @@ class Writer:
         self._progress(nbytes)
 
 
-class Descriptor:
-    """A file that was just written, read by its descriptor: a ``Source``."""
+class Descriptor(FileSource):
+    """A file that was just written, read by its descriptor; closed by the one who has opened it."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self.name = name
         self.size = os.fstat(descriptor).st_size
-        self._descriptor = descriptor
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        count = min(count, self.size - offset)
-        data = b""
-        while len(data) < count:
-            if hasattr(os, "pread"):
-                more = os.pread(self._descriptor, count - len(data), offset + len(data))
-            else:
-                os.lseek(self._descriptor, offset + len(data), os.SEEK_SET)
-                more = os.read(self._descriptor, count - len(data))
-            if not more:
-                break
-            data += more
-        return data
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on, and return how many bytes there were."""
-        data = self.read(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        self._fd = descriptor
+        self._lock = Lock()
 
     def close(self) -> None:
-        """Leave it to the one who has opened it."""
+        """Leave it open."""
 
 
 # -- written and read back in one pass
@@ -212,11 +192,7 @@ _SPARE_CHUNKS = 4  # besides those that are being written: one is filled, the ot
 _THREADS = 4  # perhaps more than cores: most of the time they wait for the disk
 _PAST_THE_CACHE = 64 << 20  # bytes from which it is worth it; smaller files may as well stay in memory
 _PAGE = 4096
-
-
-def can_pour() -> bool:
-    """Whether this system writes and reads files at any place, for several threads."""
-    return hasattr(os, "pwrite") and hasattr(os, "preadv")
+CAN_POUR = hasattr(os, "pwrite") and hasattr(os, "preadv")
 
 
 def pour(  # noqa: PLR0913 - what, where to, and how
@@ -248,16 +224,8 @@ def pour(  # noqa: PLR0913 - what, where to, and how
     return [checksum or 0 for checksum in checksums]
 
 
-class Part(NamedTuple):
-    """Bytes of an entry in a chunk."""
-
-    entry: int
-    start: int
-    nbytes: int
-
-
 class Chunk:
-    """A buffer, the place in the file where it goes, and the checksums of its parts."""
+    """A buffer, and the place in the file where it goes. ``parts`` are index of the entry, start and bytes of each."""
 
     def __init__(self, nbytes: int) -> None:
         from transload.io.memory import Pages, view
@@ -270,7 +238,7 @@ class Chunk:
         """Empty it, for what goes to a place in the file."""
         self.offset = offset
         self.filled = 0
-        self.parts: list[Part] = []
+        self.parts: list[tuple[int, int, int]] = []
         self.sums: list[int] = []
 
 
@@ -323,13 +291,13 @@ class _Filler:
 
     def _add(self, index: int, nbytes: int) -> None:
         if index >= 0:
-            self._chunk.parts.append(Part(index, self._chunk.filled, nbytes))
+            self._chunk.parts.append((index, self._chunk.filled, nbytes))
         self._chunk.filled += nbytes
 
     def _collect(self, chunk: Chunk) -> None:
         """Take the checksums of a chunk that was written."""
-        for part, checksum in zip(chunk.parts, chunk.sums, strict=True):
-            self.sums.append((part.entry, chunk.offset + part.start, part.nbytes, checksum))
+        for (index, start, nbytes), checksum in zip(chunk.parts, chunk.sums, strict=True):
+            self.sums.append((index, chunk.offset + start, nbytes, checksum))
         if self._progress is not None and chunk.filled:
             self._progress(chunk.filled)
 
@@ -484,10 +452,10 @@ _TASK = 64 << 20  # bytes that one thread compares
 
 
 class Location(NamedTuple):
-    """Where a reader of the target finds the bytes of an entry."""
+    """Where a reader of the target finds the bytes of an entry: ``read`` takes an offset and a count."""
 
     entry: Entry
-    source: Source
+    read: Callable[[int, int], bytes]
     offset: int
 
 
@@ -518,18 +486,18 @@ def compare(locations: list[Location], data: Data, where: str, progress: Progres
 
 
 def _is_same(location: Location, data: Data, start: int, nbytes: int) -> bool:
-    entry, target, offset = location
+    entry, read, offset = location
     run = data.run(entry)
     if run is not None:
         source = data.content.open_file(run.file)
         for at in range(start, start + nbytes, _COMPARED):
             count = min(_COMPARED, start + nbytes - at)
-            if source.read(run.offset + at, count) != target.read(offset + at, count):
+            if source.read(run.offset + at, count) != read(offset + at, count):
                 return False
         return True
     at = offset
     for piece in data.pieces(entry, _COMPARED):
-        if target.read(at, len(piece)) != bytes(piece):
+        if read(at, len(piece)) != bytes(piece):
             return False
         at += len(piece)
     return at - offset == nbytes

@@ -10,12 +10,13 @@ import json
 import os
 import re
 from contextlib import closing
+from functools import partial
 from struct import unpack
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from transload.converting.output import clear_parts, index_name, write_text
-from transload.converting.transfer import Data, Descriptor, Entry, Location, Writer, can_pour, pour
+from transload.converting.transfer import CAN_POUR, Data, Descriptor, Entry, Location, Writer, pour
 from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError
 from transload.formats.zip_writer import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
@@ -63,7 +64,7 @@ def write_safetensors(
     locations: list[Location] = []
     for name, entries, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
-        if job.verify and can_pour():
+        if job.verify and CAN_POUR:
             checksums = pour(file.descriptor, header, entries, data, where=file.path, progress=written_and_compared)
             job.checksums.update({id(entry): value for entry, value in zip(entries, checksums, strict=True)})
             _locate(Descriptor(file.descriptor, file.path), entries)
@@ -146,7 +147,7 @@ def _locate(source: Descriptor, entries: list[Entry]) -> list[Location]:
         same = tensor is not None and (tensor.dtype, tensor.shape) == (entry.dtype, entry.shape)
         if tensor is None or not same or (tensor.file_offset is None and entry.nbytes):
             raise _not_as_written(source.name, entry.name)
-        locations.append(Location(entry, source, tensor.file_offset or 0))
+        locations.append(Location(entry, source.read, tensor.file_offset or 0))
     if tensors or read.problems:
         raise _not_as_written(source.name)
     return locations
@@ -250,7 +251,7 @@ def _locate_members(source: Descriptor, file: int, members: list[tuple[Entry, st
         same = info.filename == name and info.file_size == len(head) + entry.nbytes
         if not same or source.read(at, len(head)) != head:
             raise _not_as_written(source.name, entry.name)
-        locations.append(Location(entry, source, at + len(head)))
+        locations.append(Location(entry, source.read, at + len(head)))
     return locations
 
 
@@ -280,9 +281,9 @@ def write_raw(job: Job, contents: TargetContents, data: Data) -> list[Location]:
         job.copied += writer.copied
         shape = list(entry.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
-        locations.append(Location(entry, _ClosedFile(path), 0))
-        if locations[-1].source.size != entry.nbytes:
+        if os.stat(path).st_size != entry.nbytes:
             raise _not_as_written(job.dst, entry.name)
+        locations.append(Location(entry, partial(_read_file, path), 0))
     index = {
         "format": "transload-raw",
         "version": 1,
@@ -300,25 +301,9 @@ def write_raw(job: Job, contents: TargetContents, data: Data) -> list[Location]:
     return locations
 
 
-class _ClosedFile:
-    """A file that is opened for each reading: there may be more of them than a process can have open."""
+def _read_file(path: str, offset: int, count: int) -> bytes:
+    """Bytes of a file that is closed again: there may be more of them than a process can have open."""
+    from transload.io.sources import FileSource
 
-    def __init__(self, path: str) -> None:
-        self.name = path
-        self.size = os.stat(path).st_size
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        from transload.io.sources import FileSource
-
-        with closing(FileSource(self.name)) as file:
-            return file.read(offset, count)
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on, and return how many bytes there were."""
-        data = self.read(offset, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        """Nothing is open."""
+    with closing(FileSource(path)) as file:
+        return file.read(offset, count)
