@@ -119,8 +119,8 @@ def convert(  # noqa: PLR0913 - what a user may ask for
 
     ``src`` is a path (of a file or a directory), bytes, or a file object. The format of ``dst`` follows from its name,
     or is ``to``: ``torch``, ``safetensors``, ``npz``, or ``raw`` (a directory). ``key`` chooses a part (``"model"``),
-    ``strip`` takes prefixes off the names (``"module."``), ``dtype`` is for floating tensors, and a number that does
-    not fit is an error unless ``allow_inf``. ``max_shard_size`` (``"5GB"``) cuts safetensors into shards. ``verify``
+    ``strip`` removes prefixes from the names (``"module."``), ``dtype`` is for floating tensors, and a number that does
+    not fit is an error unless ``allow_inf``. ``max_shard_size`` (``"5GB"``) splits safetensors into shards. ``verify``
     checks the source's own checksums and reads the target back, byte for byte, before it gets its name. ``progress``
     is a function of the bytes done and of all bytes, or ``True`` for a line on a terminal.
 
@@ -135,12 +135,12 @@ def convert(  # noqa: PLR0913 - what a user may ask for
     options = Options(key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size))
     format_ = format_of(target, to)
     if options.max_shard_size and format_ != "safetensors":
-        raise UsageError("only safetensors is cut into shards", fix="Leave the largest size out.")
+        raise UsageError("only safetensors can be split into shards", fix="Leave out --max-shard-size.")
     if format_ != "raw" and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
         usual = {"safetensors": "model.safetensors", "torch": "pytorch_model.bin", "npz": "model.npz"}[format_]
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
-        raise UsageError("the target would be the source itself", where=target, fix="Choose another name.")
+        raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
         return convert_content(
@@ -166,7 +166,7 @@ def _path(path: Any) -> str:
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         if b"\0" not in os.fsencode(name):
             return name
-    raise UsageError("no file can have the name of the target", where=name)
+    raise UsageError("the name of the target is not valid", where=name)
 
 
 def convert_content(  # noqa: PLR0913 - as asked for
@@ -191,7 +191,7 @@ def convert_content(  # noqa: PLR0913 - as asked for
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
     if os.path.lexists(leftovers_path) and not _is_leftovers(leftovers_path):
-        what = "what is there was not left over by a conversion"
+        what = "the existing file was not written by a conversion"
         raise UsageError(what, where=leftovers_path, fix="Choose another name.")
     if format_ != "raw":
         refuse_existing(dst, overwrite=overwrite)

@@ -81,7 +81,7 @@ def plain_data(dropped: tuple[Dropped, ...], tensors: frozenset[tuple[Key, ...]]
         data[free] = value
     listed = walk.listed
     if walk.unlisted:
-        listed.append(Omission("…", f"and {walk.unlisted:,} more, which are too many to be named"))
+        listed.append(Omission("…", f"and {walk.unlisted:,} more, too many to name"))
     return Leftovers(data[""] if set(data) == {""} else data or None, tuple(listed), walk.versions, tuple(walk.odd))
 
 
@@ -127,9 +127,9 @@ class _PlainWalk(BoundedWalk):
             self._text_left -= _text_length(value)
             return value if self._text_left >= 0 else self._list(path, node, "with more text than is kept")
         if self.is_too_much(node, depth):
-            return self._list(path, node, "nested too deep, or shared too often")
+            return self._list(path, node, "nested too deeply or shared too often")
         if id(node) in self.ancestors:
-            return self._list(path, node, "holds itself")
+            return self._list(path, node, "contains itself")
         self.ancestors.add(id(node))
         try:
             return self._container(node, path, depth + 1)
@@ -179,11 +179,11 @@ class _PlainWalk(BoundedWalk):
             if value is NOTHING:
                 continue
             if type(key) not in KEY_TYPES or (type(key) is int and key.bit_length() > _MAX_BITS):
-                self._list((*path, step), value, "under a key that is neither text nor number")
+                self._list((*path, step), value, "under a key that is neither a string nor a number")
                 continue
             name = str(key)
             if name in data:  # 1 and "1" have the same text: the first is listed
-                self._list((*path, name), data[name], "under a key that another one is written as")
+                self._list((*path, name), data[name], "under a key that is written like another one")
             data[name] = value
             self._text_left -= len(name)
         return data if data or not pairs else NOTHING

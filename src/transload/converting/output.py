@@ -73,9 +73,9 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise UsageError("there is a file already", where=path, fix="Choose another name, or say --force.")
+        raise UsageError("the file already exists", where=path, fix="Choose another name, or add --force.")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError("what is there is no plain file", where=path, fix="Choose another name.")
+        raise UsageError("the target is not a regular file", where=path, fix="Choose another name.")
 
 
 class Bundle:
@@ -130,7 +130,7 @@ class Bundle:
     def _refuse_source(self, path: str, where: str) -> None:
         """A source is never written over, whatever is asked for."""
         if not self._sources.isdisjoint(file_identity(path)):
-            raise UsageError("the target would be the source itself", where=where, fix="Choose another name.")
+            raise UsageError("the target is the source itself", where=where, fix="Choose another name.")
 
     @property
     def paths(self) -> list[str]:
@@ -324,12 +324,12 @@ class Folder:
         if not os.path.lexists(self.path):
             return
         if not os.path.isdir(self.path):
-            raise UsageError("there is a file already", where=self.path, fix="Choose another name.")
+            raise UsageError("there already is a file", where=self.path, fix="Choose another name.")
         names = os.listdir(self.path)
         ours = "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
         if names and not (self._overwrite and ours):
-            fix = "Choose another name." if self._overwrite else "Choose another name, or say --force."
-            raise UsageError("there is a directory already, and it is not empty", where=self.path, fix=fix)
+            fix = "Choose another name." if self._overwrite else "Choose another name, or add --force."
+            raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
 
     def commit(self) -> None:
         """Rename it, then remove what was there before."""

@@ -87,8 +87,8 @@ def make_plan(content: Content, format_: str, options: Options) -> Plan:
         dropped = _everything(checkpoint, selection, options)
         plan = Plan(format_, options, selection, contents, dropped, metadata)
     if not plan.contents.entries and not plan.carried:
-        first = plan.contents.omitted[0]
-        raise ConvertError(f"{format_} can hold no tensor of it: {first.name}: {first.why}", where=checkpoint.path)
+        name, why, _ = plan.contents.omitted[0]
+        raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=checkpoint.path)
     return plan
 
 
@@ -150,25 +150,25 @@ def notes(checkpoint: Checkpoint, plan: Plan, job: Job, leftovers: Leftovers) ->
     """What there is to know besides what was left out, each a sentence."""
     named = named_format(job.dst)
     if named and named != plan.format:
-        yield f"it is {plan.format}, though its name is that of {named}"
+        yield f"it is {plan.format}, although its name says {named}"
     if plan.format == "safetensors":
         index = index_name(job.dst)
         if index not in job.bundle.paths and os.path.lexists(index):
-            yield f"the index of other shards is still there, which some loaders prefer: {index}"
+            yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := other_shards(index, job.bundle.paths):
-            yield f"other shards of that name are still there: {_some(others)}"
+            yield f"other shards of that name still exist: {_some(others)}"
     if checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
     for prefix in plan.selection.unmatched:
-        yield f"no name begins with {prefix!r}, which was to be taken off"
-    yield from _first(plan.contents.in_parts, "{} is kept as the tensors it is made of")
+        yield f"no name begins with the prefix {prefix!r}"
+    yield from _first(plan.contents.in_parts, "{} is stored as the tensors it consists of")
     yield from _dtype_notes(plan)
     if separated := _separated_views(plan):
-        yield f"views that overlap in memory, and have numbers of their own now: {_some(separated)}"
+        yield f"views that shared memory are separate tensors now: {_some(separated)}"
     if leftovers.odd:
-        yield f"named by how its key looks, which is neither text nor number: {_some(leftovers.odd)}"
+        yield f"named after the printed form of a key that is neither a string nor a number: {_some(leftovers.odd)}"
     if leftovers.versions:
-        yield "the versions of its modules, which state_dict() records (_metadata), are not kept"
+        yield "the module versions that state_dict() records (_metadata) are not kept"
 
 
 def _dtype_notes(plan: Plan) -> Iterator[str]:
@@ -177,11 +177,11 @@ def _dtype_notes(plan: Plan) -> Iterator[str]:
     yield from _first([f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in kept], "{}")
     for dtype, count in sorted(dtypes.items()) if wanted else ():
         if dtype.startswith("float") and dtype not in FLOATING:
-            yield f"--dtype is not for {dtype}: {count:,} of them stay"
+            yield f"--dtype does not apply to {dtype} (tensors: {count:,})"
     opaque = sorted(filter(is_opaque, dtypes))
     if plan.format == "npz" and opaque:
-        hint = "; --dtype float32 makes numbers of bfloat16" if "bfloat16" in opaque else ""
-        yield f"numpy has no {' and no '.join(opaque)}: kept as raw bytes{hint}"
+        hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
+        yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
 
 
 def _first(names: Iterable[str], sentence: str) -> Iterator[str]:

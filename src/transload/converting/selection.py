@@ -96,12 +96,12 @@ def format_of(dst: str, to: str = "") -> str:
     """
     if to:
         if to not in _FORMATS:
-            raise UsageError(f"there is no format {to!r}", fix=f"It is one of {', '.join(_FORMATS)}.")
+            raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
         return to
     if named := named_format(dst):
         return named
-    fix = "Let its name end in .safetensors, .pt, .npz or a slash, or say --to torch|safetensors|npz|raw."
-    raise UsageError("the name of the target does not say which format it shall have", where=dst, fix=fix)
+    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw."
+    raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
 
 
 def named_format(dst: str) -> str:
@@ -119,7 +119,7 @@ def dtype_of(text: str) -> str:
     name = text.removeprefix("torch.").lower()
     name = _SHORT.get(name, name)
     if name and name not in FLOATING:
-        raise UsageError(f"cannot convert to {text!r}", fix=f"The dtype is one of {', '.join(FLOATING)}.")
+        raise UsageError(f"cannot convert to {text!r}", fix=f"Choose one of {', '.join(FLOATING)}.")
     return name
 
 
@@ -133,7 +133,7 @@ def size_of(size: str | int | None) -> int:
         return 0
     match = _SIZE.fullmatch(str(size).strip())
     if not match or not 0 < float(match[1]) < _MAX_SIZE or (match[3] and not match[2]):
-        raise UsageError(f"{size!r} is no size", fix="Write it like 5GB, 500MB or 2GiB.")
+        raise UsageError(f"{size!r} is not a size", fix="Write it like 5GB, 500MB or 2GiB.")
     unit = 1024 if match[3] else 1000
     return max(1, int(float(match[1]) * unit ** _POWERS.index(match[2].upper())))
 
@@ -200,7 +200,7 @@ class Distinct:
 _WEIGHTS = ("_parameters", "_buffers")
 _NO_STATE = "an attribute of a module, which state_dict() does not have"
 _NOT_PERSISTENT = "a buffer registered with persistent=False"
-_CONSTANT = "a constant of the program's code, no weight"
+_CONSTANT = "a constant of the program's code, not a weight"
 
 
 def select(checkpoint: Checkpoint, options: Options) -> Selection:
@@ -216,7 +216,7 @@ def select(checkpoint: Checkpoint, options: Options) -> Selection:
     if key and not chosen:
         raise _no_such_key(checkpoint, options.key)
     omitted = [
-        Omission(problem.where or "…", f"not all of it was looked through: {problem.detail}", lost=True)
+        Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
         for problem in checkpoint.problems
         if problem.code in ("tree-too-deep", "tree-too-large")  # tensors may lie where the reader has stopped
     ]
@@ -315,10 +315,10 @@ def _writable(name: str) -> str:
 # -- what the target holds
 
 _CANNOT_HOLD = {
-    "meta": "it was on the meta device and has no numbers",
-    "quantized": "it is quantized: its numbers mean nothing without their scales",
-    "subclass": "it is of a class of its own",
-    "device": "its numbers lie in the pickle, as an array of numpy",
+    "meta": "it was on the meta device and has no values",
+    "quantized": "it is quantized: its values mean nothing without their scales",
+    "subclass": "it is a tensor subclass",
+    "device": "its values are in the pickle, as a numpy array",
 }
 
 
@@ -577,7 +577,7 @@ class _FullNames:
                 if self._left < 0:
                     raise ConvertError(f"its names add up to more than {MAX_NAMES >> 20} MiB", where=self._where)
             return _renamed(tensor, tensor.name, name)
-        what = f"a key is longer than 1,000 characters, and not to be told from others: {tensor.name[-60:]}"
+        what = f"a key is longer than 1,000 characters, and cannot be told apart from others: {tensor.name[-60:]}"
         raise ConvertError(what, where=self._where, fix="Save it again with shorter keys.")
 
     def _keys(self, node: Any, path: tuple[Key, ...], number: int) -> list[Any] | None:

@@ -483,7 +483,7 @@ def _read_back(source: Descriptor, slots: tuple[Slot, ...], layout: Layout) -> l
     read = read_source(source)
     problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # a long history of losses
     if len(read.tensors) != len(slots) or problems:
-        raise ConvertError("it is not read back as it was written", where=source.name)
+        raise ConvertError("it does not read back as it was written", where=source.name)
     for tensor, slot in zip(read.tensors, slots, strict=True):
         view, before = layout.views.get(id(slot)), slot.named.tensor
         if view is None:
@@ -492,6 +492,6 @@ def _read_back(source: Descriptor, slots: tuple[Slot, ...], layout: Layout) -> l
             found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
             same = found == (view.dtype, view.offset, view.shape, view.stride, view.stored.key)
         if not same:
-            raise ConvertError(f"{slot.named.name} is not read back as it was written", where=source.name)
+            raise ConvertError(f"{slot.named.name} does not read back as it was written", where=source.name)
     offsets = {storage.key: storage.offset or 0 for storage in read.storages}
     return [Location(entry, source.read, offsets[key]) for key, entry in layout.storages if entry.nbytes]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["CAN_POUR", "Data", "Descriptor", "Entry", "Location", "Writer", "check_source", "compare", "pour"]
 
 _PIECE = 4 << 20
-_TRY_AGAIN = "Try again; if it stays so, the memory or the disk of this machine is failing."
+_DIFFERENT = "the bytes read back differ from those written"
+_TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
 Progress = Callable[[int], None]
 
@@ -79,9 +80,9 @@ class Data:
             return
         self.infinite[entry.name] = count
         if not self._allow_inf:
-            what = f"{count:,} of the {entry.tensor.numel:,} numbers of {entry.name} are too large for {entry.dtype}"
+            what = f"{count:,} of the {entry.tensor.numel:,} values of {entry.name} are too large for {entry.dtype}"
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
-            fix = f"Choose {wider}, or --allow-inf to make infinities of them."
+            fix = f"Choose {wider}, or add --allow-inf to store them as infinities."
             raise OverflowRefusedError(what, where=self.content.checkpoint.path, fix=fix)
 
 
@@ -135,7 +136,7 @@ class Writer:
             while done < run.nbytes:  # what the kernel did not copy
                 piece = source.read(run.offset + done, min(_GATHERED, run.nbytes - done))
                 if not piece:
-                    raise ContentError(f"the file has become shorter while it was read: {source.name}")
+                    raise ContentError(f"the file became shorter while it was being read: {source.name}")
                 self.write(piece)
                 done += len(piece)
             return
@@ -266,7 +267,7 @@ class _Filler:
         while done < run.nbytes:
             count = source.readinto(run.offset + done, self._room(run.nbytes - done))
             if not count:
-                raise ContentError("the file has become shorter while it was read", where=source.name)
+                raise ContentError("the file became shorter while it was being read", where=source.name)
             self._add(index, count)
             done += count
 
@@ -369,7 +370,7 @@ class ChunkPool:
         if data:
             _set_direct(self._descriptor, on=False)
             os.pwrite(self._descriptor, data, offset)
-            self._require(os.pread(self._descriptor, len(data), offset) == data, "it was not written as it was read")
+            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
         return done
 
     def _work(self) -> None:
@@ -399,9 +400,9 @@ class ChunkPool:
         done = 0
         while done < whole:
             count = self._retry_cached(os.preadv, [again.view[done:whole]], chunk.offset + done)
-            self._require(count > 0, "it is shorter than what was written")
+            self._require(count > 0, "the file is shorter than what was written")
             done += count
-        self._require(_is_equal(chunk, again, whole), "it was not written as it was read")
+        self._require(_is_equal(chunk, again, whole), _DIFFERENT)
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:
@@ -476,7 +477,7 @@ def compare(locations: list[Location], data: Data, where: str, progress: Progres
     def check(task: tuple[Location, int, int]) -> None:
         location, start, nbytes = task
         if not _is_same(location, data, start, nbytes):
-            raise ConvertError(f"{location.entry.name} was not written as it was read", where=where, fix=_TRY_AGAIN)
+            raise ConvertError(f"{location.entry.name}: {_DIFFERENT}", where=where, fix=_TRY_AGAIN)
         if progress is not None:
             with lock:
                 progress(nbytes)
@@ -527,7 +528,7 @@ def check_source(entries: tuple[Entry, ...], carried: Iterable[Tensor], data: Da
     damaged += _damaged_records(content, unchecked)
     if damaged:
         what = f"{len(damaged)} of its records are damaged: {damaged[0]}"
-        raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is whole.")
+        raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
 
 
 def _damaged_records(content: Content, storages: set[str]) -> list[str]:

@@ -38,7 +38,7 @@ def holds(format_: str, dtype: str) -> bool:
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
-    return ConvertError(f"{name} is not read back as it was written", where=path)
+    return ConvertError(f"{name} does not read back as it was written", where=path)
 
 
 # -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
@@ -131,7 +131,7 @@ def _header(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata
     text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
-        raise ConvertError(f"its table would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
+        raise ConvertError(f"its header would take {len(text):,} bytes: safetensors allows {_MAX_HEADER:,}")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -207,7 +207,7 @@ def write_npz(job: Job, contents: TargetContents, data: Data) -> list[Location]:
         if len(encoded) > _MAX_NAME:
             raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=job.dst)
         if len(entry.shape) > _MAX_RANK:
-            what = f"{entry.name} has {len(entry.shape):,} dimensions: numpy takes {_MAX_RANK}"
+            what = f"{entry.name} has {len(entry.shape):,} dimensions: numpy allows {_MAX_RANK}"
             raise ConvertError(what, where=job.dst)
         writer.write(local_header(encoded, size, at, ALIGNMENT))
         writer.write(head)

@@ -43,7 +43,7 @@ def report(made: Conversion) -> Iterator[Block]:
             "renamed", _some([f"{printable(a) or 'the root'} → {printable(b)}" for a, b in made.renamed]), "trust"
         )
     if made.others:
-        yield _row("not chosen", plural(made.others, "tensor") + " outside of the key", "dim")
+        yield _row("not chosen", plural(made.others, "tensor") + " outside the key", "dim")
     yield from _left_out(made)
     for note in made.notes:
         yield _row("note", printable(note, None), "dim")
@@ -52,7 +52,7 @@ def report(made: Conversion) -> Iterator[Block]:
 def _written(made: Conversion) -> str:
     files = f", {plural(_weights(made), 'shard')} and an index" if _weights(made) > 1 else ""
     speed = f", {made.nbytes / 1e9 / made.seconds:.1f} GB/s" if made.nbytes >= 1e8 and made.seconds else ""
-    checked = "; read back, every byte as it was" if made.verified else "; not read back"
+    checked = "; read back and compared" if made.verified else "; not read back"
     held = f"{plural(made.tensors, 'tensor')}, {size(made.nbytes)}"
     return f"{_FORMATS[made.to]}: {held}{files}{speed}{checked}"
 
@@ -71,11 +71,11 @@ def _left_out(made: Conversion) -> Iterator[Block]:
         if len(found) > _SHOWN:
             yield _row("", f"… and {len(found) - _SHOWN:,} more", "dim")
     if made.leftovers:
-        yield _row("leftovers", f"what else it held, as plain data: {printable(made.leftovers, None)}")
+        yield _row("leftovers", f"everything else, as plain data: {printable(made.leftovers, None)}")
     for index, each in enumerate(made.listed[:_SHOWN]):
         yield _row("not kept" if not index else "", _told(each), "bad")
     if len(made.listed) > _SHOWN:
-        yield _row("", f"… and {len(made.listed) - _SHOWN:,} more, which --json names", "dim")
+        yield _row("", f"… and {len(made.listed) - _SHOWN:,} more; --json names them", "dim")
 
 
 def _told(left: Omission) -> str:
