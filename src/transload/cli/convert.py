@@ -80,14 +80,14 @@ def run(arguments: Namespace) -> int:
 def _list(arguments: Namespace) -> int:
     from transload.converting import parts
 
-    found = parts(arguments.path)
+    candidates = parts(arguments.path)
     if arguments.json:
         from transload.render.json import to_json
 
-        told = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in found]}
-        write(to_json([told], several=False))
+        table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
+        write(to_json([table], several=False))
     else:
         from transload.render.convert import listing
 
-        show(listing(arguments.path, found), arguments.color)
+        show(listing(arguments.path, candidates), arguments.color)
     return 0
