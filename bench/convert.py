@@ -48,7 +48,6 @@ if way.startswith("torch"):
     work = torch_and_safetensors
 else:
     from transload.converting import convert
-    from transload.converting import pouring, running
     verify = way == "transload"
     work = lambda: convert(source, target, verify=verify, overwrite=True)
 

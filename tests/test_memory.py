@@ -22,8 +22,8 @@ import torch
 
 import transload
 from transload.checkpoint import Storage
-from transload.converting.crew import Chunk as Buffer
-from transload.converting.crew import Crew
+from transload.converting.transfer import Chunk as Buffer
+from transload.converting.transfer import ChunkPool
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Checksums, Chunk
 from transload.loading.placement import DeviceMap
@@ -232,18 +232,16 @@ def test_a_conversion_that_fails_holds_no_memory() -> None:
 
     def pour() -> None:
         reading = os.open(os.devnull, os.O_RDONLY)  # not for writing
-        crew = Crew(reading, 64 << 20, "x")
+        pool = ChunkPool(reading, 64 << 20, "x")
         try:
-            with crew:
-                chunk = crew.first()
-                chunk.filled = len(chunk.view)
-                for each in (chunk, crew.free(), crew.free()):
-                    each.filled = len(each.view)
-                    crew.give(each)
-                list(crew.finish())
+            with pool:
+                for chunk in (pool.free(), pool.free(), pool.free()):
+                    chunk.filled = len(chunk.view)
+                    pool.give(chunk)
+                pool.finish()
         finally:
             os.close(reading)
 
     threads = threading.active_count()
-    assert left_in_cycles(pour, Crew, Buffer) == []
+    assert left_in_cycles(pour, ChunkPool, Buffer) == []
     assert threading.active_count() == threads

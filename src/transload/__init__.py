@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from transload.checking import Check, check
     from transload.checking.compatibility import Compatibility, is_cuda_compatible
     from transload.checkpoint import Checkpoint, Storage, Tensor
-    from transload.converting import convert
-    from transload.converting.result import Conversion
+    from transload.converting import Conversion, convert
     from transload.diagnose import doctor
     from transload.diagnose.verdict import Diagnosis
     from transload.errors import (
@@ -122,7 +121,7 @@ _HOMES = {
     "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
     "Compatibility": "transload.checking.compatibility",
-    "Conversion": "transload.converting.result",
+    "Conversion": "transload.converting",
     "ConvertError": "transload.errors",
     "Diagnosis": "transload.diagnose.verdict",
     "DoesNotFitError": "transload.errors",

@@ -49,7 +49,7 @@ def test_a_file(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr()
     assert not shown.err
     assert shown.out.startswith(f"{target}\n")
-    assert "10 tensors, 560 B; read back, every byte as it was" in shown.out
+    assert "10 tensors, 560 B; read back and compared" in shown.out
     assert "head.weight is fc.weight" in shown.out
     assert inspect(target).integrity in ("whole", "unchecked")
 
@@ -104,7 +104,7 @@ def test_a_part_in_shards_and_another_dtype(train: str, tmp_path: Path, capsys: 
     assert main(["convert", train, str(tmp_path), *options]) == 0
     shown = capsys.readouterr().out
     assert "8 tensors to another dtype" in shown
-    assert "20 tensors outside of the key" in shown
+    assert "20 tensors outside the key" in shown
     found = inspect(tmp_path / "model.safetensors.index.json" if len(list(tmp_path.iterdir())) > 1 else tmp_path)
     assert {"weight", "bias", "bn.weight"} <= {tensor.name for tensor in found.tensors}
 
@@ -126,9 +126,9 @@ def test_what_a_module_leaves(data: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 MISTAKES = [
-    pytest.param(["{state}"], "there is no DST", id="no target"),
+    pytest.param(["{state}"], "DST is missing", id="no target"),
     pytest.param(["{state}", "{tmp}/a.xyz"], "does not say which format", id="an unknown name"),
-    pytest.param(["{state}", "{tmp}/a", "--to", "onnx"], "no format 'onnx'", id="an unknown format"),
+    pytest.param(["{state}", "{tmp}/a", "--to", "onnx"], "unknown format 'onnx'", id="an unknown format"),
     pytest.param(["{state}", "{tmp}/a.pt", "--dtype", "int4"], "'int4'", id="an unknown dtype"),
     pytest.param(["{state}", "{tmp}/a.safetensors", "--max-shard-size", "many"], "'many'", id="no size"),
     pytest.param(["{state}", "{tmp}/a.pt", "--max-shard-size", "5GB"], "only safetensors", id="shards of torch"),

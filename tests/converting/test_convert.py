@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.each import each
 
-from transload.converting import convert, names, parts
+from transload.converting import convert, parts, selection
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
 from transload.judge import inspect
 from transload.nodes import Call, Global
@@ -238,13 +238,13 @@ def test_a_part_of_a_tensor_has_its_whole_name_too(tmp_path: Path) -> None:
 
 def test_long_keys_that_cannot_be_told_apart(tmp_path: Path) -> None:
     source = save({_LONG: {"w": torch.ones(1)}, _ALIKE: {"w": torch.ones(2)}}, tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match="longer than 1,000 characters, and not to be told from others"):
+    with pytest.raises(ConvertError, match="longer than 1,000 characters, and cannot be told apart from others"):
         convert(source, tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()
 
 
 def test_long_keys_above_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "MAX_NAMES", 20_000)
+    monkeypatch.setattr(selection, "MAX_NAMES", 20_000)
     source = save({_LONG: [torch.ones(1)] * 20}, tmp_path / "a.pt")
     with pytest.raises(ConvertError, match="its names add up to more than"):
         convert(source, tmp_path / "b.safetensors")
@@ -255,14 +255,14 @@ def test_tensors_under_keys_that_are_no_names(tmp_path: Path) -> None:
     made = convert(save(value, tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert made.tensors == 3
     assert [each.name for each in made.listed] == ["('a', 1)"]
-    assert [note for note in made.notes if "neither text nor number" in note and "('a', 1)/w" in note]
+    assert [note for note in made.notes if "neither a string nor a number" in note and "('a', 1)/w" in note]
 
 
 def test_what_the_reader_has_not_seen_is_lost(tmp_path: Path) -> None:
     many = save({"w": torch.ones(2), "many": [[torch.ones(1)] * 300] * 300}, tmp_path / "a.pt")
     made = convert(many, tmp_path / "b.safetensors")
     assert not made.complete
-    assert [each.why for each in made.left if "not all of it was looked through" in each.why]
+    assert [each.why for each in made.left if "not all of it was searched" in each.why]
 
 
 def test_parts_whose_names_are_taken(tmp_path: Path) -> None:
@@ -411,21 +411,20 @@ def test_two_keys_of_one_text(tmp_path: Path) -> None:
     made = convert(save({"w": torch.ones(1), 2: 7, "2": 8}, tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"] == {"2": 8}
     assert [(each.name, each.why) for each in made.listed] == [
-        ("2", "int: 7, under a key that another one is written as")
+        ("2", "int: 7, under a key that is written like another one")
     ]
 
 
 def test_numbers_of_numpy_in_the_other_byte_order() -> None:
-    from transload.converting.rest import rest_of
-    from transload.converting.structure import Dropped
+    from transload.converting.leftovers import Dropped, plain_data
 
     dtype = Call(Global("numpy", "dtype", 0), ("f8", False, True), "reduce", 0)
     dtype.states = [(3, ">", None, None, None, -1, -1, 0)]
     scalar = Call(Global("numpy._core.multiarray", "scalar", 0), (dtype, pack(">d", 0.25)), "reduce", 0)
     bad = Call(Global("_codecs", "encode", 0), ("\u20ac", "latin1"), "reduce", 0)
-    rest = rest_of((Dropped(("a",), scalar), Dropped(("b",), bad)), frozenset())
-    assert rest.data == {"a": 0.25}
-    assert [each.name for each in rest.listed] == ["b"]
+    leftovers = plain_data((Dropped(("a",), scalar), Dropped(("b",), bad)), frozenset())
+    assert leftovers.data == {"a": 0.25}
+    assert [each.name for each in leftovers.listed] == ["b"]
 
 
 def test_cycles_end(tmp_path: Path) -> None:
@@ -435,7 +434,7 @@ def test_cycles_end(tmp_path: Path) -> None:
     for name in ("b.safetensors", "b.pt", "b.npz"):
         made = convert(save(value, tmp_path / "a.pt"), tmp_path / name)
         assert made.tensors == 1
-        assert any("holds itself" in each.why for each in made.listed)
+        assert any("contains itself" in each.why for each in made.listed)
 
 
 def test_what_is_shared_a_thousandfold_ends(tmp_path: Path) -> None:
@@ -522,6 +521,12 @@ def test_a_part_of_a_large_storage_is_cut_out(tmp_path: Path) -> None:
     back["a"][5:] = -1
     assert back["b"][0] == -1
     assert back["c"].untyped_storage().nbytes() == 40
+
+
+def test_bytes_of_sparse_tensors_are_counted_once(tmp_path: Path) -> None:
+    source = save({"w": torch.ones(10), "sparse": torch.eye(100).to_sparse()}, tmp_path / "a.pt")
+    made = convert(source, tmp_path / "b.pt")
+    assert made.nbytes == 40 + 100 * 4 + 2 * 100 * 8
 
 
 def test_only_torch_holds_sparse_and_quantized(tmp_path: Path) -> None:
@@ -633,7 +638,7 @@ def test_tied_ones_stay_tied_in_another_dtype(tmp_path: Path) -> None:
 
 def test_what_would_overflow_is_refused(tmp_path: Path) -> None:
     source = save({"fine": torch.ones(3), "large": torch.tensor([1e5, -1e9, float("inf"), 2.0])}, tmp_path / "a.pt")
-    with pytest.raises(OverflowRefusedError, match="2 of the 4 numbers of large are too large for float16"):
+    with pytest.raises(OverflowRefusedError, match="2 of the 4 values of large are too large for float16"):
         convert(source, tmp_path / "b.safetensors", dtype="float16")
     assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
     made = convert(source, tmp_path / "b.safetensors", dtype="float16", allow_inf=True)
@@ -750,7 +755,7 @@ def test_values_of_all_ranks_are_kept(tmp_path: Path) -> None:
 def test_a_prefix_that_no_name_has(tmp_path: Path) -> None:
     source = save({"module.a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors", strip=("module.", "_orig_mod."))
-    assert made.notes == ("no name begins with '_orig_mod.', which was to be taken off",)
+    assert made.notes == ("no name begins with the prefix '_orig_mod.'",)
     assert set(safetensors_torch.load_file(tmp_path / "b.safetensors")) == {"a", "b"}
 
 
@@ -768,21 +773,21 @@ def test_views_that_are_none_any_more_are_named(tmp_path: Path, name: str, dtype
     base = torch.arange(20.0)
     value = {"a": base[:8], "b": base[4:12], "c": base[11:13], "d": base[13:], "e": base[13:13], "tied": base[:8]}
     made = convert(save(value, tmp_path / "a.pt"), f"{tmp_path}/{name}", dtype=dtype)
-    notes = [note.partition(": ")[2] for note in made.notes if note.startswith("views that overlap in memory")]
+    notes = [note.partition(": ")[2] for note in made.notes if note.startswith("views that shared memory")]
     assert [sorted(note.split(", ")) for note in notes] == ([told.split(", ")] if told else [])
 
 
 def test_floating_dtypes_that_are_not_changed_are_told(tmp_path: Path) -> None:
     source = save({"a": torch.ones(4).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors", dtype="bfloat16")
-    assert made.notes == ("--dtype is not for float8_e4m3fn: 1 of them stay",)
+    assert made.notes == ("--dtype does not apply to float8_e4m3fn (tensors: 1)",)
 
 
 def test_many_notes_of_a_kind_are_counted(tmp_path: Path) -> None:
     source = save({str(number): torch.eye(2).to_sparse() for number in range(23)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors")
     assert len(made.notes) == 21
-    assert made.notes[-1] == "… is kept as the tensors it is made of, and so are 3 more"
+    assert made.notes[-1] == "… is stored as the tensors it consists of, and so are 3 more"
 
 
 def test_a_key_inside_of_a_module(tmp_path: Path) -> None:
@@ -795,7 +800,7 @@ def test_a_key_inside_of_a_module(tmp_path: Path) -> None:
 def test_what_the_name_says_and_what_it_is(tmp_path: Path) -> None:
     source = save({"a": torch.ones(1)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.npz", to="safetensors")
-    assert made.notes == ("it is safetensors, though its name is that of npz",)
+    assert made.notes == ("it is safetensors, although its name says npz",)
     assert convert(source, tmp_path / "c", to="safetensors").notes == ()
 
 
@@ -811,7 +816,7 @@ def test_an_index_that_leads_elsewhere_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["b.safetensors", "b.npz", "b/"])
 def test_a_target_that_could_hold_nothing_is_not_made(tmp_path: Path, name: str) -> None:
     source = save({"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match="can hold no tensor of it: q: it is quantized"):
+    with pytest.raises(ConvertError, match="cannot hold any of its tensors: q: it is quantized"):
         convert(source, f"{tmp_path}/{name}")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 

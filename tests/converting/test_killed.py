@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and
 # Forks once for every call, in a process without threads; the child ends at that call as a killed one does.
 SCRIPT = r"""
 import json, os, struct, sys, shutil
-from transload.converting import convert, folder, old_set, running, to_raw, to_safetensors
-import transload.tensors, transload.converting.notes, transload.converting.rest
+from transload.converting import convert, output
+import transload.tensors
 
 scene, base = sys.argv[1], sys.argv[2]
 CALLS = "open write writev pwrite pwritev copy_file_range fsync rename replace link unlink mkdir rmdir".split()
@@ -83,7 +83,7 @@ def killed(at):
             return call
         for name in CALLS:
             setattr(os, name, watched(getattr(os, name)))
-        folder.swapped = watched(folder.swapped) if scene != "raw, without a swap" else lambda *_: False
+        output.swap = watched(output.swap) if scene != "raw, without a swap" else lambda *_: False
         if scene == "shards that cannot be linked":
             def refuse(*_):
                 raise OSError(1, "no")

@@ -17,11 +17,10 @@ from zlib import crc32
 import pytest
 
 import transload
-from transload.converting import comparing, convert, crew, folder, moving, pouring
-from transload.converting.bundle import Bundle
-from transload.converting.entries import Data, Entry
-from transload.converting.old_set import OldSet
-from transload.converting.to_npz import member_name
+from transload.converting import convert, output, transfer
+from transload.converting.output import Bundle
+from transload.converting.transfer import Data, Entry
+from transload.converting.writers import member_name
 from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
 from transload.judge import inspect
 from transload.tensors import open_content
@@ -52,8 +51,8 @@ def poured(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int], li
     with open_content(source) as content, path.open("w+b") as file:
         entries = [Entry(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
         data = Data(content, allow_inf=False)
-        done = pouring.pour(file.fileno(), head, entries, data, where="x", tell=told.append)
-    return path.read_bytes(), done.checksums, told
+        checksums = transfer.pour(file.fileno(), head, entries, data, where="x", progress=told.append)
+    return path.read_bytes(), checksums, told
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
@@ -62,8 +61,8 @@ def poured(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int], li
 def test_a_file_poured_is_the_file(
     tmp_path: Path, chunk: int, head: bytes, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "CHUNK", chunk)
-    monkeypatch.setattr(crew, "_PAST_THE_CACHE", 0 if direct else 1 << 60)
+    monkeypatch.setattr(transfer, "CHUNK", chunk)
+    monkeypatch.setattr(transfer, "_PAST_THE_CACHE", 0 if direct else 1 << 60)
     source = safetensors(SIZES)
     body = source[8 + int.from_bytes(source[:8], "little") :]
     made, sums, told = poured(source, tmp_path / "a", head)
@@ -89,8 +88,8 @@ def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest
             raise OSError(errno.EINVAL, "not aligned")
         return int(true(descriptor, data, offset))
 
-    monkeypatch.setattr(crew, "CHUNK", 8192)
-    monkeypatch.setattr(crew, "_PAST_THE_CACHE", 0)
+    monkeypatch.setattr(transfer, "CHUNK", 8192)
+    monkeypatch.setattr(transfer, "_PAST_THE_CACHE", 0)
     source = safetensors(SIZES)
     monkeypatch.setattr(os, call, picky)
     made, _, _ = poured(source, tmp_path / "a", b"head")
@@ -103,8 +102,8 @@ def test_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(crew, "CHUNK", 4096)
-    monkeypatch.setattr(crew, "Thread", Refusing)
+    monkeypatch.setattr(transfer, "CHUNK", 4096)
+    monkeypatch.setattr(transfer, "Thread", Refusing)
     source = safetensors(SIZES)
     made, _, told = poured(source, tmp_path / "a", b"head")
     assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
@@ -126,7 +125,7 @@ def test_a_disk_that_lies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         content.checkpoint  # noqa: B018
     monkeypatch.setattr(os, "preadv", lying)
     raw = source.read_bytes()
-    with pytest.raises(ConvertError, match="not written as it was read"):
+    with pytest.raises(ConvertError, match="read back differ"):
         convert(raw, tmp_path / "b.safetensors")
     assert files(tmp_path) == {"a.safetensors"}
 
@@ -134,8 +133,8 @@ def test_a_disk_that_lies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("to", ["torch", "npz", "raw"])
 def test_others_are_read_back_too(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(safetensors(SIZES))
-    monkeypatch.setattr(comparing, "_same", lambda task: task.place.entry.name != "e")
-    with pytest.raises(ConvertError, match="e was not written as it was read"):
+    monkeypatch.setattr(transfer, "_is_same", lambda location, *_: location.entry.name != "e")
+    with pytest.raises(ConvertError, match="e: the bytes read back differ"):
         convert(tmp_path / "a.safetensors", tmp_path / "b", to=to)
     assert files(tmp_path) == {"a.safetensors"}
     convert(tmp_path / "a.safetensors", tmp_path / "b", to=to, verify=False)
@@ -148,13 +147,13 @@ def test_what_is_compared_must_be_equal(tmp_path: Path) -> None:
     with open_content(tmp_path / "a") as content:
         data = Data(content, allow_inf=False)
         for tensor in content.checkpoint.tensors:
-            place = comparing.Back(
-                Entry(tensor.name, tensor, tensor.dtype), content.open_file(""), tensor.file_offset or 0
+            place = transfer.Location(
+                Entry(tensor.name, tensor, tensor.dtype), content.open_file("").read, tensor.file_offset or 0
             )
-            comparing.compare([place], data, "x", None)
+            transfer.compare([place], data, "x", None)
             if tensor.numel:
-                with pytest.raises(ConvertError, match=f"{tensor.name} was not"):
-                    comparing.compare([place._replace(offset=place.offset + 1)], data, "x", None)
+                with pytest.raises(ConvertError, match=f"{tensor.name}: the bytes read back differ"):
+                    transfer.compare([place._replace(offset=place.offset + 1)], data, "x", None)
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
@@ -186,7 +185,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_kernel_copies_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "_LARGE", 1000)
+    monkeypatch.setattr(transfer, "_LARGE", 1000)
     source = tmp_path / "a.safetensors"
     source.write_bytes(safetensors(SIZES))
     made = convert(source, tmp_path / "b.safetensors", verify=False)
@@ -204,7 +203,7 @@ def test_the_kernel_copies_where_it_can(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_copy_may_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "_LARGE", 1000)
+    monkeypatch.setattr(transfer, "_LARGE", 1000)
     source = tmp_path / "a.safetensors"
     source.write_bytes(safetensors(SIZES))
     convert(source, tmp_path / "b.safetensors")
@@ -323,7 +322,7 @@ def test_the_index_in_between_is_one_that_loaders_take(tmp_path: Path) -> None:
     made = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
     index, shards = made.files[-1], list(made.files[:-1])
     text, before = Path(index).read_bytes(), inspect(index)
-    kept = OldSet(index, shards)
+    kept = output._OldShards(index, shards)
     for shard in shards:
         Path(shard).unlink()
     between = inspect(index)
@@ -386,7 +385,7 @@ def test_only_what_was_left_over_is_replaced(tmp_path: Path, name: str) -> None:
     convert(STATE, f"{tmp_path}/{name}", overwrite=True)
     assert not beside.exists()
     beside.write_text('{"mine": 1}', encoding="utf-8")
-    with pytest.raises(UsageError, match="not left over"):
+    with pytest.raises(UsageError, match="not written by a conversion"):
         convert(STATE, f"{tmp_path}/{name}", overwrite=True)
     assert beside.read_text(encoding="utf-8") == '{"mine": 1}'
 
@@ -462,7 +461,7 @@ def test_a_directory_that_cannot_take_its_place(tmp_path: Path, monkeypatch: pyt
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", refuse)
-    monkeypatch.setattr(folder, "swapped", lambda *_: False)
+    monkeypatch.setattr(output, "swap", lambda *_: False)
     with pytest.raises(CannotWriteError):
         convert(STATE, f"{tmp_path}/out/", overwrite=True)
     assert files(tmp_path) == {"out"}
@@ -480,8 +479,8 @@ def test_a_directory_behind_a_link(tmp_path: Path) -> None:
 
 
 def test_what_another_conversion_is_writing_stays(tmp_path: Path) -> None:
-    first = folder.Folder(f"{tmp_path}/out/", overwrite=False)
-    second = folder.Folder(f"{tmp_path}/out/", overwrite=False)
+    first = output.Folder(f"{tmp_path}/out/", overwrite=False)
+    second = output.Folder(f"{tmp_path}/out/", overwrite=False)
     assert len(files(tmp_path)) == 2
     first.discard()
     second.commit()
@@ -490,7 +489,7 @@ def test_what_another_conversion_is_writing_stays(tmp_path: Path) -> None:
 
 def test_a_target_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.safetensors")
-    with pytest.raises(UsageError, match="no plain file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         convert(STATE, tmp_path / "b.safetensors", overwrite=True)
     with pytest.raises(CannotWriteError, match="does not exist"):
         convert(STATE, tmp_path / "absent" / "b.safetensors")

@@ -1,4 +1,4 @@
-"""``transload convert SRC DST``: the tensors of a checkpoint as another format. Nothing of it is run."""
+"""``transload convert SRC DST``: write the tensors of a checkpoint in another format, without running any of it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ examples:
   transload convert whole_model.pt weights/   raw tensors and a JSON index
 
 exit codes:
-  0  every tensor that was asked for is in DST, and everything else there or in DST.leftovers.json
-  1  DST is there, and something is in neither of them: the report names it
+  0  every selected tensor is in DST, and everything else is there or in DST.leftovers.json
+  1  DST was written, but something is in neither file: the report names it
   2  nothing was written
 """
 
@@ -34,16 +34,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
     parser.add_argument("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
     parser.add_argument(
-        "--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, whatever DST's name"
+        "--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say"
     )
     parser.add_argument("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
     parser.add_argument("--list", action="store_true", help="show the parts that --key can choose")
-    parser.add_argument("--strip", metavar="PREFIX", action="append", default=[], help="take this off the names")
-    parser.add_argument("--dtype", metavar="D", default="", help="for floating tensors: float32, float16, bfloat16")
-    parser.add_argument("--allow-inf", action="store_true", help="let numbers too large for --dtype become infinite")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="cut safetensors into shards, such as 5GB")
-    parser.add_argument("--force", action="store_true", help="write over what DST names")
-    parser.add_argument("--no-verify", action="store_true", help="do not read DST back, nor check SRC's checksums")
+    parser.add_argument("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
+    parser.add_argument(
+        "--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16"
+    )
+    parser.add_argument("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
+    parser.add_argument("--force", action="store_true", help="overwrite DST")
+    parser.add_argument("--no-verify", action="store_true", help="do not read DST back or check SRC's checksums")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
 
@@ -53,7 +55,7 @@ def run(arguments: Namespace) -> int:
     if arguments.list:
         return _list(arguments)
     if arguments.out is None:
-        raise UsageError("there is no DST", fix="Say where to write: transload convert SRC DST; or --list.")
+        raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
     from transload.converting import convert
 
     result = convert(
@@ -78,14 +80,14 @@ def run(arguments: Namespace) -> int:
 def _list(arguments: Namespace) -> int:
     from transload.converting import parts
 
-    found = parts(arguments.path)
+    candidates = parts(arguments.path)
     if arguments.json:
         from transload.render.json import to_json
 
-        told = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in found]}
-        write(to_json([told], several=False))
+        table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
+        write(to_json([table], several=False))
     else:
         from transload.render.convert import listing
 
-        show(listing(arguments.path, found), arguments.color)
+        show(listing(arguments.path, candidates), arguments.color)
     return 0

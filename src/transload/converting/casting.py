@@ -13,7 +13,7 @@ from transload.dtypes import ITEMSIZE
 
 __all__ = ["FLOATING", "cast", "is_cast", "rounded_slowly"]
 
-FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+FLOATING = ("float64", "float32", "float16", "bfloat16")
 _MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 _EXPONENT = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8}
 _INFINITE = {"float64": 0x7FF << 52, "float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
@@ -60,9 +60,14 @@ def _nan(dtype: str) -> int:
 
 def _rounded(numpy: Any, data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
     with numpy.errstate(all="ignore"):
-        values = _values(numpy, data, dtype)
+        if dtype == "bfloat16":
+            values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = numpy.frombuffer(data, f"<f{ITEMSIZE[dtype]}")
         if wanted == "bfloat16":
-            made = _to_bfloat16(numpy, _odd(numpy, values) if dtype == "float64" else values.astype("<f4"))
+            bits = (_rounded_to_odd(numpy, values) if dtype == "float64" else values.astype("<f4")).view("<u4")
+            # The upper half of each float32, after adding what makes the lower half round it.
+            made = ((bits + ((bits >> 16) & 1) + numpy.uint32(0x7FFF)) >> 16).astype("<u2")
         else:
             made = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
         nans = numpy.isnan(values)
@@ -70,25 +75,12 @@ def _rounded(numpy: Any, data: memoryview, dtype: str, wanted: str) -> tuple[byt
             bits = made.dtype.type  # numpy 1 would make floats of its largest integers and ours
             negative, positive = bits(_sign(wanted) | _nan(wanted)), bits(_nan(wanted))
             made[nans] = numpy.where(numpy.signbit(values[nans]), negative, positive)
-        found = made & made.dtype.type(_sign(wanted) - 1) == _INFINITE[wanted]
-        new = int(numpy.count_nonzero(found & numpy.isfinite(values))) if found.any() else 0
+        infinite = made & made.dtype.type(_sign(wanted) - 1) == _INFINITE[wanted]
+        new = int(numpy.count_nonzero(infinite & numpy.isfinite(values))) if infinite.any() else 0
     return made.tobytes(), new
 
 
-def _values(numpy: Any, data: memoryview, dtype: str) -> Any:
-    if dtype != "bfloat16":
-        return numpy.frombuffer(data, f"<f{ITEMSIZE[dtype]}")
-    return (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-
-
-def _to_bfloat16(numpy: Any, values: Any) -> Any:
-    """The upper half of each float32, after adding what makes the lower half round it."""
-    bits = values.view("<u4")
-    lower = ((bits >> 16) & 1) + numpy.uint32(0x7FFF)
-    return ((bits + lower) >> 16).astype("<u2")
-
-
-def _odd(numpy: Any, values: Any) -> Any:
+def _rounded_to_odd(numpy: Any, values: Any) -> Any:
     """float64 as float32, cut off, with the last bit set where that lost anything: rounding it again is then right."""
     near = values.astype("<f4")
     back = near.astype("<f8")
@@ -105,45 +97,37 @@ def rounded_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:
     width, out, new = ITEMSIZE[dtype], bytearray(), 0
     for at in range(0, len(data), width):
         bits = int.from_bytes(data[at : at + width], "little")
-        made = _one(bits, dtype, wanted)
-        new += _is_infinite(made, wanted) and not _is_infinite(bits, dtype)
+        made = _rounded_one(bits, dtype, wanted)
+        is_new = made & (_sign(wanted) - 1) == _INFINITE[wanted] and bits & (_sign(dtype) - 1) != _INFINITE[dtype]
+        new += is_new
         out += made.to_bytes(ITEMSIZE[wanted], "little")
     return bytes(out), new
 
 
-def _is_infinite(bits: int, dtype: str) -> bool:
-    return bits & (_sign(dtype) - 1) == _INFINITE[dtype]
-
-
-def _one(bits: int, dtype: str, wanted: str) -> int:
+def _rounded_one(bits: int, dtype: str, wanted: str) -> int:
     """The bits of one number in another dtype."""
     fraction, exponent = _MANTISSA[dtype], _EXPONENT[dtype]
-    sign = bits >> (fraction + exponent)
     power = bits >> fraction & (1 << exponent) - 1
     digits = bits & (1 << fraction) - 1
-    lead = sign << (_MANTISSA[wanted] + _EXPONENT[wanted])
+    sign = (bits >> (fraction + exponent)) << (_MANTISSA[wanted] + _EXPONENT[wanted])
     if power == (1 << exponent) - 1:
-        return lead | (_nan(wanted) if digits else _INFINITE[wanted])
+        return sign | (_nan(wanted) if digits else _INFINITE[wanted])
     if power:
         digits |= 1 << fraction
+    if not digits:
+        return sign
     # The number is digits * 2**scale.
     scale = max(power, 1) - (1 << exponent - 1) + 1 - fraction
-    return lead | _finite(digits, scale, wanted)
-
-
-def _finite(digits: int, scale: int, wanted: str) -> int:
     fraction, bias = _MANTISSA[wanted], (1 << _EXPONENT[wanted] - 1) - 1
-    if not digits:
-        return 0
     # The exponent of the last digit: that of the smallest numbers at least.
     last = max(scale + digits.bit_length() - 1 - fraction, 1 - bias - fraction)
     shift = last - scale
     if shift > 0:
-        half, rest = 1 << (shift - 1), digits & ((1 << shift) - 1)
+        half, lost = 1 << (shift - 1), digits & ((1 << shift) - 1)
         digits >>= shift
-        digits += rest > half or (rest == half and digits & 1)
+        digits += lost > half or (lost == half and digits & 1)
     else:
         digits <<= -shift
     # Rounding up may carry into the exponent, and so it should.
     made = digits + ((last + bias + fraction - 1) << fraction)
-    return min(made, _INFINITE[wanted])
+    return sign | min(made, _INFINITE[wanted])

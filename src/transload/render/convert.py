@@ -1,4 +1,4 @@
-"""The report of ``transload convert``: what was written, what was left out, and where the rest is."""
+"""The report of ``transload convert``: what was written, what was left out, and where everything else is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from transload.render.sizes import plural, size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transload.converting.candidates import Candidate
-    from transload.converting.result import Conversion
-    from transload.converting.selection import Left
+    from transload.converting import Conversion
+    from transload.converting.selection import Candidate, Omission
 
 __all__ = ["as_text", "listing", "report"]
 
@@ -29,58 +28,46 @@ def as_text(conversion: Conversion) -> str:
     return "\n".join(plain(line) for line in layout(report(conversion), Style()))
 
 
-def report(made: Conversion) -> Iterator[Block]:
+def report(conversion: Conversion) -> Iterator[Block]:
     """Everything ``transload convert`` says."""
-    yield Prose(((printable(made.out, None), "strong"),))
-    yield _row("written", _written(made))
-    if made.cast:
-        infinite = f", {made.infinite:,} numbers became infinite" if made.infinite else ""
-        yield _row("rounded", f"{plural(made.cast, 'tensor')} to another dtype{infinite}", "trust" if infinite else "")
-    if made.aliases:
-        shown = [f"{printable(name)} is {printable(kept)}" for name, kept in made.aliases]
-        yield _row("tied", _some(shown))
-    if made.renamed:
-        yield _row(
-            "renamed", _some([f"{printable(a) or 'the root'} → {printable(b)}" for a, b in made.renamed]), "trust"
-        )
-    if made.others:
-        yield _row("not chosen", plural(made.others, "tensor") + " outside of the key", "dim")
-    yield from _left_out(made)
-    for note in made.notes:
+    yield Prose(((printable(conversion.out, None), "strong"),))
+    yield _row("written", _written(conversion))
+    if conversion.cast:
+        infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
+        rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
+        yield _row("rounded", rounded, "trust" if infinite else "")
+    if conversion.aliases:
+        yield _row("tied", _some([f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]))
+    if conversion.renamed:
+        renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
+        yield _row("renamed", _some(renamed), "trust")
+    if conversion.others:
+        yield _row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
+    yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
+    yield from _omissions("left out", [each for each in conversion.left if not each.lost], "")
+    if conversion.leftovers:
+        yield _row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
+    yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")
+    for note in conversion.notes:
         yield _row("note", printable(note, None), "dim")
 
 
-def _written(made: Conversion) -> str:
-    files = f", {plural(_weights(made), 'shard')} and an index" if _weights(made) > 1 else ""
-    speed = f", {made.nbytes / 1e9 / made.seconds:.1f} GB/s" if made.nbytes >= 1e8 and made.seconds else ""
-    checked = "; read back, every byte as it was" if made.verified else "; not read back"
-    held = f"{plural(made.tensors, 'tensor')}, {size(made.nbytes)}"
-    return f"{_FORMATS[made.to]}: {held}{files}{speed}{checked}"
+def _written(conversion: Conversion) -> str:
+    shards = sum(name.endswith(".safetensors") for name in conversion.files)
+    files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
+    nbytes, seconds = conversion.nbytes, conversion.seconds
+    speed = f", {nbytes / 1e9 / seconds:.1f} GB/s" if nbytes >= 1e8 and seconds else ""
+    checked = "read back and compared" if conversion.verified else "not read back"
+    tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
+    return f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}"
 
 
-def _weights(made: Conversion) -> int:
-    return sum(name.endswith(".safetensors") for name in made.files)
-
-
-def _left_out(made: Conversion) -> Iterator[Block]:
-    lost = [each for each in made.left if each.lost]
-    others = [each for each in made.left if not each.lost]
-    for label, found, role in (("lost", lost, "bad"), ("left out", others, "")):
-        for each in found[:_SHOWN]:
-            yield _row(label, _told(each), role)
-            label = ""  # noqa: PLW2901 - only before the first
-        if len(found) > _SHOWN:
-            yield _row("", f"… and {len(found) - _SHOWN:,} more", "dim")
-    if made.leftovers:
-        yield _row("leftovers", f"what else it held, as plain data: {printable(made.leftovers, None)}")
-    for index, each in enumerate(made.listed[:_SHOWN]):
-        yield _row("not kept" if not index else "", _told(each), "bad")
-    if len(made.listed) > _SHOWN:
-        yield _row("", f"… and {len(made.listed) - _SHOWN:,} more, which --json names", "dim")
-
-
-def _told(left: Left) -> str:
-    return f"{printable(left.name) or 'the root'}: {printable(left.why)}"
+def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str = "") -> Iterator[Block]:
+    for name, why, _ in omissions[:_SHOWN]:
+        yield _row(label, f"{printable(name) or 'the root'}: {printable(why)}", role)
+        label = ""  # only before the first
+    if len(omissions) > _SHOWN:
+        yield _row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
 
 
 def _some(texts: Sequence[str]) -> str:
@@ -92,16 +79,16 @@ def _row(label: str, words: str, role: str = "") -> Block:
     return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
 
 
-def listing(path: str, found: Sequence[Candidate]) -> Iterator[Block]:
+def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:
     """What ``--list`` says."""
     yield Prose(((printable(path, None), "strong"),))
-    yield Table([_part(part) for part in found], right=frozenset({2, 3}))
-
-
-def _part(part: Candidate) -> tuple[Line, ...]:
-    return (
-        ((f"--key {printable(part.key)}" if part.key else "all of it", ""),),
-        ((part.kind, "dim"),),
-        ((plural(part.tensors, "tensor"), ""),),
-        ((size(part.nbytes), "dim"),),
-    )
+    rows: list[tuple[Line, ...]] = [
+        (
+            ((f"--key {printable(part.key)}" if part.key else "all of it", ""),),
+            ((part.kind, "dim"),),
+            ((plural(part.tensors, "tensor"), ""),),
+            ((size(part.nbytes), "dim"),),
+        )
+        for part in parts
+    ]
+    yield Table(rows, right=frozenset({2, 3}))

@@ -89,12 +89,12 @@ def rescue_files(
         )
         if not made.done:
             return made
-        from transload.converting.running import convert_content
-        from transload.converting.wish import Wish, format_of
+        from transload.converting import convert_content
+        from transload.converting.selection import Options, format_of
 
         files.content.checkpoint = replace(checkpoint, tensors=kept)
         done = convert_content(
-            files.content, target, format_of(target), Wish(), verify=True, overwrite=overwrite, progress=progress
+            files.content, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
         )
         beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in lost)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.each import each
 
-from transload.converting.wish import dtype_of, format_of, size_of
+from transload.converting.selection import dtype_of, format_of, size_of
 from transload.errors import UsageError
 
 
@@ -27,7 +27,7 @@ def test_the_name_tells_the_format(name: str, format_: str) -> None:
 
 def test_what_is_said_goes_before_the_name() -> None:
     assert format_of("a.pt", "npz") == "npz"
-    with pytest.raises(UsageError, match="no format 'onnx'"):
+    with pytest.raises(UsageError, match="unknown format 'onnx'"):
         format_of("a.pt", "onnx")
     with pytest.raises(UsageError, match="does not say"):
         format_of("a.gguf")
@@ -52,7 +52,7 @@ def test_sizes(text: str | int | None, nbytes: int) -> None:
 
 @each("text", ["0", "-5GB", "5XB", "GB", "1iB", "5 GB GB", "1e9", -3, "9" * 400])
 def test_what_is_no_size(text: str | int) -> None:
-    with pytest.raises(UsageError, match="no size"):
+    with pytest.raises(UsageError, match="not a size"):
         size_of(text)
 
 

@@ -1,0 +1,432 @@
+"""Files and directories that appear whole or not at all, also when several belong together.
+
+A ``Bundle`` writes every file under a hidden name beside its place, and renames all of them when the last is written.
+Three things make that safe at any moment, also when the process is killed:
+
+- An index of shards comes last. While shards of the same names are replaced, an ``_OldShards`` keeps the old ones under
+  second names, and an interim index leads to those. Where files cannot have two names, the index is away meanwhile
+  (``_HiddenIndex``), so that it never leads to old and new shards.
+- A ``Folder`` changes places with the old one in one step, where the system can do that.
+- What killed conversions have left is removed by the next one to the same place: hidden files and directories are
+  locked as long as their writer lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from transload.errors import TransloadError, UsageError, cannot_write
+from transload.io.atomic import AtomicFile, SystemFile, clear_debris, flush_directory, place_of
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Bundle", "Folder", "Job", "clear_parts", "file_identity", "index_name", "other_shards", "refuse_existing"]
+
+
+class Job:
+    """A conversion under way: its target, and what the writers report back.
+
+    ``progress`` is called with bytes that were written or compared. ``copied`` counts the bytes that the kernel copied
+    by itself; ``checksums`` are the CRC-32 of entries, by their ``id``, where they are known.
+    """
+
+    def __init__(self, dst: str, bundle: Bundle, progress: Callable[[int], None] | None, *, verify: bool) -> None:
+        self.dst = dst
+        self.bundle = bundle
+        self.progress = progress
+        self.verify = verify
+        self.copied = 0
+        self.checksums: dict[int, int] = {}
+
+
+def write_text(descriptor: int, text: bytes) -> None:
+    """Write all that a file holds."""
+    SystemFile(descriptor, push=False).write([text])
+
+
+def file_identity(file: str | int) -> set[tuple[int, int]]:
+    """What tells a file from all others, by its path or descriptor; nothing if there is none."""
+    with suppress(OSError, ValueError):
+        status = os.stat(file)
+        return {(status.st_dev, status.st_ino)}
+    return set()
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def refuse_existing(path: str, *, overwrite: bool) -> None:
+    """Refuse to write over what is there, unless that is asked for and it is a regular file."""
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise UsageError("the file already exists", where=path, fix="Choose another name, or add --force.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError("the target is not a regular file", where=path, fix="Choose another name.")
+
+
+class Bundle:
+    """Files under way. Left without an error, all of them are there; with one, none is.
+
+    ``sources`` are the identities of the files that are read: none of them is replaced.
+    """
+
+    def __init__(self, *, overwrite: bool, sources: set[tuple[int, int]] | None = None) -> None:
+        self._overwrite = overwrite
+        self._sources = sources or set()
+        self._files: list[AtomicFile | Folder] = []
+        self._index = ""
+        self._removed: list[str] = []
+
+    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            self._commit()
+            return
+        for file in self._files:
+            file.discard()
+        if isinstance(error, OSError) and not isinstance(error, TransloadError):
+            raise cannot_write(error, self._files[-1].path if self._files else "") from error
+
+    def add(self, path: str, *, is_index: bool = False) -> AtomicFile:
+        """Begin a file. The last one added gets its name last.
+
+        One that ``is_index`` leads to the others: to the old ones or to the new ones, never to both.
+        """
+        refuse_existing(path, overwrite=self._overwrite)
+        if is_index:
+            self._index = path
+        self._refuse_source(path, path)
+        self._files.append(file := AtomicFile(path))
+        return file
+
+    def add_folder(self, path: str) -> Folder:
+        """Begin a directory."""
+        for name in os.listdir(path) if os.path.isdir(path) else ():
+            self._refuse_source(os.path.join(path, name), path)
+        self._files.append(folder := Folder(path, overwrite=self._overwrite))
+        return folder
+
+    def remove(self, path: str) -> None:
+        """Remove a file when the others are there: they replace it under other names."""
+        self._refuse_source(path, path)
+        self._removed.append(path)
+
+    def _refuse_source(self, path: str, where: str) -> None:
+        """A source is never written over, whatever is asked for."""
+        if not self._sources.isdisjoint(file_identity(path)):
+            raise UsageError("the target is the source itself", where=where, fix="Choose another name.")
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all files."""
+        return [file.path for file in self._files]
+
+    def _commit(self) -> None:
+        existing = {file.path for file in self._files if os.path.lexists(file.path)}
+        old = self._prepare(existing)
+        done = 0
+        try:
+            for file in self._files:
+                file.commit()  # discards itself if it fails
+                done += 1
+        except BaseException as error:
+            for file in self._files[done + 1 :]:
+                file.discard()
+            _unlink(file.path for file in self._files[:done] if file.path not in existing)
+            if old is not None:
+                with suppress(OSError):
+                    old.restore(touched=done > 0)
+            if isinstance(error, OSError):
+                raise cannot_write(error, self._files[done].path) from error
+            raise
+        if old is not None:
+            old.forget()
+        if self._index:
+            clear_links(self._index)
+        _unlink(self._removed)
+
+    def _prepare(self, existing: set[str]) -> _OldShards | _HiddenIndex | None:
+        """Let everything reach the disk, and keep what the index leads to now, where some of it is replaced."""
+        shards = [path for path in self.paths if path in existing and path.endswith(".safetensors")]
+        try:
+            for file in self._files:
+                if isinstance(file, AtomicFile):
+                    os.fsync(file.descriptor)
+            if not shards or not self._index or not os.path.isfile(self._index):
+                return None
+            try:
+                return _OldShards(self._index, shards)
+            except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
+                return _HiddenIndex(self._index)
+        except BaseException as error:
+            for file in self._files:
+                file.discard()
+            if isinstance(error, OSError) and not isinstance(error, TransloadError):
+                raise cannot_write(error, self._files[0].path) from error
+            raise
+
+
+# -- shards that are replaced by others of the same names
+
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
+_LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
+_PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
+_MAX_INDEX = 100_000_000
+
+
+class _OldShards:
+    """The shards of an index under second names, which an interim index leads to.
+
+    ``OSError`` or ``ValueError`` if they cannot be kept like that.
+    """
+
+    def __init__(self, index: str, replaced: list[str]) -> None:
+        self._index = index
+        self._folder = os.path.dirname(os.path.abspath(index))
+        self._links: dict[str, str] = {}
+        with open(index, "rb") as file:
+            self._text = file.read(_MAX_INDEX)
+        table = json.loads(self._text)
+        shards = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise ValueError("no index")
+        used, token = set(shards.values()), secrets.token_hex(4)
+        renamed: dict[str, str] = {}
+        try:
+            for path in replaced:
+                name = os.path.basename(path)
+                if name in used:
+                    renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
+                    link = os.path.join(self._folder, renamed[name])
+                    os.link(place_of(path), link)
+                    self._links[path] = link
+            if self._links:
+                flush_directory(self._folder)
+                interim = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
+                self._write(json.dumps({**table, "weight_map": interim}, indent=2, ensure_ascii=False).encode() + b"\n")
+        except BaseException:
+            self.forget()
+            raise
+
+    def _write(self, text: bytes) -> None:
+        with AtomicFile(self._index) as file:
+            write_text(file.descriptor, text)
+
+    def restore(self, *, touched: bool) -> None:
+        """Put everything back; where that fails, the interim index stays, and leads to what was there."""
+        for path, link in self._links.items() if touched else ():
+            again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
+            os.link(link, again)
+            os.replace(again, place_of(path))
+            with suppress(FileNotFoundError):  # two names of one file: os.replace leaves both
+                os.unlink(again)
+        if self._links:
+            self._write(self._text)
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove the second names."""
+        _unlink(self._links.values())
+
+
+class _HiddenIndex:
+    """An index under a hidden name while its shards are replaced: nobody takes old and new ones for one set."""
+
+    def __init__(self, index: str) -> None:
+        self._index = place_of(index)
+        self._hidden = _hidden_name(self._index)
+        os.rename(self._index, self._hidden)
+        flush_directory(os.path.dirname(self._index))
+
+    def restore(self, *, touched: bool) -> None:
+        """Put it back, unless it would lead to old and new shards."""
+        if not touched:
+            os.rename(self._hidden, self._index)
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove it."""
+        _unlink([self._hidden])
+
+
+def index_name(dst: str) -> str:
+    """The name of the index of shards."""
+    return f"{dst.removesuffix('.index.json').removesuffix('.safetensors')}.safetensors.index.json"
+
+
+def _beside(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    """The paths of files beside an index that match a pattern, whose last group is the stem of the index."""
+    folder, name = os.path.split(os.path.abspath(index))
+    stem = name.removesuffix(".safetensors.index.json")
+    with suppress(OSError):
+        for each in os.listdir(folder):
+            match = pattern.fullmatch(each)
+            if match and match[match.re.groups] == stem:
+                yield os.path.join(folder, each), match
+
+
+def clear_links(index: str) -> None:
+    """Remove second names that a killed conversion has left: the index does not lead to them any more."""
+    _unlink(path for path, _ in _beside(index, _LINK))
+
+
+def clear_parts(index: str) -> None:
+    """Remove shards that killed conversions have not finished, however many there were to be."""
+    for path, match in _beside(index, _PART):
+        clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
+
+
+def other_shards(index: str, paths: list[str]) -> list[str]:
+    """The names of shards beside an index that are not among some paths."""
+    ours = {os.path.basename(path) for path in paths}
+    return sorted(name for path, _ in _beside(index, _SHARD) if (name := os.path.basename(path)) not in ours)
+
+
+# -- directories
+
+
+class Folder:
+    """A directory that takes its place when all of it has reached the disk. It replaces only what we have written."""
+
+    def __init__(self, path: str, *, overwrite: bool) -> None:
+        self.path = path.rstrip("/" + os.sep) or path
+        self._target = place_of(self.path)
+        self._overwrite = overwrite
+        self._lock = -1
+        try:
+            _clear_folders(self._target)
+            self._refuse_existing()
+            self.hidden = _hidden_name(self._target)
+            os.mkdir(self.hidden)
+        except OSError as error:
+            raise cannot_write(error, path) from error
+        with suppress(OSError):
+            self._lock = os.open(self.hidden, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            _lock(self._lock)
+
+    def _refuse_existing(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not os.path.isdir(self.path):
+            raise UsageError("there already is a file", where=self.path, fix="Choose another name.")
+        names = os.listdir(self.path)
+        ours = "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
+        if names and not (self._overwrite and ours):
+            fix = "Choose another name." if self._overwrite else "Choose another name, or add --force."
+            raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
+
+    def commit(self) -> None:
+        """Rename it, then remove what was there before."""
+        old = f"{self.hidden}.old"
+        try:
+            self._refuse_existing()
+            flush_directory(self.hidden)
+            if not os.path.isdir(self._target):
+                os.rename(self.hidden, self._target)
+            elif swap(self.hidden, self._target):
+                old = self.hidden
+            else:
+                os.rename(self._target, old)
+                os.rename(self.hidden, self._target)
+        except BaseException:
+            if os.path.isdir(old) and not os.path.lexists(self._target):
+                os.rename(old, self._target)
+            self.discard()
+            raise
+        flush_directory(os.path.dirname(self._target))
+        self._remove(old)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._remove(self.hidden)
+
+    def _remove(self, folder: str) -> None:
+        _remove_folder(folder)
+        with suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
+
+
+def _hidden_name(target: str) -> str:
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove a directory of regular files."""
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+
+
+def _clear_folders(target: str) -> None:
+    """Remove what killed conversions have left. If one was killed between two renames, put the old directory back."""
+    folder, name = os.path.split(target)
+    pattern = re.compile(rf"\.{re.escape(name[:150])}\.[0-9]+-[0-9a-f]{{8}}\.part(\.old)?", re.DOTALL)
+    with suppress(FileNotFoundError):
+        for each in os.listdir(folder or "."):
+            match, path = pattern.fullmatch(each), os.path.join(folder, each)
+            if not match or not _is_abandoned(path):
+                continue
+            if match[1] and not os.path.lexists(target):
+                os.rename(path, target)
+            else:
+                _remove_folder(path)
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether the writer of a hidden directory is gone; false where directories cannot be locked."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a directory; whether that was possible."""
+    if fcntl is None:
+        return False
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+_AT_FDCWD = -100  # paths are relative to the working directory
+_RENAME_EXCHANGE = 2  # of renameat2(2), in Linux since 3.15 and in glibc since 2.28
+
+
+def swap(first: str, second: str) -> bool:
+    """Exchange two paths in one step; false if the system or its file system cannot, and nothing was done."""
+    if not sys.platform.startswith("linux"):
+        return False
+    with suppress(ImportError, OSError, AttributeError):  # no ctypes, or no such function
+        import ctypes
+
+        rename = ctypes.CDLL(None).renameat2
+        paths = [ctypes.c_char_p(os.fsencode(path)) for path in (first, second)]
+        return not rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE))
+    return False
