@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import transload
+from transload.explaining.hooks import prefix_between
 from transload.explaining.result import Answer
-from transload.explaining.texts.state_dicts import prefix_between
 
 
 def answer(text: str) -> Answer:

@@ -12,9 +12,7 @@ import pytest
 
 import transload
 from transload.explaining import explain_bytes
-from transload.explaining.cleaning import LIMIT, lines_of, read_end
-from transload.explaining.other import is_binary, is_packed
-from transload.explaining.splitting import split
+from transload.explaining.logs import LIMIT, is_binary, is_packed, lines_of, read_end, split
 
 CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
 

@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Explain one text, return the exit code."""
     from transload.explaining import explain_bytes
-    from transload.explaining.other import is_binary, not_a_text
+    from transload.explaining.logs import is_binary, not_a_text
 
     data, shortened = _read(arguments.log)
     explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
@@ -54,11 +54,15 @@ def run(arguments: Namespace) -> int:
 
 
 def _read(path: str) -> tuple[bytes, bool]:
-    from transload.explaining.cleaning import read_end
+    """The end of the log, and whether there is more of it."""
+    from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
 
     try:
         if path != "-":
-            return _read_file(path)
+            with open(path, "rb") as file:  # noqa: PTH123
+                if file.seekable() and is_packed(file.read(HEAD)):
+                    raise not_a_text(path)
+                return read_end(file)
         if sys.stdin is None:
             return b"", False
         if sys.stdin.isatty():
@@ -68,16 +72,6 @@ def _read(path: str) -> tuple[bytes, bool]:
         raise CannotReadError(
             f"cannot be read: {error.strerror or error}", where=path, fix=_instead(path, error), errno=error.errno
         ) from error
-
-
-def _read_file(path: str) -> tuple[bytes, bool]:
-    from transload.explaining.cleaning import read_end
-    from transload.explaining.other import HEAD, is_packed, not_a_text
-
-    with open(path, "rb") as file:  # noqa: PTH123
-        if file.seekable() and is_packed(file.read(HEAD)):
-            raise not_a_text(path)
-        return read_end(file)
 
 
 def _instead(path: str, error: OSError) -> str:
