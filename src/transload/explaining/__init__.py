@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transload.explaining.matching import KnownError, Occurrence
     from transload.explaining.result import Answer, Explanation, Unexplained
 
-__all__ = ["doctor_steps", "explain", "explain_bytes"]
+__all__ = ["explain", "explain_bytes"]
 
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000
@@ -148,7 +148,7 @@ class _Blanks(dict[str, str]):
 def _answer(found: Occurrence) -> Answer:
     from transload.explaining.hooks import HOOKS
     from transload.explaining.matching import variant
-    from transload.explaining.result import Answer
+    from transload.explaining.result import Answer, doctor_steps
 
     known: KnownError = found.match.known
     values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()})
@@ -166,18 +166,6 @@ def _answer(found: Occurrence) -> Answer:
         causes=known.doctor,
         values=tuple((name, value) for name, value in found.match.values.items() if value),
     )
-
-
-def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
-    """What the doctor's pages advise for each diagnosis that may be behind an error."""
-    from transload.diagnose.rules.catalogue import BY_CODE
-    from transload.explaining.logs import flat
-
-    rows = [BY_CODE[code] for code in codes]
-    if len(rows) == 1:
-        return (flat(rows[0].fix),)
-    steps = (f"If {flat(row.title)} [{row.code}]: {flat(row.fix)}" for row in rows)
-    return ("Most often it is one of these; transload doctor tells which:", *steps)
 
 
 def _examined(answer: Answer, found: Occurrence, files: Sequence[str], local: LocalChecks) -> Answer:

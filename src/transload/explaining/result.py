@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transload.frozen import facts
 
-__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained"]
+__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained", "doctor_steps"]
 
 
 def _plain(value: Any) -> Any:
@@ -76,6 +77,17 @@ class Answer(_Result):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {**super().to_dict(), "values": dict(self.values), "doc": self.doc}
+
+
+def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
+    """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
+    from transload.diagnose.rules.catalogue import BY_CODE
+
+    rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
+    if len(rows) == 1:
+        return (rows[0][2],)
+    steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
+    return ("Most often it is one of these; transload doctor tells which:", *steps)
 
 
 @facts(frozen=True)

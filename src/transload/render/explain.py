@@ -68,7 +68,7 @@ def remaining_steps(answer: Answer) -> tuple[str, ...]:
 
     The doctor's pages are left out where this machine shows the cause: one of them is it, and says more about itself.
     """
-    from transload.explaining import doctor_steps
+    from transload.explaining.result import doctor_steps
 
     machine = answer.machine.fix if answer.machine and answer.machine.fits else ()
     if machine and answer.causes and answer.fix == doctor_steps(answer.causes):
