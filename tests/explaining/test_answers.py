@@ -38,7 +38,11 @@ def test_devices_are_counted(index: int, count: int, words: str, target: str) ->
 
 @pytest.mark.parametrize(
     ("number", "cuda", "index"),
-    [(12080, "CUDA 12.8", "whl/cu126"), (11040, "CUDA 11.4", "whl/cu118"), (10010, "CUDA 10.1", "as old as it")],
+    [
+        (12080, "CUDA 12.8", "whl/cu126"),
+        (11040, "CUDA 11.4", "whl/cu118"),
+        (10010, "CUDA 10.1", "as the driver"),
+    ],
 )
 def test_the_version_of_a_driver_is_read(number: int, cuda: str, index: str) -> None:
     text = told(f"RuntimeError: The NVIDIA driver on your system is too old (found version {number}). Please update")
@@ -47,7 +51,7 @@ def test_the_version_of_a_driver_is_read(number: int, cuda: str, index: str) -> 
 
 
 def test_a_driver_that_tells_no_version() -> None:
-    assert "did not tell its version" in told("The NVIDIA driver on your system is too old (found version 0).")
+    assert "did not report its version" in told("The NVIDIA driver on your system is too old (found version 0).")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,7 @@ def test_a_program_that_asks_for_a_gpu_too_many_is_told_how_many_there_are() -> 
 
 def test_the_advice_not_to_test_is_only_called_wrong_where_it_is_given() -> None:
     advice = "Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
-    assert "hides the question" in answer(f"RuntimeError: {advice}").wrong
+    assert "only hides the problem" in answer(f"RuntimeError: {advice}").wrong
     assert not answer("RuntimeError: CUDA is not available").wrong
 
 

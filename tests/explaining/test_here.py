@@ -173,7 +173,7 @@ def test_the_path_of_an_exception_is_known_from_its_frames(tmp_path: Path) -> No
     (answer,) = explained(caught.value, bare()).answers
     assert answer.file is not None
     assert (answer.file.path, answer.file.ok, answer.file.same) == (str(path), True, True)
-    assert "torch.load of it says the same" in str(explained(caught.value, bare()))
+    assert "torch.load gives the same error for it" in str(explained(caught.value, bare()))
 
 
 def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:

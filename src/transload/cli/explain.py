@@ -22,7 +22,7 @@ examples:
 
 exit codes:
   0  an error in the text is explained
-  1  nothing in it is known
+  1  no error in it is known
   2  the command could not do its job
 """
 
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``explain``."""
     parser.epilog = _EPILOG
     parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
-    parser.add_argument("--no-checks", action="store_true", help="look neither at this machine nor at files it names")
+    parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
 
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     if not explanation.answers and is_binary(data):
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
-        raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
+        raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
     from transload.render.explain import report
 
     show_result(explanation, report, arguments)
@@ -75,11 +75,11 @@ def _read(path: str) -> tuple[bytes, bool]:
 
 
 def _instead(path: str, error: OSError) -> str:
-    """What to do where a file could not be read."""
+    """What to do if a file cannot be read."""
     if " " in path:
-        return "A text itself is piped into it: echo '...' | transload explain."
+        return "To explain a text itself, pipe it in: echo '...' | transload explain."
     if isinstance(error, IsADirectoryError):
-        return f"Name the log in it. What a checkpoint in a folder is: transload inspect {path}"
+        return f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
     if isinstance(error, FileNotFoundError):
         return "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
     return ""

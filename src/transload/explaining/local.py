@@ -83,7 +83,7 @@ class LocalChecks:
             check = checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
         except TransloadError:
             return None
-        verdict = f"it does not load: {check.refusal}"
+        verdict = f"it cannot be loaded: {check.refusal}"
         if check.ok:
             devices = sorted({move.device for move in check.plan.moves})
             verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"

@@ -100,22 +100,21 @@ def not_a_text(path: str) -> UsageError:
     from transload.judge import inspect
 
     name = shlex.quote(path) if path else "FILE"
-    fix = "An error text is piped in, or a file that holds one is named: python train.py 2>&1 | transload explain"
+    fix = "Pipe an error text in, or name a file that holds one: python train.py 2>&1 | transload explain"
     try:
         checkpoint = inspect(path) if path else None
     except TransloadError:
         checkpoint = None
     if checkpoint is None:
-        return UsageError("this is no text", where=path, fix=f"{fix}. Of a checkpoint: transload inspect {name}")
+        return UsageError("this is not a text", where=path, fix=f"{fix}. For a checkpoint: transload inspect {name}")
     kind = FORMATS.get(checkpoint.format, "")
     if kind and checkpoint.integrity != "not-a-checkpoint":
-        return UsageError(
-            f"this is no text, but a checkpoint ({kind})", where=path, fix=f"What is in it: transload inspect {name}"
-        )
+        fix = f"See what is in it: transload inspect {name}"
+        return UsageError(f"this is not a text but a checkpoint ({kind})", where=path, fix=fix)
     unpack = _UNPACK.get(checkpoint.format)
     fix = f"If it is a log, unpack it: {unpack} {name} | transload explain" if unpack else fix
     title = checkpoint.findings[0].title if checkpoint.findings else ""
-    return UsageError(f"this is no text{f': {title}' if title else ''}", where=path, fix=fix)
+    return UsageError(f"this is not a text{f': {title}' if title else ''}", where=path, fix=fix)
 
 
 # -- lines

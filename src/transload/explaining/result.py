@@ -87,7 +87,7 @@ def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
     if len(rows) == 1:
         return (rows[0][2],)
     steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
-    return ("Most often it is one of these; transload doctor tells which:", *steps)
+    return ("Most often it is one of these; transload doctor shows which:", *steps)
 
 
 @facts(frozen=True)

@@ -39,7 +39,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
     yield from _steps(_NEXT if explanation.unknown else ())
     if explanation.shortened:
         yield BLANK
-        yield note("the text is long: only its end was looked at")
+        yield note("the text is long: only its end was read")
 
 
 def _answer(answer: Answer) -> Iterator[Block]:
@@ -117,7 +117,7 @@ def _machine(machine: MachineHere) -> Iterator[Block]:
 
 
 def _file(file: FileHere) -> Iterator[Block]:
-    same = "; torch.load of it says the same" if file.same else ""
+    same = "; torch.load gives the same error for it" if file.same else ""
     words = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
     yield Prose(((words, ""),), lead=(("  here    ", "good" if file.ok else "bad"),))
     for title in file.findings:
@@ -141,7 +141,7 @@ def _unknown(each: Unexplained) -> Iterator[Block]:
     yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
     yield Prose(((printable(each.said, _SAID), "dim"),), lead=(("    ", ""),))
     if each.nearest:
-        yield Prose((("The known texts that are most like it, and are not it:", ""),), lead=(("    ", ""),))
+        yield Prose((("The known texts that are most similar, but not the same:", ""),), lead=(("    ", ""),))
     for near in each.nearest:
         why = f" ({near.why})" if near.why else ""
         yield Prose(
