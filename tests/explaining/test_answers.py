@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import transload
 from transload.explaining.hooks import prefix_between
@@ -146,12 +147,24 @@ def test_a_name_that_is_no_name_is_not_put_into_code() -> None:
         (["weight"], ["_orig_mod.weight"], ("_orig_mod.", True)),
         (["a.weight"], ["b.weight"], ("", False)),
         (["weight", "bias"], ["module.weight", "extra"], ("", False)),
+        (["bn.weight"], ["module.bn.weight", "module.bn.num_batches_tracked"], ("module.", True)),
+        (["module.bn.weight"], ["bn.weight", "bn.num_batches_tracked"], ("module.", False)),
         ([], ["module.weight"], ("", False)),
         (["weight"], [], ("", False)),
     ],
 )
 def test_a_prefix_is_found(missing: list[str], unexpected: list[str], prefix: tuple[str, bool]) -> None:
     assert prefix_between(missing, unexpected) == prefix
+
+
+def test_a_prefix_is_found_before_the_names_of_a_batch_norm() -> None:
+    """torch does not name num_batches_tracked among the missing keys."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        model.load_state_dict(state)
+    (found,) = transload.explain(caught.value, checks=False).answers
+    assert "all begin with 'module.'" in found.cause
 
 
 def test_a_checkpoint_given_whole_is_told() -> None:
