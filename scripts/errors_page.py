@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every error text that ``transload explain`` knows, from the table it uses.
+"""Write docs/errors.md: every error text that ``transload explain`` knows, from the pages it uses.
 
 Usage: python scripts/errors_page.py [--check]
 """
@@ -9,17 +9,16 @@ import re
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 
-from transload.explaining import texts
-from transload.explaining.known import Known, blanked
+from transload.explaining.matching import KnownError, subjects
 
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 HEAD = """\
 # Error texts
 
 Every text that [`transload explain`](explain.md) knows, by subject, with its code, which is stable between releases;
-`…` stands for what differs. This page is written by `scripts/errors_page.py` from the same table the program uses.
+`…` stands for what differs. This page is written by `scripts/errors_page.py` from the pages that the program uses, in
+`src/transload/explaining/pages`.
 """
 _WORDINGS = 6
 _WIDTH = 118
@@ -36,40 +35,31 @@ def main() -> int:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(part for file in texts.FILES for part in subject(file))]).rstrip("\n") + "\n"
+    parts = [HEAD]
+    for subject in subjects():
+        shown = [section(known) for known in subject.errors if known.role != "frame" or known.fix]
+        parts += [f"## {subject.title}\n", *shown] if shown else []
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def subject(file: ModuleType) -> list[str]:
-    """A file of the table: its heading and its rows."""
-    title = (file.__doc__ or "").partition("\n")[0].removesuffix(".")
-    rows: tuple[Known, ...] = file.TABLE
-    told = [row for row in rows if row.role != "frame" or row.fix]
-    return [f"## {title}\n", *(section(row) for row in told)] if told else []
-
-
-def section(known: Known) -> str:
-    """One row: what it says, what it means, what to do, what not to believe."""
-    lines = [f"### {known.code}", ""]
-    said = list(dict.fromkeys(" ".join(blanked(wording).split()) for wording in known.says))
-    lines += [f"- {code(text)}" for text in said[:_WORDINGS]]
-    if len(said) > _WORDINGS:
-        lines.append(f"- and {len(said) - _WORDINGS} more wordings")
-    if known.torch:
-        lines += ["", f"torch {known.torch}."]
-    cause = general(known.cause) or "What it means depends on the number or letter in it."
-    lines += ["", filled(cause), ""]
-    if known.wrong:
-        lines += [filled(f"Not to be believed: {general(known.wrong)}"), ""]
-    lines += [f"- {item}" for item in steps(known)]
-    if known.causes:
-        lines += ["", "May be behind it: " + ", ".join(f"[{code}](doctor/{code}.md)" for code in known.causes) + "."]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def steps(known: Known) -> list[str]:
-    """What to do, commands and code as such."""
-    told = [(line[:2], general(line)) for line in known.fix]
-    return [code(text[2:]) if sign in ("$ ", "| ") else escaped(text) for sign, text in told]
+def section(known: KnownError) -> str:
+    """One error: its wordings, what it means, what to do, which advice is wrong."""
+    wordings = list(dict.fromkeys(" ".join(wording.shown.split()) for wording in known.says))
+    listed = [f"- {code(text)}" for text in wordings[:_WORDINGS]]
+    if len(wordings) > _WORDINGS:
+        listed.append(f"- and {len(wordings) - _WORDINGS} more wordings")
+    steps = [general(line) for line in known.fix]
+    pages = ", ".join(f"[{each}](doctor/{each}.md)" for each in known.doctor)
+    blocks = (
+        f"### {known.code}",
+        "\n".join(listed),
+        f"torch {known.torch}." if known.torch else "",
+        filled(general(known.cause) or "What it means depends on the number or letter in it."),
+        filled(f"Not to be believed: {general(known.wrong)}") if known.wrong else "",
+        "\n".join(f"- {code(line[2:]) if line.startswith(('$ ', '| ')) else escaped(line)}" for line in steps),
+        f"May be behind it: {pages}." if pages else "",
+    )
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def general(text: str) -> str:

@@ -247,8 +247,16 @@ def test_zipapp_examines_a_machine(zipapp: Path) -> None:
     assert run_zipapp(zipapp, "doctor", "--explain", "U04").stdout.startswith("U04 ")
 
 
+def test_zipapp_explains_an_error(zipapp: Path, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("RuntimeError: Invalid magic number; corrupt file?\n", encoding="utf-8")
+    done = run_zipapp(zipapp, "explain", "--no-checks", "--json", log)
+    assert json.loads(done.stdout)["known"], done.stderr
+
+
 def test_zipapp_has_the_tables(zipapp: Path) -> None:
-    data = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.json")}
+    paths = (path for kind in ("*.json", "*.md") for path in PACKAGE.rglob(kind))
+    data = {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
     assert data
     with ZipFile(zipapp) as archive:
         assert data <= set(archive.namelist())

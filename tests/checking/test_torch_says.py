@@ -20,8 +20,7 @@ from tests import forge
 from tests.each import for_each
 
 import transload
-from transload.checking.packages import Installed
-from transload.checking.torch_says import Said, torch_says
+from transload.checking.torch_says import Installed, Said, torch_says
 
 DATA = Path(__file__).parent.parent / "data"
 RELEASE = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])

@@ -41,7 +41,7 @@ def test_the_exit_code_is_whether_it_loads(
     assert main(["check", str(data / name)]) == code
     shown = capsys.readouterr()
     assert not shown.err
-    assert ("it does not load: " in shown.out) == bool(code)
+    assert ("it cannot be loaded: " in shown.out) == bool(code)
     assert main(["check", str(data / name), "--json"]) == code
     assert valid(capsys.readouterr().out)["ok"] == (code == 0)
 

@@ -102,10 +102,10 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("data", "what", "fix"),
     [
-        (forge.checkpoint(), "no text, but a checkpoint (torch.save zip archive)", "transload inspect {}"),
-        (gzip.compress(KNOWN.encode()), "no text: gzip around", "gzip -dc {} | transload explain"),
-        (random.Random(1).randbytes(5_000), "no text: a binary file", "2>&1 | transload explain"),  # noqa: S311
-        (b"a" + bytes(5_000) + b"b", "this is no text", "2>&1 | transload explain"),
+        (forge.checkpoint(), "not a text but a checkpoint (torch.save zip archive)", "transload inspect {}"),
+        (gzip.compress(KNOWN.encode()), "not a text: gzip around", "gzip -dc {} | transload explain"),
+        (random.Random(1).randbytes(5_000), "not a text: a binary file", "2>&1 | transload explain"),  # noqa: S311
+        (b"a" + bytes(5_000) + b"b", "this is not a text", "2>&1 | transload explain"),
     ],
     ids=["checkpoint", "gzip", "noise", "zeros"],
 )
@@ -155,7 +155,7 @@ def test_colour_is_for_those_who_ask(log: Path, capsys: pytest.CaptureFixture[st
 
 def test_torch_is_not_imported_and_nothing_heavy(imported: Imported, log: Path) -> None:
     modules = imported("explain", "--no-checks", str(log))
-    assert "transload.explaining.texts" in modules
+    assert "transload.explaining.matching" in modules
     assert not modules & {"torch", "numpy", "rich", "asyncio", "logging", "transload.diagnose", "transload.formats"}
 
 

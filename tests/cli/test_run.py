@@ -305,7 +305,7 @@ def test_an_uncaught_exception_is_explained_below_its_traceback(tmp_path: Path) 
     assert trace.startswith('Traceback (most recent call last):\n  File "')
     assert trace.splitlines()[1].endswith('program.py", line 6, in <module>')
     assert "transload" not in trace
-    assert "page.pt: it does not load: a web page" in " ".join(explanation.split())
+    assert "page.pt: it cannot be loaded: a web page" in " ".join(explanation.split())
 
 
 RANK = """\

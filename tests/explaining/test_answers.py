@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import transload
+from transload.explaining.hooks import prefix_between
 from transload.explaining.result import Answer
-from transload.explaining.texts.state_dicts import prefix_between
 
 
 def answer(text: str) -> Answer:
@@ -38,7 +39,11 @@ def test_devices_are_counted(index: int, count: int, words: str, target: str) ->
 
 @pytest.mark.parametrize(
     ("number", "cuda", "index"),
-    [(12080, "CUDA 12.8", "whl/cu126"), (11040, "CUDA 11.4", "whl/cu118"), (10010, "CUDA 10.1", "as old as it")],
+    [
+        (12080, "CUDA 12.8", "whl/cu126"),
+        (11040, "CUDA 11.4", "whl/cu118"),
+        (10010, "CUDA 10.1", "as the driver"),
+    ],
 )
 def test_the_version_of_a_driver_is_read(number: int, cuda: str, index: str) -> None:
     text = told(f"RuntimeError: The NVIDIA driver on your system is too old (found version {number}). Please update")
@@ -47,7 +52,7 @@ def test_the_version_of_a_driver_is_read(number: int, cuda: str, index: str) -> 
 
 
 def test_a_driver_that_tells_no_version() -> None:
-    assert "did not tell its version" in told("The NVIDIA driver on your system is too old (found version 0).")
+    assert "did not report its version" in told("The NVIDIA driver on your system is too old (found version 0).")
 
 
 @pytest.mark.parametrize(
@@ -142,12 +147,24 @@ def test_a_name_that_is_no_name_is_not_put_into_code() -> None:
         (["weight"], ["_orig_mod.weight"], ("_orig_mod.", True)),
         (["a.weight"], ["b.weight"], ("", False)),
         (["weight", "bias"], ["module.weight", "extra"], ("", False)),
+        (["bn.weight"], ["module.bn.weight", "module.bn.num_batches_tracked"], ("module.", True)),
+        (["module.bn.weight"], ["bn.weight", "bn.num_batches_tracked"], ("module.", False)),
         ([], ["module.weight"], ("", False)),
         (["weight"], [], ("", False)),
     ],
 )
 def test_a_prefix_is_found(missing: list[str], unexpected: list[str], prefix: tuple[str, bool]) -> None:
     assert prefix_between(missing, unexpected) == prefix
+
+
+def test_a_prefix_is_found_before_the_names_of_a_batch_norm() -> None:
+    """torch does not name num_batches_tracked among the missing keys."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    state = {f"module.{name}": value for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        model.load_state_dict(state)
+    (found,) = transload.explain(caught.value, checks=False).answers
+    assert "all begin with 'module.'" in found.cause
 
 
 def test_a_checkpoint_given_whole_is_told() -> None:
@@ -269,7 +286,7 @@ def test_a_program_that_asks_for_a_gpu_too_many_is_told_how_many_there_are() -> 
 
 def test_the_advice_not_to_test_is_only_called_wrong_where_it_is_given() -> None:
     advice = "Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
-    assert "hides the question" in answer(f"RuntimeError: {advice}").wrong
+    assert "only hides the problem" in answer(f"RuntimeError: {advice}").wrong
     assert not answer("RuntimeError: CUDA is not available").wrong
 
 

@@ -12,9 +12,7 @@ import pytest
 
 import transload
 from transload.explaining import explain_bytes
-from transload.explaining.cleaning import LIMIT, lines_of, read_end
-from transload.explaining.other import is_binary, is_packed
-from transload.explaining.splitting import split
+from transload.explaining.logs import LIMIT, is_binary, is_packed, lines_of, read_end, split
 
 CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
 
@@ -135,7 +133,7 @@ def test_an_error_at_the_end_of_a_long_text_is_found_and_has_no_line() -> None:
     explanation = transload.explain("x" * 100 + "\n" * LIMIT + CUT_OFF, checks=False)
     assert [(answer.code, answer.line) for answer in explanation.answers] == [("archive-cut-off", 0)]
     assert explanation.shortened
-    assert "only its end was looked at" in str(explanation)
+    assert "only its end was read" in str(explanation)
 
 
 def test_a_log_of_windows_is_read() -> None:

@@ -13,10 +13,10 @@ from tests.diagnose.machines import bare, changed, healthy, install, no_torch_ru
 
 import transload
 from transload.diagnose import judge_machine
-from transload.explaining.naming import files_in
+from transload.explaining.local import files_in
 from transload.explaining.result import Answer, MachineHere
-from transload.explaining.steps import beyond
 from transload.machine import Machine
+from transload.render.explain import remaining_steps
 
 NO_CUDA = (
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you"
@@ -144,8 +144,8 @@ def test_steps_are_not_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_step_with_a_command_of_its_own_is_kept() -> None:
     machine = MachineHere("broken", fits=True, code="E01", title="", fix=("Look at the variable, and unset it:", "$ a"))
     fix = ("Look at the variable and unset it:", "$ b", "Look at the variable, then unset it:", "$ a")
-    assert beyond(Answer("no-gpus", "cause", "", fix, machine=machine)) == fix[:2]
-    assert beyond(Answer("no-gpus", "cause", "", fix, machine=replace(machine, fits=False))) == fix
+    assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=machine)) == fix[:2]
+    assert remaining_steps(Answer("no-gpus", "cause", "", fix, machine=replace(machine, fits=False))) == fix
 
 
 def test_a_file_that_the_traceback_names_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_the_path_of_an_exception_is_known_from_its_frames(tmp_path: Path) -> No
     (answer,) = explained(caught.value, bare()).answers
     assert answer.file is not None
     assert (answer.file.path, answer.file.ok, answer.file.same) == (str(path), True, True)
-    assert "torch.load of it says the same" in str(explained(caught.value, bare()))
+    assert "torch.load gives the same error for it" in str(explained(caught.value, bare()))
 
 
 def test_a_file_of_another_error_does_not_say_the_same(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.explaining.provoke import PROVOCATIONS, RELEASE, Provocation
 
 import transload
-from transload.explaining.texts import BY_CODE
+from transload.explaining.matching import known_errors
 
 provoked = pytest.mark.parametrize("provocation", PROVOCATIONS, ids=lambda each: f"{each.code}: {each.name}")
 
@@ -35,4 +35,4 @@ def test_what_torch_says_is_explained(provocation: Provocation, tmp_path: Path) 
 
 
 def test_every_provocation_is_of_a_row() -> None:
-    assert {provocation.code for provocation in PROVOCATIONS} <= BY_CODE.keys()
+    assert {provocation.code for provocation in PROVOCATIONS} <= {known.code for known in known_errors()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import TYPE_CHECKING, Any
 
 from tests.each import for_each
 from tests.explaining.wordings import WORDINGS, Wording
@@ -11,9 +12,12 @@ from tests.explaining.wordings import WORDINGS, Wording
 import transload
 from transload.cli import COMMANDS
 from transload.diagnose.rules.catalogue import BY_CODE as DOCTOR
-from transload.explaining.known import Known, template
+from transload.explaining.hooks import HOOKS
+from transload.explaining.matching import KnownError, known_errors, subjects, variant
 from transload.explaining.result import Answer
-from transload.explaining.texts import BY_CODE, TABLE
+
+if TYPE_CHECKING:
+    import pytest
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/run.py", line 3, in <module>\n    main()\n'
 
@@ -49,24 +53,132 @@ def test_each_is_found_at_the_end_of_a_traceback_with_lines_around() -> None:
 
 def test_every_row_has_a_wording_or_is_only_around_others() -> None:
     printed = {wording.code for wording in WORDINGS}
-    unseen = [known for known in TABLE if known.code not in printed]
+    unseen = [known for known in known_errors() if known.code not in printed]
     assert [known.code for known in unseen if known.role != "frame" or known.fix] == []
 
 
 def test_every_row_is_sound() -> None:
-    def check(known: Known) -> None:
+    def check(known: KnownError) -> None:
         assert re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", known.code)
-        assert all(template(wording).weight >= 8 for wording in known.says)
-        assert set(known.causes) <= DOCTOR.keys()
+        assert all(wording.weight >= 8 for wording in known.says)
+        assert set(known.doctor) <= DOCTOR.keys()
+        assert set(known.needs) <= {"file", "machine"}
+        assert known.role in ("cause", "frame", "remark")
         if known.context or known.unless:
             re.compile(known.context + known.unless)
-        assert known.cause or known.work
+        assert known.cause or known.hook
+        assert not known.hook or known.hook in HOOKS
 
-    for_each(TABLE, check)
+    for_each(list(known_errors()), check)
 
 
 def test_codes_are_unique() -> None:
-    assert len(BY_CODE) == len(TABLE)
+    codes = [known.code for known in known_errors()]
+    assert len(set(codes)) == len(codes) > 190
+
+
+LOADING = 'Traceback (most recent call last):\n  File "/env/torch/serialization.py", line 9, in load\n    x\n'
+GLOBAL = "WeightsUnpickler error: Unsupported global: GLOBAL {} was not an allowed global by default. Please use"
+OPERAND = "_pickle.UnpicklingError: Weights only load failed. WeightsUnpickler error: Unsupported operand {}"
+KEYS = (
+    "Error(s) in loading state_dict for N:\n"
+    '\tMissing key(s) in state_dict: "{}". \n\tUnexpected key(s) in state_dict: "{}". '
+)
+TAG = "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with {})"
+CARD = "X with CUDA capability sm_{} is not compatible with the current PyTorch installation."
+SECTIONS = {
+    "device-tag-unknown/misspelled": TAG.format("gpu"),
+    "device-tag-unknown/package": TAG.format("npu:0"),
+    "legacy-wrong-size/run-together": "RuntimeError: storage has wrong byte size: expected %ld got %ld39964000",
+    "operand/newer-protocol": OPERAND.format(149),
+    "operand/either": OPERAND.format(ord("i")),
+    "operand/not-a-pickle": OPERAND.format(60),
+    **{
+        f"load-key/{name}": f"_pickle.UnpicklingError: invalid load key, '{key}'."
+        for name, key in {
+            "html": "<",
+            "git-lfs": "v",
+            "json": "{",
+            "gzip": "\\x1f",
+            "empty-line": "\\x0a",
+            "zip": "P",
+            "zeros": "\\x00",
+            "letter": "%",
+            "other": "\\x99",
+        }.items()
+    },
+    "class-not-defined/cut-off": "AttributeError: Can't get attribute 'OrderedDic' on <module 'collections' from 'x'>",
+    "class-not-defined/other-torch": "AttributeError: Can't get attribute '_new' on <module 'torch._utils' from 'x'>",
+    "class-module-missing/numpy": f"{LOADING}ModuleNotFoundError: No module named 'numpy._core'",
+    "class-module-missing/torchscript": f"{LOADING}ModuleNotFoundError: No module named '__torch__.net'",
+    "python-2-text/damaged": (
+        f"{LOADING}UnicodeDecodeError: 'ascii' codec can't decode byte 0x80 in position 0: ordinal not in range(128)"
+    ),
+    "name-not-allowed/getattr": GLOBAL.format("getattr"),
+    "name-not-allowed/dangerous": GLOBAL.format("builtins.eval"),
+    "name-not-allowed/cut-off": GLOBAL.format("collections.OrderedDic"),
+    "state-dict-keys/prefix-in-file": KEYS.format("a", "module.a"),
+    "state-dict-keys/prefix-in-model": KEYS.format("net.a", "a"),
+    "state-dict-keys/whole": KEYS.format("a", "epoch"),
+    "state-dict-keys/whole-named": KEYS.format("a", "state_dict"),
+    "state-dict-keys/infix": KEYS.format("net.a", "net._orig_mod.a"),
+    "safetensors-header-json/dtype": (
+        "SafetensorError: Error while deserializing header: invalid JSON in header: unknown variant `F4`, expected"
+    ),
+    **{
+        f"driver-too-old/{name}": f"The NVIDIA driver on your system is too old (found version {version})."
+        for name, version in {"no-version": 0, "wheel": 12080, "no-wheel": 9020}.items()
+    },
+    "card-without-code/blackwell": CARD.format(120),
+    "card-without-code/turing": CARD.format(89),
+    "card-without-code/maxwell": CARD.format(61),
+    "card-without-code/older": CARD.format(37),
+    "app-no-gpu/device-index": (
+        "ValueError: Invalid CUDA 'device=3' requested. Use 'device=cpu'\n\n"
+        "torch.cuda.is_available(): True\ntorch.cuda.device_count(): 2\n"
+    ),
+    "app-no-gpu/skip-test": (
+        "RuntimeError: Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
+    ),
+    "library-missing/driver": "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory",
+    **{
+        f"container-start/{name}": f"nvidia-container-cli: initialization error: {why}: unknown"
+        for name, why in {
+            "driver-not-loaded": "nvml error: driver not loaded",
+            "no-library": "load library failed: libnvidia-ml.so.1",
+            "wsl": "WSL environment detected but no adapters were found",
+            "version-mismatch": "nvml error: driver/library version mismatch",
+            "unknown-error": "nvml error: unknown error",
+            "permission": "permission denied",
+        }.items()
+    },
+}
+
+
+def test_every_section_of_a_page_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def recorded(name: str) -> dict[str, Any]:
+        used.append(name)
+        return variant(name)
+
+    monkeypatch.setattr("transload.explaining.matching.variant", recorded)
+    for name, text in SECTIONS.items():
+        used.clear()
+        (answer,) = transload.explain(text, checks=False).answers
+        assert name in used
+        is_complete(answer)
+    assert SECTIONS.keys() == {name for subject in subjects() for name in subject.variants}
+
+
+def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
+    codes = {known.code for known in known_errors()}
+    for subject in subjects():
+        for name, fields in subject.variants.items():
+            assert name.partition("/")[0] in codes
+            assert fields
+            assert fields.keys() <= {"cause", "fix", "wrong", "doctor"}
+            assert set(fields.get("doctor", ())) <= DOCTOR.keys()
 
 
 def test_what_is_said_is_whole() -> None:
@@ -76,6 +188,10 @@ def test_what_is_said_is_whole() -> None:
 
 def is_whole(wording: Wording) -> None:
     (answer,) = answers(wording.text)
+    is_complete(answer)
+
+
+def is_complete(answer: Answer) -> None:
     told = (answer.cause, *answer.fix, answer.wrong)
     assert answer.cause.endswith((".", ")"))
     assert answer.fix

@@ -1,14 +1,22 @@
-"""``transload.check``: will a file load here, where would it land, and what stands in the way. Nothing is loaded."""
+"""``transload.check``: will a file load here, where would it land, and what prevents it. Nothing is loaded.
+
+``check`` reads the file and examines the machine; ``checked`` compares the two: where ``load`` would put everything
+(the plan), which packages are missing (``packages``), what ``torch.load`` would say (``torch_says``), and whether
+compiled code runs on the GPU (``compatibility``). The findings are written at the end of this module.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transload.findings import Finding
+from transload.errors import LoadError
+from transload.findings import Finding, Severity
 from transload.loading.placement import AUTO, place
+from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_broken, refuse_program, registrar
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
     from transload.diagnose.verdict import Diagnosis
     from transload.loading.placement import Devices, Plan
     from transload.machine import Machine
+    from transload.nodes import Global
 
 __all__ = ["Check", "check", "checked"]
 
@@ -129,11 +138,10 @@ def _how(path: str | os.PathLike[str], plan: Plan) -> str:
 def checked(
     checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
-    """The same of what was read and examined already. ``cwd`` is where programs are run from."""
-    from transload.checking import advice
+    """The same for a file and a machine that were examined already. ``cwd`` is where programs are run from."""
     from transload.checking.compatibility import compatibility
-    from transload.checking.packages import installed, packages
-    from transload.checking.torch_says import torch_says
+    from transload.checking.packages import packages
+    from transload.checking.torch_says import installed, torch_says
     from transload.loading.placement import devices_of
 
     devices = devices_of(diagnosis, environ)
@@ -142,62 +150,202 @@ def checked(
     absent = {package.missing for package in needed if package.missing}
     said = torch_says(checkpoint, installed(diagnosis, devices, environ, absent))
     cuda = compatibility(checkpoint, diagnosis.machine)
-    made = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
-    found = tuple(_findings(made))
-    refusal = _refusal(checkpoint, found)
+    result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
+    findings = list(_findings(result))
+    refusal = _refusal(checkpoint, findings)
     if not refusal:
-        found = (*found, *advice.of_tags(checkpoint, plan))
-    order = sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
-    return replace(made, refusal=refusal, findings=tuple(order))
+        findings += _of_tags(checkpoint, plan)
+    findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
+    return replace(result, refusal=refusal, findings=tuple(findings))
 
 
-# -- what load itself would refuse, in its order
-
-
-def _refusal(checkpoint: Checkpoint, found: tuple[Finding, ...]) -> str:
-    """Why ``load`` would raise: for what the file is, for what it asks, for what the machine lacks."""
-    from transload.errors import LoadError
-    from transload.loading.refusal import refuse_broken
+def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
+    """Why ``load`` would raise, in its order: what the file is, what it asks for, what the machine lacks."""
+    from transload.judge.problems import RULES
 
     try:
         refuse_broken(checkpoint)
     except LoadError as error:
         return error.what.partition("\n")[0]
-    titles = {finding.code: finding.title for finding in found}
+    titles = {finding.code: finding.title for finding in findings}
     if "needs-trust" in titles:
         titles["needs-trust"] = "it asks for names that nobody has allowed"
-    order = ("is-a-program", "no-torch"), ("needs-trust", "no-such-device", "too-little-memory", "torch-too-old")
-    before, after = ([titles[code] for code in codes if code in titles] for codes in order)
-    return next(iter((*before, *_alarms(checkpoint), *after)), "")
-
-
-def _alarms(checkpoint: Checkpoint) -> Iterator[str]:
-    """What nobody can allow."""
-    from transload.judge.problems import RULES
-
-    for finding in checkpoint.findings:
+    first = [titles[code] for code in ("is-a-program", "no-torch") if code in titles]
+    for finding in checkpoint.findings:  # nobody can allow these
         rule = RULES.get(finding.code)
         if finding.code in ("dangerous-globals", "dangerous-use") or (rule and rule.safety == "dangerous"):
-            yield finding.title
+            first.append(finding.title)
+    last = ("needs-trust", "no-such-device", "too-little-memory", "torch-too-old")
+    return next(iter((*first, *(titles[code] for code in last if code in titles))), "")
 
 
 # -- findings
 
 
-def _findings(made: Check) -> Iterator[Finding]:
-    """In the order in which they are told, among those of a severity: what is wrong with the file comes first."""
-    from transload.checking import advice
+def _findings(result: Check) -> Iterator[Finding]:
+    """In the order of the report, among those of a severity: what is wrong with the file comes first."""
+    checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
+    of_file = tuple(_of_file(checkpoint, devices))
+    broken = checkpoint.integrity not in ("whole", "unchecked")
+    yield from of_file if broken else ()
+    try:
+        refuse_program(checkpoint, trusted=False)
+    except LoadError as error:
+        yield Finding("is-a-program", "error", error.what, (), tuple(error.fix.split("\n")))
+    yield from _of_torch(checkpoint, result.diagnosis)
+    yield from _of_plan(result.plan)
+    yield from () if broken else of_file
+    if checkpoint.safety != "dangerous":  # nobody should install anything for such a file
+        yield from _of_packages(result.packages, machine, devices)
+    yield from _of_quantized(checkpoint, devices)
+    if checkpoint.format == "aotinductor" and not result.cuda:
+        fix = ("Compile it again on the GPU it shall run on.",)
+        yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, fix)
+    yield from _of_origin(checkpoint, machine, devices)
 
-    found = tuple(advice.of_file(made.checkpoint, made.devices))
-    broken = made.checkpoint.integrity not in ("whole", "unchecked")
-    yield from found if broken else ()
-    yield from advice.of_program(made.checkpoint)
-    yield from advice.of_torch(made.diagnosis)
-    yield from advice.of_dtypes(made.checkpoint, made.diagnosis.machine)
-    yield from advice.of_plan(made.plan)
-    yield from () if broken else found
-    if made.checkpoint.safety != "dangerous":  # nobody shall install anything for that
-        yield from advice.of_packages(made.packages, made.diagnosis.machine, made.devices)
-    yield from advice.of_quantized(made.checkpoint, made.devices)
-    yield from advice.of_compiled(made.checkpoint, made.cuda)
-    yield from advice.of_origin(made.checkpoint, made.diagnosis.machine, made.devices)
+
+_DEVICES_INSIDE = frozenset({"device-objects", "script-device", "export-device"})
+_SAID_OTHERWISE = frozenset({"needs-trust", "rare-opcodes", "aoti-architecture"})
+_DEVICE = re.compile(r"\b(?:cuda|mps|xpu|hpu|npu|mtia|xla)(?::\d{1,4})?\b")
+
+
+class _TorchDefault(Allowed):
+    """torch's own list, without torch: it has the names that a part of torch allows when it is imported."""
+
+    def user(self, node: Global) -> Any:
+        return registrar(node.full_name) or None
+
+
+def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
+    """What was found in the file itself, weighed for this machine."""
+    from transload.judge.problems import WITHOUT_CODE
+
+    # Whether load refuses names in it, as far as no program has allowed any.
+    refused = checkpoint.format not in PROGRAMS and bool(_TorchDefault().refused(loaded_pickles(checkpoint)))
+    for finding in checkpoint.findings:
+        if finding.code in _DEVICES_INSIDE:
+            here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))
+            yield finding if here else replace(finding, severity="warning")
+        elif finding.code == "needs-trust" and refused:
+            fix = list(finding.fix)
+            if fix:  # for those who trust all of it; before the way that needs no trust
+                at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
+                fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
+            yield replace(finding, severity="error", fix=tuple(fix))
+        elif finding.severity != "note" and finding.code not in _SAID_OTHERWISE:
+            yield finding
+
+
+# The newest release that was seen to lack a dtype; the next one need not have it yet.
+_WITHOUT: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
+    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
+    "bcomplex32": (2, 13),
+}
+
+
+def _of_torch(checkpoint: Checkpoint, diagnosis: Diagnosis) -> Iterator[Finding]:
+    """That there is no torch to load anything with, or one that is too old for the file."""
+    torch, cause = diagnosis.machine.torch, diagnosis.cause
+    first = torch.first
+    if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
+        title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
+        yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", first.version if first else "", re.ASCII)
+    release = (int(found[1]), int(found[2])) if found else None
+    unknown = [name for name, *_ in checkpoint.dtypes if release and release <= _WITHOUT.get(name, (0, 0))]
+    if unknown and first:
+        title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
+        yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))
+
+
+def _of_plan(plan: Plan) -> Iterator[Finding]:
+    """What the plan cannot do."""
+    from transload.render.landing import shortage_words
+
+    if plan.refused:
+        yield Finding("no-such-device", "error", plan.refused, (), plan.fix)
+    for short in plan.shortages:
+        fix = tuple(f"Instead: {words}." for words in short.instead)
+        yield Finding("too-little-memory", "error", shortage_words(short), (), fix)
+
+
+def _of_tags(checkpoint: Checkpoint, plan: Plan) -> Iterator[Finding]:
+    """Tags of devices that are not here, which plain ``torch.load`` insists on; and how to remove them."""
+    from transload.findings import quoted
+
+    tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
+    if tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
+        title = f"plain torch.load wants {', '.join(tags)}, which is not here"
+        fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
+        yield Finding(
+            "tags-elsewhere", "note", title, (), (fix, f"$ transload retag {quoted(checkpoint.path)} --to cpu")
+        )
+
+
+def _of_origin(checkpoint: Checkpoint, machine: Machine, devices: Devices) -> Iterator[Finding]:
+    """What the file records of where it was saved, if that is not what is here. None of it prevents a load."""
+    recorded = dict(checkpoint.written_by.recorded)
+    first = machine.torch.first
+    here = ", ".join(device.label for device in devices.accelerators if device.label) or "no GPU"
+    evidence = []
+    if "torch" in recorded and first and first.version and first.version != recorded["torch"]:
+        evidence.append(f"torch {recorded['torch']} there, {first.version} here")
+    if "gpus" in recorded and recorded["gpus"].partition(" (")[0] not in here:
+        evidence.append(f"{recorded['gpus']} there, {here} here")
+    if evidence:
+        yield Finding("saved-elsewhere", "note", "it was saved with other versions or hardware", tuple(evidence))
+
+
+_PROJECT = (
+    "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
+    "A package of the same name on PyPI need not be it.",
+)
+
+
+def _of_packages(needed: Sequence[Package], machine: Machine, devices: Devices) -> Iterator[Finding]:
+    """Packages that are missing, and those that need a GPU that is missing."""
+    from transload.diagnose.fixes import install
+
+    cuda = bool(devices.of_kind("cuda"))
+    for package in needed:
+        names = _listed(package.names)
+        if package.missing and package.name == "safetensors":
+            continue  # only torch.load needs it
+        if package.missing:
+            title = f"it needs {package.missing}, which is not installed"
+            if package.missing != package.name:
+                title = f"it needs {package.missing}, which this release of {package.name} does not have"
+            fix = install(machine, package.on_pypi) if package.on_pypi else _PROJECT
+            yield Finding("missing-package", "error", title, (names,), fix)
+        elif package.problem:
+            yield Finding("missing-package", "error", f"{package.name} does not load: {package.problem}", (names,))
+        if package.cuda_only and not cuda:
+            title = f"{package.name} runs on NVIDIA GPUs only, and there is none here"
+            fix = ("Ask its author for a state dict: weights alone need no package.",)
+            yield Finding("cuda-only-package", "warning", title, (names,), fix)
+
+
+# Package → what the names of its tensors contain.
+_QUANTIZED = {
+    "bitsandbytes": ".quant_state.bitsandbytes__",
+    "LLM.int8() of bitsandbytes": ".SCB",
+    "GPTQ or AWQ": ".qzeros",
+}
+
+
+def _of_quantized(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
+    """Weights that load as plain tensors, and that only a package for NVIDIA GPUs can compute with."""
+    for package, mark in _QUANTIZED.items():
+        marked = [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]
+        if marked:
+            severity: Severity = "note" if devices.of_kind("cuda") else "warning"
+            title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
+            fix = ("They load anywhere; to compute with them elsewhere, get the weights before they were quantized.",)
+            yield Finding("cuda-only-package", severity, title, (_listed(marked),), fix)
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"for {', '.join(names[:most])}{more}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transload.checking.raw import raw_bytes
 from transload.diagnose.tables import cuda_text, parse_version, runs_on
+from transload.errors import TransloadError
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Part
     from transload.machine import Machine
 
-__all__ = ["Compatibility", "compatibility", "is_cuda_compatible"]
+__all__ = ["Compatibility", "compatibility", "is_cuda_compatible", "raw_bytes"]
 
 _TENSORS = "tensors carry no CUDA version: they load under any, and without CUDA"
 _PTX_HEAD = 4096
@@ -75,53 +76,61 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
 
 
 def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
-    """The same of what was read and examined already."""
-    origin = checkpoint.written_by.recorded
-    told = tuple(_compared(dict(origin), machine))
-    pieces = [piece for part in checkpoint.parts for piece in _pieces(checkpoint, part)]
-    if not pieces:
-        return Compatibility(True, _TENSORS if checkpoint.tensors else "there is no code for a GPU in it", told, origin)
-    against = _unfit(checkpoint, machine) or _driver(dict(origin), machine)
-    driver = machine.driver.cuda.version
-    fits = {
-        name: [piece for piece in pieces if not piece.runs(card, driver)] for name, card in machine.capabilities.items()
+    """The same for a file and a machine that were examined already."""
+    recorded = checkpoint.written_by.recorded
+    origin = dict(recorded)
+    compared = tuple(_compared(origin, machine))
+    kernels = [kernel for part in checkpoint.parts for kernel in _kernels(checkpoint, part)]
+    if not kernels:
+        reason = _TENSORS if checkpoint.tensors else "there is no code for a GPU in it"
+        return Compatibility(True, reason, compared, recorded)
+    driver = machine.driver.cuda
+    failing = {
+        name: [kernel for kernel in kernels if not kernel.runs(card, driver.version)]
+        for name, card in machine.capabilities.items()
     }
-    evidence = (*_listed(pieces), *(_on_card(name, machine, lost) for name, lost in fits.items()), *told)
-    if against or not fits or not machine.driver.cuda.works:
+    evidence = [*_listed(kernels)]
+    for name, lost in failing.items():
+        card = ".".join(map(str, machine.capabilities[name]))
+        evidence.append(f"{name}, compute capability {card}: {f'does not run {lost[0].name}' if lost else 'runs'}")
+    evidence += compared
+    targets = ", ".join(sorted({code for kernel in kernels for code in kernel.codes})[:8])
+    against = _other_processor(checkpoint, machine) or _older_driver(origin, machine)
+    if against or not failing or not driver.works:
         why = against or "there is no NVIDIA GPU here that works"
-        return Compatibility(False, f"it holds compiled code for {_targets(pieces)}, and {why}", evidence, origin)
-    able = [name for name, lost in fits.items() if not lost]
-    reason = f"it holds compiled code for {_targets(pieces)}, which {'runs on' if able else 'does not run on'}"
-    return Compatibility(bool(able), f"{reason} {' or '.join(able or fits)}", evidence, origin)
+        return Compatibility(False, f"it holds compiled code for {targets}, and {why}", tuple(evidence), recorded)
+    able = [name for name, lost in failing.items() if not lost]
+    reason = f"it holds compiled code for {targets}, which {'runs on' if able else 'does not run on'}"
+    return Compatibility(bool(able), f"{reason} {' or '.join(able or failing)}", tuple(evidence), recorded)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Kernel:
     """A kernel, or all that a library holds: it runs on a card if one of its codes does."""
 
     name: str
     codes: tuple[str, ...]
     cuda: int = 0
-    """The CUDA its PTX needs of the driver, numbered as drivers do: ``12080``."""
+    """The CUDA version that its PTX needs of the driver, numbered as drivers do: ``12080``."""
 
     def runs(self, card: tuple[int, int], driver: int) -> bool:
         able = not driver or self.cuda <= driver
         return able and any(runs_on(code, card) for code in self.codes)
 
 
-def _pieces(checkpoint: Checkpoint, part: Part) -> Iterator[_Piece]:
+def _kernels(checkpoint: Checkpoint, part: Part) -> Iterator[_Kernel]:
     facts = dict(part.facts)
     if part.kind == "PTX":
         target = facts.get("target", "").replace("sm_", "compute_")
-        yield _Piece(part.name, (target,), _ptx_cuda(checkpoint, part.name))
+        yield _Kernel(part.name, (target,), _ptx_cuda(checkpoint, part.name))
     elif part.kind in ("cubin", "AMD GPU code", "Intel GPU code", "GPU code for several architectures"):
-        yield _Piece(part.name, (facts.get("target", part.kind),))
+        yield _Kernel(part.name, (facts.get("target", part.kind),))
     elif "GPU code inside" in facts:
-        yield _Piece(part.name, tuple(facts["GPU code inside"].split(", ")))
+        yield _Kernel(part.name, tuple(facts["GPU code inside"].split(", ")))
 
 
 def _ptx_cuda(checkpoint: Checkpoint, name: str) -> int:
-    """The CUDA that PTX was written for; 0 where it does not say."""
+    """The CUDA version that PTX was written for; 0 where it does not say."""
     record = next((record for record in checkpoint.records if record.name == name), None)
     if record is None or record.offset is None or record.method:
         return 0
@@ -133,42 +142,40 @@ def _ptx_cuda(checkpoint: Checkpoint, name: str) -> int:
     return major * 1000 + minor * 10
 
 
-def _targets(pieces: list[_Piece]) -> str:
-    return ", ".join(sorted({code for piece in pieces for code in piece.codes})[:8])
+def raw_bytes(path: str, start: int, count: int) -> bytes:
+    """Up to ``count`` bytes of a file from ``start`` on; none if it cannot be read."""
+    from transload.io.sources import open_source
+
+    try:
+        with closing(open_source(path)) as source:
+            return source.read(start, count)
+    except TransloadError:
+        return b""
 
 
-def _listed(pieces: list[_Piece]) -> Iterator[str]:
-    for codes in dict.fromkeys(piece.codes for piece in pieces):
-        same = [piece for piece in pieces if piece.codes == codes]
+def _listed(kernels: list[_Kernel]) -> Iterator[str]:
+    for codes in dict.fromkeys(kernel.codes for kernel in kernels):
+        same = [kernel for kernel in kernels if kernel.codes == codes]
         yield f"{', '.join(codes)}: {same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}"
 
 
-def _on_card(name: str, machine: Machine, lost: list[_Piece]) -> str:
-    card = ".".join(map(str, machine.capabilities[name]))
-    return f"{name}, compute capability {card}: {'runs' if not lost else f'does not run {lost[0].name}'}"
-
-
-def _unfit(checkpoint: Checkpoint, machine: Machine) -> str:
-    """Why the rest of a package does not run here: its library is for another processor."""
+def _other_processor(checkpoint: Checkpoint, machine: Machine) -> str:
+    """Why the library of a package does not run here."""
     here = _PROCESSORS.get(machine.platform.machine.lower(), machine.platform.machine)
-    made = {dict(part.facts).get("machine", here) for part in checkpoint.parts if part.kind == "library"}
-    other = sorted(made - {here})
+    built = {dict(part.facts).get("machine", here) for part in checkpoint.parts if part.kind == "library"}
+    other = sorted(built - {here})
     return f"its library is for {other[0]} processors, not {here}" if other else ""
 
 
-def _driver(origin: dict[str, str], machine: Machine) -> str:
+def _older_driver(origin: dict[str, str], machine: Machine) -> str:
     """Why the driver does not run what the recorded torch has compiled: its CUDA is of an earlier generation."""
-    cuda, here = _cuda_of(origin), machine.driver.cuda.version
+    build = re.search(r"\+cu(\d{2})(\d)", origin.get("torch", ""))
+    recorded = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
+    cuda = recorded[0] if recorded else f"{build[1]}.{build[2]}" if build else ""
+    here = machine.driver.cuda.version
     if not cuda or not here or parse_version(cuda)[0] <= here // 1000:
         return ""
     return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(here)}"
-
-
-def _cuda_of(origin: dict[str, str]) -> str:
-    """The CUDA version a file records, or that of the torch build it records."""
-    build = re.search(r"\+cu(\d{2})(\d)", origin.get("torch", ""))
-    said = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
-    return said[0] if said else f"{build[1]}.{build[2]}" if build else ""
 
 
 def _compared(origin: dict[str, str], machine: Machine) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """What plain ``torch.load(path)`` would do with a file here, and say, without running it.
 
 Both of torch's unpicklers work through the stream from its beginning, and a storage is put on its device when the
-stream comes to it. So the first thing they cannot do decides, and its place in the stream is known.
+stream comes to it. So the first thing they cannot do decides, and its place in the stream is known. The words are those
+of the releases from 2.1 to 2.15; a test compares them with the real ones.
 """
 
 from __future__ import annotations
@@ -9,79 +10,82 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from transload.checking import torch_words as words
-from transload.checking.raw import raw_bytes
+from transload.checking.compatibility import raw_bytes
+from transload.devices import split
+from transload.diagnose.tables import numbers_of
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
-    from transload.checking.packages import Installed
     from transload.checkpoint import Checkpoint
+    from transload.diagnose.verdict import Diagnosis
+    from transload.loading.placement import Devices
     from transload.nodes import Persistent, Pickle
 
-__all__ = ["WEIGHTS_ONLY", "Said", "all_opcodes", "first_unknown", "torch_says"]
+__all__ = ["Installed", "Said", "installed", "torch_says"]
+
+Version = tuple[int, ...]
 
 
-WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
-"""Those that torch's unpickler knows, in every release from 2.1 to 2.15."""
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The torch of an environment, as far as ``torch.load`` depends on it."""
+
+    version: str
+    """``2.13.0+cu130``; empty where there is no torch, or none whose version could be read."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Devices of each kind that torch has: ``{"cuda": 1}``; a kind that does not work is left out."""
+    sure: bool = True
+    """Whether the counts are certain."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    absent: Collection[str] = ()
+    """Packages a file asks for that are not installed."""
+
+    @property
+    def release(self) -> Version:
+        """The version as numbers."""
+        return numbers_of(self.version)
+
+    @property
+    def weights_only(self) -> bool:
+        """What ``weights_only`` is where the caller of ``torch.load`` does not say.
+
+        >>> Installed("2.5.1").weights_only, Installed("2.13.0+cpu").weights_only
+        (False, True)
+        """
+
+        def forced(name: str) -> bool:
+            return self.environ.get(name, "0").lower() in ("1", "y", "yes", "true")
+
+        if forced("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+            return True
+        return self.release >= (2, 6) and not forced("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 
-def all_opcodes() -> frozenset[int]:
-    """Those that Python's own knows."""
-    import pickletools
-
-    return frozenset(ord(code.code) for code in pickletools.opcodes)
-
-
-def first_unknown(data: bytes) -> tuple[int, int] | None:
-    r"""Place and code of the first opcode in a pickle that ``weights_only`` does not know; ``None`` without one.
-
-    >>> first_unknown(b"\x80\x02}."), first_unknown(b"\x80\x02I1\n.")
-    (None, (2, 73))
-    """
-    import pickletools
-
-    try:
-        for _, _, at in pickletools.genops(data):
-            if at is not None and data[at] not in WEIGHTS_ONLY:
-                return at, data[at]
-    except ValueError:  # it breaks off before
-        return None
-    return None
-
-
-OLDEST, NEWEST = (2, 1), (2, 15)
-"""The releases whose words are known."""
-_LISTED = (2, 13)
-"""The release that ``TORCH_DEFAULT`` lists."""
-
-# Names that some of the releases from 2.6 to 2.15 allow and others do not.
-_VARYING = frozenset(
-    {
-        *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-        *("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.bcomplex32", "torch._utils._rebuild_nested_tensor"),
-        *(f"torch.nested._internal.nested_tensor.{name}" for name in ("NestedTensor", "_rebuild_njt")),
-        "torch._dynamo.decorators._DimRange",
-        *(f"torch.distributed._mesh_layout.{name}" for name in ("_FlatLayout", "_MeshLayout")),
-    }
-)
-_PROGRAMS = frozenset({"torch-export", "aotinductor", "torch-package"})
-_STREAMS = frozenset({"torch-zip", "torch-legacy", "pickle"})
-# Before 2.11 a tag that only begins as a device does was taken for one.
-_LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
-_LONGEST_SCAN = 1 << 24
-_MOST_INDEX = 127  # above it, torch takes the number for a negative one
+def installed(
+    diagnosis: Diagnosis, devices: Devices, environ: Mapping[str, str], absent: Collection[str] = ()
+) -> Installed:
+    """The torch that the doctor found, with the devices it would have."""
+    machine = diagnosis.machine
+    first, cuda = machine.torch.first, machine.driver.cuda
+    counts = Counter(split(device.name)[0] for device in devices.available if device.name != "cpu")
+    version = first.version if first is not None and first.known else ""
+    # Whether it is known what torch.cuda.is_available() says: a card that computes nothing may still be there.
+    sure = not machine.torch.shadow and cuda.answer.state not in ("hung", "crashed")
+    sure = sure and (first is None or first.cpu_only or not cuda.works or diagnosis.status != "broken")
+    return Installed(version, dict(counts), sure, environ, absent)
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` where that cannot be told from here.
+    """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` where that cannot be predicted.
 
     ``error`` is the class of what it raises and ``text`` its words. ``exact`` says that they are word for word what
-    release ``torch`` says; else they are what comes nearest, or empty.
+    release ``torch`` says; otherwise they are the nearest known words, or empty.
     """
 
     outcome: Literal["loads", "raises", "unknown"]
@@ -103,11 +107,39 @@ class Said:
         }
 
 
+_OLDEST, _NEWEST = (2, 1), (2, 15)
+"""The releases whose words are known."""
+
+
 def torch_says(checkpoint: Checkpoint, torch: Installed) -> Said:
     """The outcome of ``torch.load(checkpoint.path)``."""
-    if not OLDEST <= torch.release[:2] <= NEWEST:
+    if not _OLDEST <= torch.release[:2] <= _NEWEST:
         return Said("unknown", torch=torch.version)
-    return _Reading(checkpoint, torch).outcome()
+    return _Prediction(checkpoint, torch).outcome()
+
+
+# -- what decides
+
+_WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
+"""The opcodes that torch's unpickler knows, in every release from 2.1 to 2.15."""
+_LISTED = (2, 13)
+"""The release that ``TORCH_DEFAULT`` lists."""
+# Names that some of the releases from 2.6 to 2.15 allow and others do not.
+_VARYING = frozenset(
+    {
+        *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.bcomplex32", "torch._utils._rebuild_nested_tensor"),
+        *(f"torch.nested._internal.nested_tensor.{name}" for name in ("NestedTensor", "_rebuild_njt")),
+        "torch._dynamo.decorators._DimRange",
+        *(f"torch.distributed._mesh_layout.{name}" for name in ("_FlatLayout", "_MeshLayout")),
+    }
+)
+_BLOCKED = frozenset({"sys", "os", "posix", "nt"})
+# Before 2.11 a tag that only begins like a device was taken for one.
+_LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
+_LONGEST_SCAN = 1 << 24
+_MOST_INDEX = 127  # torch takes a greater number for a negative one
+_INTACT = ("whole", "unchecked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,201 +153,167 @@ class _Event:
     exact: bool = True
 
 
-class _Reading:
+class _Prediction:
     def __init__(self, checkpoint: Checkpoint, torch: Installed) -> None:
         self.checkpoint = checkpoint
         self.torch = torch
         self.release = torch.release
         self.weights_only = torch.weights_only
         self.records = {record.name for record in checkpoint.records}
+        self.intact = checkpoint.integrity in _INTACT
 
     def outcome(self) -> Said:
-        kind = self.checkpoint.format
-        if os.path.isdir(self.checkpoint.path):  # noqa: PTH112  a path is text here
-            told = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.checkpoint.path)
-            return self.raises("IsADirectoryError", str(told), exact=os.name == "posix")
-        if self.checkpoint.path.endswith(".safetensors") and self.release >= (2, 13):
+        path, kind = self.checkpoint.path, self.checkpoint.format
+        strict = self.weights_only and self.release >= (2, 6)  # older ones word their refusals in other ways
+        if os.path.isdir(path):  # noqa: PTH112  a path is text here
+            error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
+        if path.endswith(".safetensors") and self.release >= (2, 13):
             return self.safetensors()
-        if kind == "torchscript":
-            return self.script()
-        if kind in _PROGRAMS:
-            return self.without_pickle()
+        if kind == "torchscript" and "constants.pkl" in self.records:
+            text = _unsafe("TorchScript archives passed to ``torch.load``")
+            return self.raises("RuntimeError", text, (_SCRIPT_WARNING,)) if strict else self.unknown((_SCRIPT_WARNING,))
+        if kind in ("torchscript", "torch-export", "aotinductor", "torch-package"):
+            # An archive that torch opens and finds no object in. One without a folder it does not even open.
+            opens = self.intact and "folder" in dict(self.checkpoint.facts) and "data.pkl" not in self.records
+            return self.raises("RuntimeError", _no_record("data.pkl", self.release)) if opens else self.unknown()
         if kind == "torch-tar":
-            return self.tar()
-        return self.stream() if kind in _STREAMS else self.foreign()
+            text = _unsafe("files saved in the legacy .tar format")
+            return self.raises("RuntimeError", text) if strict else self.unknown()
+        return self.stream() if kind in ("torch-zip", "torch-legacy", "pickle") else self.foreign()
 
-    def raises(self, error: str, text: str, *, exact: bool = True, warnings: tuple[str, ...] = ()) -> Said:
+    def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
         return Said("raises", error, text, exact, self.torch.version, warnings)
 
-    def unknown(self) -> Said:
-        return Said("unknown", torch=self.torch.version)
-
-    # -- whole files
+    def unknown(self, warnings: tuple[str, ...] = ()) -> Said:
+        return Said("unknown", torch=self.torch.version, warnings=warnings)
 
     def safetensors(self) -> Said:
         if "safetensors" in self.torch.absent:
-            text = (
-                "Attempting to load a safetensors file but safetensors is not installed. "
-                "Please install safetensors with: pip install safetensors"
-            )
-            return self.raises("RuntimeError", text)
+            return self.raises("RuntimeError", _NO_SAFETENSORS)
         if self.checkpoint.format != "safetensors":
             return self.unknown()
-        if self.checkpoint.integrity in ("whole", "unchecked"):
+        if self.intact:
             return Said("loads", exact=True, torch=self.torch.version)
         codes = {problem.code for problem in self.checkpoint.problems}
-        text = next((words.SAFETENSORS_TEXTS[code] for code in words.SAFETENSORS_TEXTS if code in codes), "")
+        text = next((_SAFETENSORS[code] for code in _SAFETENSORS if code in codes), "")
         return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
 
-    def without_pickle(self) -> Said:
-        """An archive that torch opens and finds no object in. One without a folder it does not even open."""
-        sound = self.checkpoint.integrity in ("whole", "unchecked") and "folder" in dict(self.checkpoint.facts)
-        if "data.pkl" in self.records or not sound:
-            return self.unknown()
-        return self.raises("RuntimeError", words.no_record("data.pkl", self.release))
-
-    def script(self) -> Said:
-        if "constants.pkl" not in self.records:
-            return self.without_pickle()
-        if not self.weights_only or self.release < (2, 6):
-            return Said("unknown", torch=self.torch.version, warnings=(words.SCRIPT_WARNING,))
-        text = words.unsafe("TorchScript archives passed to ``torch.load``")
-        return self.raises("RuntimeError", text, warnings=(words.SCRIPT_WARNING,))
-
-    def tar(self) -> Said:
-        if not self.weights_only or self.release < (2, 6):
-            return self.unknown()
-        return self.raises("RuntimeError", words.unsafe("files saved in the legacy .tar format"))
-
     def foreign(self) -> Said:
-        """What is no checkpoint is taken for a pickle, and its first byte for an opcode."""
+        """A file that is not a checkpoint is taken for a pickle, and its first byte for an opcode."""
         head = raw_bytes(self.checkpoint.path, 0, 4)
         if not head or head == b"PK\x03\x04" or (self.weights_only and self.release < (2, 6)):
             empty = not self.checkpoint.nbytes
             return self.raises("EOFError", "" if self.weights_only else "Ran out of input") if empty else self.unknown()
-        if head[0] in (WEIGHTS_ONLY if self.weights_only else all_opcodes()):
-            return self.unknown()
-        refused = words.refusal(f"Unsupported operand {head[0]}", self.release)
-        return self.raises("UnpicklingError", refused if self.weights_only else words.load_key(head[0]))
+        if self.weights_only:
+            opcodes, text = _WEIGHTS_ONLY, _refusal(f"Unsupported operand {head[0]}", self.release)
+        else:
+            import pickletools
 
-    # -- the stream
+            opcodes, text = frozenset(ord(each.code) for each in pickletools.opcodes), _load_key(head[0])
+        return self.unknown() if head[0] in opcodes else self.raises("UnpicklingError", text)
 
     def stream(self) -> Said:
-        """The first event in the main pickle decides; without one the file loads, if it is whole."""
+        """The first event in the main pickle decides; without one the file loads, if it is intact."""
         main = next((pickle for pickle in self.checkpoint.pickles if pickle.main), None)
-        endless = any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems)
-        if endless or main is None:
-            text = words.no_directory(self.release)
-            return self.raises("RuntimeError", text, exact=False) if endless else self.unknown()
-        events = sorted(self.events(main), key=lambda event: event.position)
+        if any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems):
+            text = "PytorchStreamReader failed reading zip archive: failed finding central directory"
+            return self.raises("RuntimeError", text + _miniz(self.release), exact=False)
+        if main is None:
+            return self.unknown()
         plain = self.checkpoint.format == "pickle"
-        sound = not main.broken if plain else self.checkpoint.integrity in ("whole", "unchecked")
-        warnings = self.warned(main)
-        if events and events[0].error:
-            first = events[0]
-            exact = first.exact and sound and not self.varies(main)
-            return self.raises(first.error, first.text, exact=exact, warnings=warnings)
-        if events:
-            return Said("unknown", torch=self.torch.version, warnings=warnings)
-        if plain:
-            return self.raises("RuntimeError", "Invalid magic number; corrupt file?", exact=sound, warnings=warnings)
-        if not sound or self.odd():
-            return Said("unknown", torch=self.torch.version, warnings=warnings)
-        return Said("loads", exact=not self.varies(main), torch=self.torch.version, warnings=warnings)
-
-    def warned(self, main: Pickle) -> tuple[str, ...]:
-        if not self.weights_only:
-            return words.implicit_pickle(self.release)
-        return (words.protocol_warning(main.protocol),) if main.protocol > 2 else ()
-
-    def varies(self, main: Pickle) -> bool:
-        """Whether the answer hangs on a name that not every release allows."""
+        intact = not main.broken if plain else self.intact
+        # Not every release allows the same names.
         names = {torch_spelling(*key) for key in main.globals}
-        return self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
-
-    def odd(self) -> bool:
-        """Whether allowed names are used in ways that may not work, or names are called that may do anything."""
-        return any(finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings)
+        varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
+        warnings: tuple[str, ...] = ()
+        if self.weights_only and main.protocol > 2:
+            warnings = (_protocol_warning(main.protocol),)
+        elif not self.weights_only and (2, 4) <= self.release < (2, 6):
+            warnings = (_IMPLICIT,)
+        first = min(self.events(main), key=lambda event: event.position, default=None)
+        if first and first.error:
+            return self.raises(first.error, first.text, warnings, exact=first.exact and intact and not varies)
+        if plain and not first:
+            return self.raises("RuntimeError", "Invalid magic number; corrupt file?", warnings, exact=intact)
+        # Allowed names may be used in ways that do not work, and others may do anything.
+        odd = any(finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings)
+        if first or not intact or odd:
+            return self.unknown(warnings)
+        return Said("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
 
     def events(self, main: Pickle) -> Iterator[_Event]:
-        yield from self.ids(main)
-        yield from self.names(main) if self.weights_only else self.imports(main)
+        stored = next(filter(None, map(self.stored, main.persistent)), None)  # they are in the order of the stream
+        if stored:
+            yield stored
+        yield from self.refused_names(main) if self.weights_only else self.imports(main)
         if self.weights_only and main.rare:
-            yield self.opcode(main)
+            yield self.unknown_opcode(main)
 
-    def names(self, main: Pickle) -> Iterator[_Event]:
-        """Names that are not allowed."""
+    def stored(self, node: Persistent) -> _Event | None:
+        """A storage on a device that is not here, or without its record; or an id that is not a storage's."""
+        pid = node.id
+        if type(pid) is not tuple or len(pid) < 4:
+            return _Event(node.position, exact=False)
+        if _text(pid[0]) != "storage":
+            got = type(pid[0]) if self.release >= (2, 10) else pid[0]
+            message = f"Only persistent_load of storage is allowed, but got {got}"
+            return self.refused(node.position, message) if self.weights_only else _Event(node.position, exact=False)
+        record = f"data/{_text(pid[2])}"
+        if self.checkpoint.format == "torch-zip" and record not in self.records:
+            return _Event(node.position, "RuntimeError", _no_record(record, self.release))
+        tag = _text(pid[3])
+        error, text = _device_error(tag, self.release, self.torch.counts)
+        if not error:
+            return None
+        kind, _, index = tag.partition(":")
+        plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MOST_INDEX)
+        usual = self.release >= (2, 11) or _LOOKS_LIKE.match(tag) is None
+        exact = plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
+        return _Event(node.position, error, text, exact)
+
+    def refused_names(self, main: Pickle) -> Iterator[_Event]:
         for (module, name), node in main.globals.items():
             full = torch_spelling(module, name)
             owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
-            if owner in words.BLOCKED:
-                message = words.blocked(full, owner)
+            if owner in _BLOCKED:
+                message = f"Trying to load unsupported GLOBAL {full} whose module {owner} is blocked."
             elif full in TORCH_DEFAULT:
                 continue
-            elif full in words.REGISTERED_TEXTS and (self.release < (2, 15) or "_dynamo" not in full):
-                message = words.REGISTERED_TEXTS[full]
+            elif full in _REGISTERED and (self.release < (2, 15) or "_dynamo" not in full):
+                message = _REGISTERED[full]
             else:
-                message = words.unsupported_global(full, name, self.release)
+                message = _unsupported_global(full, name, self.release)
             yield self.refused(node.position, message)
 
     def imports(self, main: Pickle) -> Iterator[_Event]:
         """Names the standard unpickler would import: what happens then is known only where there is no such package."""
         for (module, name), node in main.globals.items():
-            full = torch_spelling(module, name)
-            if full in TORCH_DEFAULT or "Storage" in name:
-                continue
-            package = module.partition(".")[0]
-            absent = package in self.torch.absent
-            text = f"No module named '{package}'" if absent else ""
-            yield _Event(node.position, "ModuleNotFoundError" if absent else "", text, absent)
+            if torch_spelling(module, name) not in TORCH_DEFAULT and "Storage" not in name:
+                package = module.partition(".")[0]
+                absent = package in self.torch.absent
+                text = f"No module named '{package}'" if absent else ""
+                yield _Event(node.position, "ModuleNotFoundError" if absent else "", text, absent)
 
-    def ids(self, main: Pickle) -> Iterator[_Event]:
-        """Storages on devices that are not here, or without their record; and ids that are no storage's."""
-        for node in main.persistent:
-            found = self.stored(node)
-            if found is not None:
-                yield found
-                return  # they are in the order of the stream
-
-    def stored(self, node: Persistent) -> _Event | None:
-        pid = node.id
-        if type(pid) is not tuple or len(pid) < 4:
-            return _Event(node.position, exact=False)
-        if _text(pid[0]) != "storage":
-            message = words.foreign_id(pid[0], self.release)
-            if not self.weights_only:
-                return _Event(node.position, exact=False)
-            return _Event(
-                node.position, "UnpicklingError", words.refusal(message, self.release), self.release >= (2, 6)
-            )
-        record = f"data/{_text(pid[2])}"
-        if self.checkpoint.format == "torch-zip" and record not in self.records:
-            return _Event(node.position, "RuntimeError", words.no_record(record, self.release))
-        tag = _text(pid[3])
-        error, text = words.device_error(tag, self.release, self.torch.counts)
-        return _Event(node.position, error, text, self.told(tag)) if error else None
-
-    def told(self, tag: str) -> bool:
-        """Whether the words on a tag are certain."""
-        kind, _, index = tag.partition(":")
-        plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MOST_INDEX)
-        usual = self.release >= (2, 11) or _LOOKS_LIKE.match(tag) is None
-        return plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
-
-    def opcode(self, main: Pickle) -> _Event:
+    def unknown_opcode(self, main: Pickle) -> _Event:
         """The first opcode that weights_only does not know."""
-        found = first_unknown(self.pickled(main))
-        if found is None:
-            return _Event(main.start, "UnpicklingError", exact=False)
-        at, code = found
-        return self.refused(main.start + at, f"Unsupported operand {code}")
+        import pickletools
+
+        data = self.bytes_of(main)
+        try:
+            for _, _, at in pickletools.genops(data):
+                if at is not None and data[at] not in _WEIGHTS_ONLY:
+                    return self.refused(main.start + at, f"Unsupported operand {data[at]}")
+        except ValueError:  # the pickle ends before
+            pass
+        return _Event(main.start, "UnpicklingError", exact=False)
 
     def refused(self, position: int, message: str) -> _Event:
-        """What weights_only refuses; the frame around its words is known from 2.6 on, where it is the default."""
-        return _Event(position, "UnpicklingError", words.refusal(message, self.release), self.release >= (2, 6))
+        """What weights_only refuses; the words around it are known from 2.6 on, where it is the default."""
+        return _Event(position, "UnpicklingError", _refusal(message, self.release), self.release >= (2, 6))
 
-    def pickled(self, main: Pickle) -> bytes:
-        """The bytes of the main pickle, where they lie in the file as they are."""
+    def bytes_of(self, main: Pickle) -> bytes:
+        """The bytes of the main pickle, if they are stored as they are."""
         if self.checkpoint.format != "torch-zip":  # one pickle after the other
             before = self.checkpoint.pickles[: self.checkpoint.pickles.index(main)]
             start = sum(pickle.end for pickle in before) + main.start
@@ -328,3 +326,189 @@ class _Reading:
 
 def _text(value: object) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
+
+
+# -- torch's words
+
+_SCRIPT_WARNING = (
+    "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' "
+    "(call 'torch.jit.load' directly to silence this warning)"
+)
+_NO_SAFETENSORS = (
+    "Attempting to load a safetensors file but safetensors is not installed. "
+    "Please install safetensors with: pip install safetensors"
+)
+# What safetensors 0.8 says of a file, by the problem found in it.
+_HEADER = "Error while deserializing header:"
+_SAFETENSORS = {
+    "safetensors-header-too-large": f"{_HEADER} header too large",
+    "safetensors-header-cut": f"{_HEADER} invalid header length",
+    "safetensors-truncated": f"{_HEADER} incomplete metadata, file not fully covered",
+    "safetensors-trailing": f"{_HEADER} incomplete metadata, file not fully covered",
+}
+_UNSAFE = (
+    "In PyTorch 2.6, we changed the default value of the `weights_only` argument in `torch.load` from `False` to "
+    "`True`. Re-running `torch.load` with `weights_only` set to `False` will likely succeed, but it can result in "
+    "arbitrary code execution. Do it only if you got the file from a trusted source."
+)
+_OPTIONS = (
+    "Weights only load failed. This file can still be loaded, to do so you have two options, "
+    "\033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
+    f"\n\t(1) {_UNSAFE}\n\t(2) Alternatively, to load with `weights_only=True` please check the recommended steps in "
+    "the following error message.\n\tWeightsUnpickler error: "
+)
+_DOCS = (
+    "\n\nCheck the documentation of torch.load to learn more about types accepted by default with weights_only "
+    "https://pytorch.org/docs/stable/generated/torch.load.html."
+)
+_ISSUE = (
+    "Please file an issue with the following so that we can make `weights_only=True` compatible with your use case: "
+    "WeightsUnpickler error: "
+)
+_IMPLICIT = (
+    "You are using `torch.load` with `weights_only=False` (the current default value), which uses the default pickle "
+    "module implicitly. It is possible to construct malicious pickle data which will execute arbitrary code during "
+    "unpickling (See https://github.com/pytorch/pytorch/blob/main/SECURITY.md#untrusted-models for more details). In a "
+    "future release, the default value for `weights_only` will be flipped to `True`. This limits the functions that "
+    "could be executed during unpickling. Arbitrary objects will no longer be allowed to be loaded via this mode "
+    "unless they are explicitly allowlisted by the user via `torch.serialization.add_safe_globals`. We recommend you "
+    "start setting `weights_only=True` for any use case where you don't have full control of the loaded file. Please "
+    "open an issue on GitHub for any issues related to this experimental feature."
+)
+_MINIZ = (
+    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood that your checkpoint "
+    "file is corrupted. This can happen if the checkpoint was not saved properly, was transferred incorrectly, or the "
+    "file was modified after saving."
+)
+_TO_CPU = (
+    "If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your "
+    "storages to the CPU."
+)
+
+_REGISTERED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "torch.distributed.device_mesh.DeviceMesh",
+            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+            "torch.distributed.tensor._dtensor_spec.TensorMeta",
+            "torch.distributed.tensor.DTensor",
+            "torch.distributed.tensor.placement_types.Partial",
+            "torch.distributed.tensor.placement_types.Replicate",
+            "torch.distributed.tensor.placement_types.Shard",
+        ),
+        "``torch.distributed.tensor`` must be imported to load DTensors",
+    ),
+    "torch._dynamo.decorators._DimRange": (
+        "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)"
+    ),
+}
+"""Names that another module allows when it is imported, and what is said where it was not."""
+
+
+def _unsafe(what: str) -> str:
+    """A kind of file that is refused as a whole."""
+    return f"Cannot use ``weights_only=True`` with {what}. {_UNSAFE}"
+
+
+def _refusal(message: str, version: Version) -> str:
+    """The frame torch 2.6 and later put around the unpickler's own words."""
+    if "was not an allowed global by default." in message:
+        return f"{_OPTIONS}{message}{_DOCS}"
+    if re.search(r"(\S+) must be (\S+) to load", message):
+        return f"Weights only load failed. {message}\n {_UNSAFE}\n"
+    asked = "" if "is blocked" in message else _ISSUE
+    gap = "\n\n" if version >= (2, 9) else ""
+    return f"Weights only load failed. {_UNSAFE}\n{asked}{gap}{message}{_DOCS}"
+
+
+def _unsupported_global(full: str, name: str, version: Version) -> str:
+    """A name that is not allowed; 2.6 advises to allow it by its last part only."""
+    if version >= (2, 7):
+        full = full.removeprefix("builtins.")
+        name = full
+    return (
+        f"Unsupported global: GLOBAL {full} was not an allowed global by default. "
+        f"Please use `torch.serialization.add_safe_globals([{name}])` or the "
+        f"`torch.serialization.safe_globals([{name}])` context manager to allowlist this global "
+        "if you trust this class/function."
+    )
+
+
+def _protocol_warning(protocol: int) -> str:
+    return (
+        f"Detected pickle protocol {protocol} in the checkpoint, which was not the default pickle protocol used by "
+        "`torch.load` (2). The weights_only Unpickler might not support all instructions implemented by this protocol, "
+        "please file an issue for adding support if you encounter this."
+    )
+
+
+def _load_key(byte: int) -> str:
+    r"""What Python's own unpickler says of a byte that is not an opcode.
+
+    >>> _load_key(0x3C), _load_key(0x1F)
+    ("invalid load key, '<'.", "invalid load key, '\\x1f'.")
+    """
+    shown = chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+    return f"invalid load key, '{shown}'."
+
+
+def _miniz(version: Version) -> str:
+    return _MINIZ if version >= (2, 11) else ""
+
+
+def _no_record(name: str, version: Version) -> str:
+    return f"PytorchStreamReader failed locating file {name}: file not found{_miniz(version)}"
+
+
+_SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
+"""Kinds of devices that storages are restored to, and since when."""
+
+
+def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[str, str]:
+    """The error of restoring a storage to a tag: its class and words; both empty where it is restored.
+
+    ``counts`` are the devices torch has of each kind; none of a kind means that its ``is_available()`` is false.
+
+    >>> _device_error("cuda:1", (2, 13), {"cuda": 1})[1][:66]
+    'Attempting to deserialize object on CUDA device 1 but torch.cuda.d'
+    >>> _device_error("cuda:0", (2, 13), {"cuda": 1})
+    ('', '')
+    """
+    if tag in ("cpu", "meta") or (tag.startswith("mps") and counts.get("mps")):
+        return "", ""
+    if tag.startswith("mps"):
+        return "RuntimeError", "torch.UntypedStorage(): Storage device not recognized: mps"
+
+    def meant(kind: str) -> bool:
+        if version >= (2, 11):
+            return tag == kind or re.match(f"{kind}(:|[0-9]+)", tag) is not None
+        return tag.startswith(kind)
+
+    kind = next((kind for kind, since in _SINCE.items() if version >= since and meant(kind)), "")
+    if not kind:
+        lost = f"don't know how to restore data location of torch.storage.UntypedStorage (tagged with {tag})"
+        return "RuntimeError", lost
+    text = _validation_error(tag, kind, version, counts.get(kind, 0))
+    return (("AssertionError" if version < (2, 4) and kind == "hpu" else "RuntimeError"), text) if text else ("", "")
+
+
+def _validation_error(tag: str, kind: str, version: Version, count: int) -> str:
+    if kind in ("hpu", "privateuseone") and not count:
+        return (
+            f"The {kind.upper()} device module is not registered. {_TO_CPU}"
+            if version >= (2, 4)
+            else "HPU device module is not loaded"
+        )
+    if not re.fullmatch(rf"{kind}(:(0|[1-9][0-9]*))?", tag):
+        return f"Invalid device string: '{tag}'"
+    if not count:
+        tried = f"Attempting to deserialize object on a {kind.upper()} device"
+        return f"{tried} but torch.{kind}.is_available() is False. {_TO_CPU}"
+    index = int(tag.partition(":")[2][:4] or 0)
+    if index < count:
+        return ""
+    return (
+        f"Attempting to deserialize object on {kind.upper()} device {index} but "
+        f"torch.{kind}.device_count() is {count}. "
+        "Please use torch.load with map_location to map your storages to an existing device."
+    )

@@ -1,4 +1,4 @@
-"""``transload check FILE``: will it load here, where would it land, what is missing. Nothing of it is loaded."""
+"""``transload check FILE``: can it be loaded here, where would it land, what is missing. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples:
-  transload check model.pt                 will it load, and where to
+  transload check model.pt                 can it be loaded, and where to
   transload check model.pt --device cuda:1
   transload check model.pt --device none   each tensor where it was saved
   transload check model.pt --json | jq .plan
 
 exit codes:
-  0  it loads as asked
-  1  it does not
+  0  the file can be loaded as asked
+  1  it cannot
   2  the command could not do its job
 """
 
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Check one file, say what would come of it, return the exit code."""
+    """Check one file, print the result, return the exit code."""
     from transload.checking import check
 
     result = check(arguments.path, None if arguments.device == "none" else arguments.device)

@@ -22,7 +22,7 @@ examples:
 
 exit codes:
   0  an error in the text is explained
-  1  nothing in it is known
+  1  no error in it is known
   2  the command could not do its job
 """
 
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``explain``."""
     parser.epilog = _EPILOG
     parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
-    parser.add_argument("--no-checks", action="store_true", help="look neither at this machine nor at files it names")
+    parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
 
@@ -39,14 +39,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Explain one text, return the exit code."""
     from transload.explaining import explain_bytes
-    from transload.explaining.other import is_binary, not_a_text
+    from transload.explaining.logs import is_binary, not_a_text
 
     data, shortened = _read(arguments.log)
     explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
     if not explanation.answers and is_binary(data):
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
-        raise UsageError("there is no text to explain", fix="Pipe a log into it, or name a file that holds one.")
+        raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
     from transload.render.explain import report
 
     show_result(explanation, report, arguments)
@@ -54,11 +54,15 @@ def run(arguments: Namespace) -> int:
 
 
 def _read(path: str) -> tuple[bytes, bool]:
-    from transload.explaining.cleaning import read_end
+    """The end of the log, and whether there is more of it."""
+    from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
 
     try:
         if path != "-":
-            return _read_file(path)
+            with open(path, "rb") as file:  # noqa: PTH123
+                if file.seekable() and is_packed(file.read(HEAD)):
+                    raise not_a_text(path)
+                return read_end(file)
         if sys.stdin is None:
             return b"", False
         if sys.stdin.isatty():
@@ -70,22 +74,12 @@ def _read(path: str) -> tuple[bytes, bool]:
         ) from error
 
 
-def _read_file(path: str) -> tuple[bytes, bool]:
-    from transload.explaining.cleaning import read_end
-    from transload.explaining.other import HEAD, is_packed, not_a_text
-
-    with open(path, "rb") as file:  # noqa: PTH123
-        if file.seekable() and is_packed(file.read(HEAD)):
-            raise not_a_text(path)
-        return read_end(file)
-
-
 def _instead(path: str, error: OSError) -> str:
-    """What to do where a file could not be read."""
+    """What to do if a file cannot be read."""
     if " " in path:
-        return "A text itself is piped into it: echo '...' | transload explain."
+        return "To explain a text itself, pipe it in: echo '...' | transload explain."
     if isinstance(error, IsADirectoryError):
-        return f"Name the log in it. What a checkpoint in a folder is: transload inspect {path}"
+        return f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
     if isinstance(error, FileNotFoundError):
         return "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
     return ""

@@ -1,31 +1,42 @@
-"""``transload.explain``: what an error text means, what to do about it, and whether this machine or file shows it."""
+"""``transload.explain``: what an error text means, what to do about it, and whether this machine or file shows it.
+
+A log is read as exceptions (``logs``), known texts are found in them (``matching``, with the texts themselves in
+``pages``), and each becomes an ``Answer`` (``result``): values filled in (``hooks``), this machine and the file that is
+named examined (``local``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from transload.explaining.finding import Search
-    from transload.explaining.result import Explanation, Unexplained
-    from transload.explaining.splitting import Chain, Text
+    from transload.explaining.local import LocalChecks
+    from transload.explaining.logs import ErrorChain, FlatText
+    from transload.explaining.matching import KnownError, Occurrence
+    from transload.explaining.result import Answer, Explanation, Unexplained
 
 __all__ = ["explain", "explain_bytes"]
 
-_UNKNOWN = 5
-_LINE = 2_000
+_MOST_UNKNOWN = 5
+_LONGEST = 2_000
+"""Characters of an error that are quoted."""
+_LONGEST_VALUE = 300
+_WHY_NO_CUDA = frozenset(
+    {"driver-too-old", "no-driver", "cuda-unknown-error", "no-cuda-build", "driver-start", "system-not-ready"}
+    | {"driver-mix", "forward-compatibility", "stub-library", "mps-daemon", "driver-insufficient", "library-missing"}
+    | {"os-call-failed", "smi-mismatch", "smi-unknown", "smi-no-driver", "no-hip-gpus"}
+)
 
 
 def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
     """The causes in a traceback, a log or an exception, and what to do about each.
 
-    Of an exception the chain of causes counts, and the innermost that is known. With ``checks``, this machine is looked
-    at where the cause depends on it (torch is not run), and the file that the text names, where it is here. What is
-    not known is said to be so, with the nearest known texts.
+    An exception is explained by the innermost cause in its chain that is known. With ``checks``, this machine is
+    examined where the cause depends on it (torch is not run), and the file that the text names, if it exists here.
+    Errors that are not known are listed, with the nearest known texts.
 
     >>> text = "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1."
     >>> answer = explain(text, checks=False).answers[0]
@@ -35,99 +46,161 @@ def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
     if isinstance(error, BaseException):
         from traceback import format_exception
 
-        return _unnumbered(_explained("".join(format_exception(error)), tuple(_loaded(error)), checks=checks))
+        files = tuple(_loaded_files(error))
+        return _without_lines(_explained("".join(format_exception(error)), files, checks=checks))
     if not isinstance(error, str):
         raise UsageError(f"explain takes a text or an exception, not {type(error).__name__}")
-    from transload.explaining.cleaning import LIMIT
+    from transload.explaining.logs import LIMIT
 
-    explanation = _explained(error[-LIMIT:], (), checks=checks, shortened=len(error) > LIMIT)
-    return _unnumbered(explanation) if explanation.shortened else explanation
+    return _explained(error[-LIMIT:], (), checks=checks, shortened=len(error) > LIMIT)
 
 
 def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) -> Explanation:
-    """The same of a log as it was read, in whatever encoding."""
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # what PowerShell redirects
-    explanation = _explained(data.decode(encoding, "replace"), (), checks=checks, shortened=shortened)
-    return _unnumbered(explanation) if shortened else explanation
+    """The same for a log as it was read, in any encoding."""
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell redirects as UTF-16
+    return _explained(data.decode(encoding, "replace"), (), checks=checks, shortened=shortened)
 
 
 def _explained(text: str, files: Sequence[str], *, checks: bool, shortened: bool = False) -> Explanation:
-    from transload.explaining.answering import answers
-    from transload.explaining.cleaning import unwrapped
-    from transload.explaining.here import Here
+    from transload.explaining.logs import lines_of, split, unwrapped
+    from transload.explaining.matching import search
     from transload.explaining.result import Explanation
 
-    search, loose = _searched(text)
-    here = Here() if checks else None
-    told = answers(search.found, files, here)
-    if told:
-        return Explanation(told, tuple(_unexplained(search.unknown, loose, known=True)), shortened)
-    told = answers(_searched(unwrapped(text))[0].found, files, here)
-    if told:
-        return _unnumbered(Explanation(told, (), shortened))
-    return Explanation((), tuple(_unexplained([*search.unknown, *search.framed], loose, known=False)), shortened)
+    local = None
+    if checks:
+        from transload.explaining.local import LocalChecks
 
-
-def _searched(text: str) -> tuple[Search, list[Text]]:
-    from transload.explaining.cleaning import lines_of
-    from transload.explaining.finding import found_in
-    from transload.explaining.splitting import split
-    from transload.explaining.texts import TABLE
-
+        local = LocalChecks()
     chains, loose = split(lines_of(text))
-    return found_in(chains, loose, TABLE), loose
+    found = search(chains, loose)
+    answers = _answers(found.found, files, local)
+    if answers:
+        explanation = Explanation(answers, tuple(_unexplained(found.unknown)), shortened)
+        return _without_lines(explanation) if shortened else explanation
+    answers = _answers(search(*split(lines_of(unwrapped(text)))).found, files, local)
+    if answers:
+        return _without_lines(Explanation(answers, (), shortened))
+    explanation = Explanation((), tuple(_unexplained([*found.unknown, *found.framed], loose)), shortened)
+    return _without_lines(explanation) if shortened else explanation
 
 
-def _unnumbered(explanation: Explanation) -> Explanation:
-    """Of an exception, or of the end of a log, there are no lines to count."""
+def _without_lines(explanation: Explanation) -> Explanation:
+    """Line numbers mean nothing for an exception, or for the end of a log."""
     from dataclasses import replace
 
     answers = tuple(replace(answer, line=0) for answer in explanation.answers)
     return replace(explanation, answers=answers, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
 
 
-def _unexplained(chains: Sequence[Chain], loose: Sequence[Text], *, known: bool) -> Iterator[Unexplained]:
-    """The errors that are not known. Without any traceback, the last line that looks like one, or just the last."""
-    from transload.explaining.nearest import nearest
-    from transload.explaining.result import Unexplained
-    from transload.explaining.texts import TABLE
-
-    told = {chain.raised[0].words: chain.raised[0].lines[0].number for chain in reversed(chains)}
-    if not told and not known:
-        told = dict(_last_lines(loose))
-    for said, line in sorted(told.items(), key=lambda pair: pair[1])[-_UNKNOWN:]:
-        yield Unexplained(said[:_LINE], line, nearest(said, TABLE))
-
-
-def _last_lines(loose: Sequence[Text]) -> Iterator[tuple[str, int]]:
-    import re
-
-    lines = [line for rest in loose for line in rest.lines if line.text.strip()]
-    errors = [line for line in lines if re.search(r"\b\w*(?:Error|Exception|error|fatal)\b", line.text)]
-    for line in (errors or lines)[-1:]:
-        below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
-        yield " ".join(" ".join(each.text for each in (line, *below)).split()), line.number
-
-
-def _loaded(error: BaseException) -> Iterator[str]:
+def _loaded_files(error: BaseException) -> Iterator[str]:
     """The paths that torch.load was called with in the frames of an exception, and of those it came from."""
     import os
     from pathlib import Path
 
     seen: set[int] = set()
-    this: BaseException | None = error
-    while this is not None and id(this) not in seen:
-        seen.add(id(this))
-        for frame in _frames(this.__traceback__):
-            name = frame.tb_frame.f_code.co_filename.replace("\\", "/")
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback = current.__traceback__
+        while traceback is not None:
+            name = traceback.tb_frame.f_code.co_filename.replace("\\", "/")
             if name.endswith(("torch/serialization.py", "torch/jit/_serialization.py")):
-                path = frame.tb_frame.f_locals.get("f")
+                path = traceback.tb_frame.f_locals.get("f")
                 if isinstance(path, str | os.PathLike) and Path(os.fsdecode(path)).exists():
                     yield os.fsdecode(path)
-        this = this.__cause__ or this.__context__
+            traceback = traceback.tb_next
+        current = current.__cause__ or current.__context__
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
+# -- known errors
+
+
+def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
+    """One answer to each error, the causes first; ``files`` are paths that the caller knows to be meant."""
+    from dataclasses import replace
+
+    causes = any(each.match.known.role == "cause" for each in found)
+    merged: dict[tuple[Any, ...], tuple[Answer, Occurrence]] = {}
+    for each in found:
+        known = each.match.known
+        if known.role == "frame" and (causes or not known.fix):
+            continue
+        answer = _answer(each)
+        key = (answer.code, answer.cause, answer.fix)
+        if key in merged:
+            first, source = merged[key]
+            merged[key] = replace(first, times=first.times + 1), source
+        else:
+            merged[key] = answer, each
+    answers = [_examined(answer, each, files, local) if local else answer for answer, each in merged.values()]
+    # Why there is no CUDA comes before what fails because of it, and remarks come last.
+    answers.sort(key=lambda answer: (answer.kind == "remark", answer.code not in _WHY_NO_CUDA, answer.line))
+    return tuple(answers)
+
+
+class _Blanks(dict[str, str]):
+    """The values of a wording; those that only another wording has are empty."""
+
+    def __missing__(self, name: str) -> str:
+        return ""
+
+
+def _answer(found: Occurrence) -> Answer:
+    from transload.explaining.hooks import HOOKS
+    from transload.explaining.matching import variant
+    from transload.explaining.result import Answer, doctor_steps
+
+    known: KnownError = found.match.known
+    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()})
+    for name in HOOKS[known.hook](values, found.text) if known.hook else ():
+        known = known._replace(**variant(name))
+    return Answer(
+        known.code,
+        known.role,
+        known.cause.format_map(values),
+        tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor),
+        known.wrong.format_map(values),
+        found.said[:_LONGEST],
+        found.line,
+        torch=known.torch,
+        causes=known.doctor,
+        values=tuple((name, value) for name, value in found.match.values.items() if value),
+    )
+
+
+def _examined(answer: Answer, found: Occurrence, files: Sequence[str], local: LocalChecks) -> Answer:
+    """The answer with what can be seen on this machine."""
+    from dataclasses import replace
+
+    needs = found.match.known.needs
+    if answer.kind == "remark":
+        return answer
+    if "machine" in needs:
+        answer = replace(answer, machine=local.machine(answer.causes, found.surroundings))
+    if "file" in needs:
+        from transload.explaining.local import files_in
+
+        path = next(iter((*files, *files_in(found.near))), "")
+        answer = replace(answer, file=local.file(path, found.text) if path else None)
+    return answer
+
+
+# -- unknown errors
+
+
+def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
+    """The errors that are not known. Without any, the last of the other lines that looks like one, or just the last."""
+    import re
+
+    from transload.explaining.matching import nearest
+    from transload.explaining.result import Unexplained
+
+    errors = {chain.raised[0].words: chain.raised[0].lines[0].number for chain in reversed(chains)}
+    if not errors:
+        lines = [line for text in loose for line in text.lines if line.text.strip()]
+        like_errors = [line for line in lines if re.search(r"\b\w*(?:Error|Exception|error|fatal)\b", line.text)]
+        for line in (like_errors or lines)[-1:]:
+            below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
+            errors[" ".join(" ".join(each.text for each in (line, *below)).split())] = line.number
+    for said, number in sorted(errors.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
+        yield Unexplained(said[:_LONGEST], number, nearest(said))

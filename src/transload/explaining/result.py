@@ -1,17 +1,30 @@
-"""What ``explain`` answers: the causes in a text, what to do about each, and what was seen of them here."""
+"""What ``explain`` returns: the causes in a text, what to do about each, and what was seen of them on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transload.frozen import facts
 
-__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained"]
+__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained", "doctor_steps"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.to_dict() if isinstance(value, _Result) else value
+
+
+class _Result:
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
 
 
 @facts(frozen=True)
-class FileHere:
-    """What a look at a file that the text names has shown. ``same`` is whether torch says of it what the text says."""
+class FileHere(_Result):
+    """A check of the file that the text names. ``same`` is whether torch.load of it gives the same error."""
 
     path: str
     ok: bool
@@ -20,21 +33,10 @@ class FileHere:
     findings: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "path": self.path,
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "same": self.same,
-            "findings": list(self.findings),
-            "fix": list(self.fix),
-        }
-
 
 @facts(frozen=True)
-class MachineHere:
-    """What the doctor says of this machine. ``fits`` is whether what it found can be the cause of the text."""
+class MachineHere(_Result):
+    """The doctor's diagnosis of this machine. ``fits`` is whether it can be the cause of the error."""
 
     status: str
     fits: bool
@@ -43,25 +45,14 @@ class MachineHere:
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "status": self.status,
-            "fits": self.fits,
-            "code": self.code,
-            "title": self.title,
-            "evidence": list(self.evidence),
-            "fix": list(self.fix),
-        }
-
 
 @facts(frozen=True)
-class Answer:
-    """One error that is known. ``said`` is the line of the text, ``line`` its number, ``times`` how often it is there.
+class Answer(_Result):
+    """One known error. ``said`` is its line of the text, ``line`` the number of that, ``times`` how often it occurs.
 
     ``cause`` is what it means, ``fix`` what to do; lines that begin with ``$ `` are commands, with ``| `` Python.
-    ``wrong`` is what of the text's own advice is not true here. ``causes`` are the codes of the doctor's pages that
-    may be behind it. ``values`` are the numbers and names taken out of the text.
+    ``wrong`` says which advice in the text itself is not true. ``causes`` are codes of the doctor's pages that may be
+    behind it. ``values`` are the numbers and names in the text.
     """
 
     code: str
@@ -85,26 +76,22 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "code": self.code,
-            "kind": self.kind,
-            "cause": self.cause,
-            "fix": list(self.fix),
-            "wrong": self.wrong,
-            "said": self.said,
-            "line": self.line,
-            "times": self.times,
-            "torch": self.torch,
-            "causes": list(self.causes),
-            "values": dict(self.values),
-            "machine": self.machine.to_dict() if self.machine else None,
-            "file": self.file.to_dict() if self.file else None,
-            "doc": self.doc,
-        }
+        return {**super().to_dict(), "values": dict(self.values), "doc": self.doc}
+
+
+def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
+    """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
+    from transload.diagnose.rules.catalogue import BY_CODE
+
+    rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
+    if len(rows) == 1:
+        return (rows[0][2],)
+    steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
+    return ("Most often it is one of these; transload doctor shows which:", *steps)
 
 
 @facts(frozen=True)
-class Near:
+class Near(_Result):
     """A known text that is like an unknown one; ``why`` says what is missing where the words agree."""
 
     code: str
@@ -112,29 +99,21 @@ class Near:
     likeness: float
     why: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"code": self.code, "says": self.says, "likeness": self.likeness, "why": self.why}
-
 
 @facts(frozen=True)
-class Unexplained:
+class Unexplained(_Result):
     """An error of the text that is not known, and the known ones that are most like it."""
 
     said: str
     line: int
     nearest: tuple[Near, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"said": self.said, "line": self.line, "nearest": [near.to_dict() for near in self.nearest]}
-
 
 @facts(frozen=True)
-class Explanation:
-    """What a text means: ``answers`` to the errors that are known, and those that are not.
+class Explanation(_Result):
+    """What a text means: ``answers`` to the errors that are known, and the errors that are ``unknown``.
 
-    ``shortened`` is whether only the end of the text was looked at.
+    ``shortened`` is whether only the end of the text was read.
     """
 
     answers: tuple[Answer, ...] = ()
@@ -151,13 +130,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        return {
-            "schema": 1,
-            "known": self.known,
-            "answers": [answer.to_dict() for answer in self.answers],
-            "unknown": [each.to_dict() for each in self.unknown],
-            "shortened": self.shortened,
-        }
+        return {"schema": 1, "known": self.known, **super().to_dict()}
 
     def __str__(self) -> str:
         """The answer as ``transload explain`` prints it, without colour."""

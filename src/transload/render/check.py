@@ -1,4 +1,4 @@
-"""The report of ``transload check``: the verdict first, then where everything lands and what stands in the way."""
+"""The report of ``transload check``: the verdict first, then where everything lands and what prevents it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["as_text", "report"]
 
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 _LABEL = 12
-_OTHERWISE = {
-    "loads": "loads it too",
+_OUTCOMES = {
+    "loads": "loads it",
     "raises": "fails, as shown below",
     "unknown": "",
 }
@@ -53,7 +53,7 @@ def report(check: Check) -> Iterator[Block]:
     yield from _said(check.torch)
     if check.diagnosis.status == "broken" and check.devices.absent and _wants_more(check.plan):
         yield BLANK
-        yield note("transload doctor tells how to get the GPU to work")
+        yield note("transload doctor shows how to get the GPU to work")
 
 
 def _wants_more(plan: Plan) -> bool:
@@ -62,12 +62,12 @@ def _wants_more(plan: Plan) -> bool:
 
 
 def _summary(check: Check) -> Iterator[tuple[str, str, str]]:
-    verdict = "it loads" if check.ok else f"it does not load: {check.refusal}"
+    verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"
     yield "here", printable(verdict, None), "good" if check.ok else "bad"
     held = f"{format_words(check.checkpoint)}, {plural(len(check.checkpoint.tensors), 'tensor')}"
     yield "file", f"{held} of {size(check.checkpoint.tensor_nbytes)}", ""
     prediction = check.checkpoint.prediction.removeprefix("torch.load ")
-    yield "torch.load", printable(_OTHERWISE[check.torch.outcome] or prediction or "cannot be told", None), ""
+    yield "torch.load", printable(_OUTCOMES[check.torch.outcome] or prediction or "cannot be predicted", None), ""
     if check.checkpoint.tensors or not check.cuda:
         yield "CUDA", printable(check.cuda.reason, None), "" if check.cuda else "bad"
 

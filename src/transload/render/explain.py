@@ -1,7 +1,8 @@
-"""The report of ``transload explain``: of each error the cause, what to do, and what was seen here."""
+"""The report of ``transload explain``: the cause of each error, what to do, and what was seen on this machine."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from transload.render.escape import printable
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from transload.explaining.result import Answer, Explanation, FileHere, MachineHere, Unexplained
 
-__all__ = ["as_text", "report"]
+__all__ = ["as_text", "remaining_steps", "report"]
 
 _SAID = 300
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
@@ -30,26 +31,18 @@ def as_text(explanation: Explanation) -> str:
 
 def report(explanation: Explanation) -> Iterator[Block]:
     """Everything ``transload explain`` says."""
-    first = True
-    for answer in explanation.answers:
-        if not first:
+    parts = (*map(_answer, explanation.answers), *map(_unknown, explanation.unknown))
+    for index, part in enumerate(parts):
+        if index:
             yield BLANK
-        first = False
-        yield from _answer(answer)
-    for each in explanation.unknown:
-        if not first:
-            yield BLANK
-        first = False
-        yield from _unknown(each)
+        yield from part
     yield from _steps(_NEXT if explanation.unknown else ())
     if explanation.shortened:
         yield BLANK
-        yield note("the text is long: only its end was looked at")
+        yield note("the text is long: only its end was read")
 
 
 def _answer(answer: Answer) -> Iterator[Block]:
-    from transload.explaining.steps import beyond
-
     sign, role = _SIGNS[answer.kind]
     yield Prose(((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=((sign, role),))
     times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
@@ -61,7 +54,48 @@ def _answer(answer: Answer) -> Iterator[Block]:
         yield from _machine(answer.machine)
     if answer.file:
         yield from _file(answer.file)
-    yield from _steps(beyond(answer))
+    yield from _steps(remaining_steps(answer))
+
+
+_ALIKE = 0.75
+"""The share of the shorter sentence's words that must be in the other one for both to ask for the same."""
+_FEWEST = 3
+_SMALL = frozenset(("the", "and", "with", "its", "for", "from", "that", "this", "are", "not", "where", "into", "then"))
+
+
+def remaining_steps(answer: Answer) -> tuple[str, ...]:
+    """The steps of an answer that what was seen on this machine does not ask for already.
+
+    The doctor's pages are left out where this machine shows the cause: one of them is it, and says more about itself.
+    """
+    from transload.explaining.result import doctor_steps
+
+    machine = answer.machine.fix if answer.machine and answer.machine.fits else ()
+    if machine and answer.causes and answer.fix == doctor_steps(answer.causes):
+        return ()
+    shown = (*machine, *(answer.file.fix if answer.file and not answer.file.ok else ()))
+    groups: list[list[str]] = []  # each sentence with the commands and the Python below it
+    for line in answer.fix:
+        if groups and line.startswith(("$ ", "| ")):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    return tuple(
+        line
+        for sentence, *commands in groups
+        if not (all(command in shown for command in commands) and any(_alike(sentence, other) for other in shown))
+        for line in (sentence, *commands)
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    first, second = (
+        {word.removesuffix("s") for word in re.findall(r"[a-z_]{3,}", line.lower())} - _SMALL for line in (one, other)
+    )
+    common = len(first & second)
+    return common >= _FEWEST and common >= _ALIKE * min(len(first), len(second))
 
 
 def _machine(machine: MachineHere) -> Iterator[Block]:
@@ -83,7 +117,7 @@ def _machine(machine: MachineHere) -> Iterator[Block]:
 
 
 def _file(file: FileHere) -> Iterator[Block]:
-    same = "; torch.load of it says the same" if file.same else ""
+    same = "; torch.load gives the same error for it" if file.same else ""
     words = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
     yield Prose(((words, ""),), lead=(("  here    ", "good" if file.ok else "bad"),))
     for title in file.findings:
@@ -107,7 +141,7 @@ def _unknown(each: Unexplained) -> Iterator[Block]:
     yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
     yield Prose(((printable(each.said, _SAID), "dim"),), lead=(("    ", ""),))
     if each.nearest:
-        yield Prose((("The known texts that are most like it, and are not it:", ""),), lead=(("    ", ""),))
+        yield Prose((("The known texts that are most similar, but not the same:", ""),), lead=(("    ", ""),))
     for near in each.nearest:
         why = f" ({near.why})" if near.why else ""
         yield Prose(

@@ -1,0 +1,194 @@
+"""What can be seen on this machine: of the file that a text names, and of the machine itself.
+
+Nothing is loaded, and torch is not run. A text need not come from the Python that is examined: torch printed it, so
+some Python on some machine has a torch that works that far.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transload.errors import TransloadError
+from transload.explaining.logs import flat
+from transload.explaining.result import FileHere, MachineHere
+
+if TYPE_CHECKING:
+    from transload.diagnose.verdict import Diagnosis
+    from transload.findings import Finding
+    from transload.machine import Machine
+
+__all__ = ["LocalChecks", "files_in"]
+
+_MOST_FINDINGS = 4
+_SAME = 60
+"""Characters that torch's words and the text must share to be the same error."""
+_WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})
+"""Faults by which there is no torch that could print anything."""
+_LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "run", "extensions"})
+"""Layers of the doctor that each Python has for itself."""
+
+
+class LocalChecks:
+    """Examines this machine once, however many answers need it."""
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        """What the doctor says without running torch."""
+        from transload.diagnose import doctor
+
+        return doctor(torch=False)
+
+    def machine(self, causes: Sequence[str], text: str = "") -> MachineHere:
+        """Whether one of some causes is at work here; without causes, whether anything is.
+
+        ``text`` is all that surrounds the error: where its frames are in another torch than the one examined, faults
+        of this one are not the cause.
+        """
+        from transload.diagnose.rules.catalogue import BY_CODE
+
+        found = self.diagnosis
+        other = _other_torch(text, found.machine)
+        faults = [finding for finding in found.findings if finding.severity == "error"]
+        possible = [
+            fault
+            for fault in faults
+            if (fault.code in causes or fault.code not in _WITHOUT_TORCH)
+            and not (other and BY_CODE[fault.code].layer in _LAYERS_OF_A_PYTHON)
+        ]
+        if possible:
+            wanted = [finding for finding in possible if finding.code in causes]
+            return _shown(found, (wanted or possible)[0], fits=bool(wanted) or not causes)
+        if other or faults:
+            return MachineHere(found.status, fits=False, title=_another_python(found.machine, other))
+        if found.ok or found.cause is None:
+            title = {
+                "ok": "nothing is broken on this machine now, as far as can be seen without running torch",
+                "no-gpu": "there is no GPU in this machine, and nothing is broken",
+            }.get(found.status, "")
+            return MachineHere(found.status, fits=False, title=title)
+        return _shown(found, found.cause, fits=False)
+
+    def file(self, path: str, said: str) -> FileHere | None:
+        """What loading a file would do; ``None`` where it cannot be read."""
+        from transload.checking import checked
+        from transload.judge import inspect
+        from transload.loading.placement import AUTO
+
+        try:
+            check = checked(inspect(path), self.diagnosis, AUTO, dict(os.environ), cwd=os.curdir)
+        except TransloadError:
+            return None
+        verdict = f"it cannot be loaded: {check.refusal}"
+        if check.ok:
+            devices = sorted({move.device for move in check.plan.moves})
+            verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"
+        same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in said
+        findings = [finding for finding in check.findings if finding.severity != "note"][:_MOST_FINDINGS]
+        return FileHere(path, check.ok, verdict, same, tuple(each.title for each in findings), _fix(findings, said))
+
+
+def _shown(found: Diagnosis, cause: Finding, *, fits: bool) -> MachineHere:
+    return MachineHere(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+
+
+def _fix(findings: Sequence[Finding], said: str) -> tuple[str, ...]:
+    """What the first finding advises; to allow names only where the text is about names."""
+    finding = next((finding for finding in findings if finding.fix), None)
+    if finding is None:
+        return ()
+    from transload.judge.problems import command_lines
+
+    if finding.code == "needs-trust" and not any(word in said.lower() for word in ("weights", "global")):
+        return command_lines((finding,))
+    python = ("import ", "from ", "torch.serialization.")
+    return tuple(f"| {line}" if line.startswith(python) else line for line in finding.fix)
+
+
+# -- another Python
+
+_TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
+_LONGEST_PATH = 400
+_MOST_PATHS = 50
+"""Paths that are looked up: a log may be full of them."""
+
+
+def _other_torch(text: str, machine: Machine) -> str:
+    """The folder of the torch that frames in a text are in, if it exists here and is not the one examined."""
+    examined = {os.path.realpath(install.location) for install in machine.torch.installs or ()}
+    folders = [folder for folder in dict.fromkeys(_torch_folders(text)) if Path(folder).is_dir()]
+    return next((folder for folder in folders if os.path.realpath(folder) not in examined), "")
+
+
+def _torch_folders(text: str) -> Iterator[str]:
+    """Absolute paths of installed torch packages; never those on another machine of the network."""
+    for _, found in zip(range(_MOST_PATHS), _TORCH.finditer(text), strict=False):
+        before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
+        for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
+            if Path(start).is_absolute() and not start.startswith(("//", "\\\\")):
+                yield start + found[0]
+                break
+
+
+def _another_python(machine: Machine, other: str) -> str:
+    """What to say where another Python than that of the text was examined."""
+    gpu = machine.hardware.present or machine.accelerators
+    if other:
+        import shlex
+
+        torch = Path(other)  # ENVIRONMENT/lib/python3.12/site-packages/torch; on Windows without the version
+        above = 2 if torch.parent.parent.name.lower() == "lib" else 3
+        environment = shlex.quote(str(torch.parents[min(above, len(torch.parents) - 1)]))
+        without = "" if gpu else "there is no GPU in this machine; "
+        return f"{without}the text comes from another Python: transload doctor --python {environment}"
+    rest = "nothing else is broken on this machine" if gpu else "there is no GPU in this machine"
+    examined = machine.python.executable or "the Python that was examined"
+    return (
+        f"{rest}; torch does not work in {examined}, so what torch says comes from another Python: "
+        "transload doctor --python PYTHON"
+    )
+
+
+# -- files that a text names
+
+_SUFFIXES = r"pt|pth|ckpt|bin|pt2|ptl|pkl|pickle|safetensors|tar|th|t7|model|distcp|npz|joblib|weights|mar"
+_QUOTED = re.compile(r"""["'`]([^"'`\n]{1,1000})["'`]""")
+_BARE = re.compile(rf"(?<![\w./\\~-])((?:[A-Za-z]:)?[\w./\\~+@%=-]{{1,1000}}\.(?:{_SUFFIXES}))(?![\w/])")
+_CHECKPOINT_NAME = re.compile(rf"\.(?:{_SUFFIXES})$", re.IGNORECASE)
+_OF_A_CHECKPOINT = (".distcp", ".index.json", "_optim_states.pt", "_model_states.pt", ".safetensors")
+_MOST_NAMES = 200
+"""Names that are looked up: a log may be full of them."""
+
+
+def files_in(texts: Iterable[str]) -> Iterator[str]:
+    """Checkpoints named in some texts that exist here, each once, the likeliest first.
+
+    A path on another machine (``//host/share``) is not touched: looking it up would contact that machine.
+    """
+    seen: dict[str, None] = {}
+    for text in texts:
+        for name in (*_BARE.findall(text), *_QUOTED.findall(text)):
+            seen.setdefault(name)
+            if len(seen) >= _MOST_NAMES:
+                break
+    for name in seen:
+        if not name.startswith(("//", "\\\\")) and _is_checkpoint(name):
+            yield str(Path(name).expanduser())
+
+
+def _is_checkpoint(name: str) -> bool:
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return _CHECKPOINT_NAME.search(name) is not None
+        if not path.is_dir():
+            return False
+        with os.scandir(path) as entries:
+            names = [entry.name for _, entry in zip(range(1000), entries, strict=False)]
+        return any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in names)
+    except (OSError, ValueError, RuntimeError):  # a name with a NUL, or too long; the home of an unknown user
+        return False

@@ -1,0 +1,410 @@
+"""A log as it comes, read as errors.
+
+``read_end`` reads the last part of a file or a pipe; ``is_packed``, ``is_binary`` and ``not_a_text`` handle input that
+is not a log. ``lines_of`` removes colours, progress bars, boxes and prefixes. ``split`` then separates the chains of
+exceptions from the lines between them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import BinaryIO, Literal, NamedTuple
+
+from transload.errors import TransloadError, UsageError
+
+__all__ = [
+    "HEAD",
+    "LIMIT",
+    "ErrorChain",
+    "FlatText",
+    "Line",
+    "RaisedError",
+    "flat",
+    "is_binary",
+    "is_packed",
+    "lines_of",
+    "not_a_text",
+    "read_end",
+    "split",
+    "unwrapped",
+]
+
+LIMIT = 8 << 20
+"""Bytes of a log that are read, the last ones: what stopped a program is at the end."""
+HEAD = 16
+"""Bytes at the beginning of a file that ``is_packed`` needs."""
+
+# -- input
+
+
+def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
+    """The last bytes of a file or a pipe, and whether there were more; a pipe of gigabytes takes no memory."""
+    if file.seekable():
+        size = file.seek(0, 2)
+        file.seek(max(0, size - limit))
+        return file.read(limit), size > limit
+    kept, size = bytearray(), 0
+    read: Callable[[int], bytes] = getattr(file, "read1", file.read)
+    # A terminal gives whole lines. Part of one means that Ctrl-D was pressed after it: reading on would mean that the
+    # user has to press it again.
+    by_line = os.name == "posix" and file.isatty()
+    while piece := read(1 << 16):
+        kept += piece
+        size += len(piece)
+        if len(kept) > 2 * limit:
+            del kept[:-limit]
+        if by_line and not piece.endswith(b"\n"):
+            break
+    return bytes(kept[-limit:]), size > limit
+
+
+_MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
+_PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+_SAMPLE = 1 << 16
+_MOST_ODD = 0.03
+"""The share of bytes that never occur in text above which data is binary; in random bytes it is a tenth."""
+_IN_TEXTS = bytes({*range(7, 14), 27, *range(32, 127), *range(128, 256)})
+_UNPACK = {"gzip": "gzip -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "zstd": "zstd -dc"}
+
+
+def is_packed(head: bytes) -> bool:
+    """Whether a file that begins so is an archive, a pickle, or the like."""
+    sized = head[8:9] == b"{" and head[5:8] == bytes(3)  # safetensors: the length of its header comes first
+    return sized or head.startswith((*_MAGIC, *_PICKLES))
+
+
+def is_binary(data: bytes) -> bool:
+    """Whether bytes are not text in any encoding; zeros around a text (a log cut off by a crash) do not count.
+
+    >>> is_binary(bytes(range(256))), is_binary("Fehler: größer".encode("latin-1"))
+    (True, False)
+    """
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return False
+    inner = data.strip(b"\0")
+    sample = inner if len(inner) <= 2 * _SAMPLE else inner[:_SAMPLE] + inner[-_SAMPLE:]
+    wide = sample[1::2].count(0) > len(sample) // 8 and 0 not in sample[::2]  # UTF-16 without a mark
+    return not wide and len(sample.translate(None, _IN_TEXTS)) > _MOST_ODD * len(sample)
+
+
+def not_a_text(path: str) -> UsageError:
+    """The error for a file that is not text, or for such a stream, which has no path."""
+    import shlex
+
+    from transload.formats import FORMATS
+    from transload.judge import inspect
+
+    name = shlex.quote(path) if path else "FILE"
+    fix = "Pipe an error text in, or name a file that holds one: python train.py 2>&1 | transload explain"
+    try:
+        checkpoint = inspect(path) if path else None
+    except TransloadError:
+        checkpoint = None
+    if checkpoint is None:
+        return UsageError("this is not a text", where=path, fix=f"{fix}. For a checkpoint: transload inspect {name}")
+    kind = FORMATS.get(checkpoint.format, "")
+    if kind and checkpoint.integrity != "not-a-checkpoint":
+        fix = f"See what is in it: transload inspect {name}"
+        return UsageError(f"this is not a text but a checkpoint ({kind})", where=path, fix=fix)
+    unpack = _UNPACK.get(checkpoint.format)
+    fix = f"If it is a log, unpack it: {unpack} {name} | transload explain" if unpack else fix
+    title = checkpoint.findings[0].title if checkpoint.findings else ""
+    return UsageError(f"this is not a text{f': {title}' if title else ''}", where=path, fix=fix)
+
+
+# -- lines
+
+_MOST_LINES = 200_000
+"""Lines that are read, the last ones."""
+_MOST_FOLDED = 20_000
+"""Lines that may come from tracebacks within a single line, in all."""
+_WIDEST = 500
+"""Columns of a terminal."""
+_PASTED = 1 << 20
+"""Characters that somebody may have copied from one."""
+_LONGEST = 20_000
+"""Characters of a line, its beginning and its end: a tensor or a table in one line must not take all the time."""
+
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffd]+")
+# The sides of a frame; and the quotes that word processors and forums make.
+_BOX = {**dict.fromkeys(map(ord, "│┃║"), " "), 0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}
+_RULE = re.compile(r"^[\s╭╰┌└╔╚─━═╌┄]+|[\s╮╯┐┘╗╝─━═╌┄]+$")
+_QUOTED = re.compile(r"^(?:> ?){1,3}")
+_GROUP = re.compile(r"^\s*[|+](?:-\+-{4,}.*-{4,}$|-{4,}$| )")
+
+# The source of a line: several ranks or workers write into one log, line by line.
+_STREAM = re.compile(
+    r"^(?P<stream>\[?(?:rank|default|worker)_?\d{1,5}\]?:?|\((?:\w+ )?(?:pid|ip)=[^)]{1,60}\)|\d{1,4}:)[ \t]?", re.ASCII
+)
+_CLOCK = r"\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?"
+_TIME = rf"\d{{4}}[-/]\d{{2}}[-/]\d{{2}}[T _]{_CLOCK}(?:Z|[+-]\d{{2}}:?\d{{2}})?|{_CLOCK}"
+_LEVEL = r"(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL|stderr [FP]|stdout [FP])"
+_GLOG = r"[DIWEF]\d{4} \d{2}:\d{2}:\d{2}\.\d{1,9} +\d{1,9} [\w./<>-]{1,200}:\d{1,6}\]"
+_SYSLOG = r"[A-Z][a-z]{2} [ \d]\d \d{2}:\d{2}:\d{2} \S{1,60} [\w./-]{1,60}(?:\[\d{1,8}\])?:"
+_VLLM = rf"{_LEVEL} \d{{2}}-\d{{2}} {_CLOCK} \[[\w./-]{{1,200}}:\d{{1,6}}\]"
+_STAMP = re.compile(
+    rf"^(?:\[?\b(?:{_TIME})\]?(?:[ \t:,|-]{{0,3}}\[?{_LEVEL}\b\]?(?:[ \t]*[:|-])?)?"
+    rf"|\[{_LEVEL}\](?:[ \t]*[:|-])?|\[\s*\d{{1,8}}\.\d{{6}}\]|{_GLOG}|{_VLLM}|NVRM:|{_SYSLOG})[ \t]?"
+)
+
+
+class Line(NamedTuple):
+    """A line of a log. ``stream`` is the rank or worker that wrote it, ``stamped`` whether it began with a time."""
+
+    number: int
+    text: str
+    stream: str = ""
+    stamped: bool = False
+
+
+def lines_of(text: str) -> Iterator[Line]:
+    r"""The lines of a text as a person would see them.
+
+    >>> [line.text for line in lines_of("  3%|#\r100%|###\n\x1b[31m[rank0]: boom\x1b[0m")]
+    ['100%|###', 'boom']
+    """
+    plain = _ANSI.sub("", text).replace("\r\n", "\n").replace("\x0b", "\n").replace("\x0c", "\n")
+    lines = plain.split("\n")
+    first = max(0, len(lines) - _MOST_LINES)
+    folded = _MOST_FOLDED
+    for number, raw in enumerate(lines[first:], first + 1):
+        pieces = [raw]
+        if folded > 0 and "\\n" in raw and _HEADER in raw:  # a traceback in one line, as loggers of JSON write it
+            pieces = raw.replace('\\"', '"').split("\\n", folded)
+            folded -= len(pieces) - 1
+        for piece in pieces:
+            line = piece.rstrip("\r").rpartition("\r")[2]  # a progress bar is written over itself
+            if not line or line.isspace():
+                yield Line(number, "")
+                continue
+            if len(line) > _LONGEST:
+                line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+            yield _line(number, _CONTROL.sub("", line))
+
+
+def _line(number: int, text: str) -> Line:
+    stream, stamped = "", False
+    text = _QUOTED.sub("", text)  # pasted from a mail or a thread
+    for _ in range(3):  # a time before the rank, and another one after it
+        found = _STAMP.match(text)
+        if found:
+            stamped = True
+        else:
+            found = _STREAM.match(text)
+            if found is None:
+                break
+            stream = stream or found["stream"].strip("[]: ")
+        text = text[found.end() :]
+    if not text.isascii():
+        text = _RULE.sub("", text.translate(_BOX)) if _RULE.match(text.lstrip()) else text.translate(_BOX)
+    return Line(number, _GROUP.sub("", text).rstrip(), stream, stamped)
+
+
+def unwrapped(text: str) -> str:
+    r"""A text as it was before a terminal broke its lines at the right edge; empty where none did.
+
+    >>> unwrapped("No CUDA GPUs a\nre available")
+    'No CUDA GPUs are available'
+    """
+    lines = text.split("\n") if len(text) <= _PASTED else [text]
+    width = max(map(len, lines))
+    if len(lines) == 1 or width > _WIDEST:
+        return ""
+    return "".join(line if len(line) == width else f"{line}\n" for line in lines).removesuffix("\n")
+
+
+# -- exceptions
+
+_HEADER = "Traceback (most recent call last)"
+_HANDLING = "During handling of the above exception, another exception occurred"
+_CAUSE = "The above exception was the direct cause of the following exception"
+_NESTED = re.compile(
+    r"Original Traceback|terminated with the following error|RemoteTraceback|_RemoteTraceback|RayTaskError|"
+    r"CheckpointException|Caught \w+ in |\(RANK \d"
+)
+_EXCEPTION = re.compile(
+    r"(?P<kind>(?:[A-Za-z_]\w*\.)*[A-Z_a-z]\w*)(?:\((?:[\w.]+)\))?(?::(?:\s|$)|$)(?P<message>.*)", re.ASCII
+)
+_CLASS = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Group|Timeout|Failure|Fault)$|\.|^[A-Z]\w*[a-z]\w*$")
+_FRAME = re.compile(r"\s|File [\"~/<\w]|Cell In|<ipython-input|-+>|/\S+ in |$")
+_MOST_MESSAGE = 400
+"""Lines of a message that are kept: a state dict's may name thousands of tensors."""
+_BEFORE = 12
+"""Lines before a traceback that may say that it belongs to the message above."""
+_MOST_FRAMES = 2_000
+_MOST_CHAINS = 2_000
+"""Chains of exceptions that are kept, the last ones."""
+_MOST_STREAMS = 1_000
+"""Ranks that are told apart; the lines of more are read as one."""
+
+
+def flat(text: str) -> str:
+    """The text in one line, with single spaces."""
+    return " ".join(text.split())
+
+
+class FlatText:
+    """Several lines as one, with single spaces; ``starts`` are the places where lines begin, with their numbers."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+        self.starts: list[tuple[int, int]] = []
+        pieces, at = [], 0
+        for line in lines:
+            text = flat(line.text)
+            if text:
+                self.starts.append((at, line.number))
+                pieces.append(text)
+                at += len(text) + 1
+        self.flat = " ".join(pieces)
+
+    def line_at(self, place: int) -> int:
+        """The number of the line that a place in ``flat`` is in."""
+        return self.starts[self._index(place)][1] if self.starts else 0
+
+    def between(self, start: int, end: int) -> str:
+        """The whole lines from one place in ``flat`` to another."""
+        first, last = self._index(start), self._index(max(start, end - 1))
+        beyond = self.starts[last + 1][0] - 1 if last + 1 < len(self.starts) else len(self.flat)
+        return self.flat[self.starts[first][0] : beyond]
+
+    def _index(self, place: int) -> int:
+        return bisect_right(self.starts, (place, 1 << 60)) - 1
+
+
+@dataclass
+class RaisedError:
+    """One exception of a log: the lines of its message, with its class, and the frames of its traceback.
+
+    ``link`` joins it to the one before in its chain: it was raised while that one was handled, or from it, or it is
+    inside that one's message.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    frames: list[Line] = field(default_factory=list)
+    link: Literal["", "handling", "cause", "inside"] = ""
+
+    @cached_property
+    def text(self) -> FlatText:
+        """The class and the message, and what was printed below them."""
+        return FlatText(self.lines)
+
+    @property
+    def first(self) -> str:
+        """The first line of it."""
+        return flat(self.lines[0].text)
+
+    @property
+    def words(self) -> str:
+        """The first line; or all of it, where that only has the class."""
+        return self.text.flat if self.first.endswith(":") else self.first
+
+
+@dataclass
+class ErrorChain:
+    """Exceptions that belong together, the innermost first."""
+
+    raised: list[RaisedError]
+
+    @cached_property
+    def surroundings(self) -> str:
+        """All of its text, for patterns of context."""
+        return "\n".join(line.text for each in self.raised for line in (*each.frames, *each.lines))
+
+
+def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
+    """The chains of exceptions in a log, and the other lines, rank by rank."""
+    streams: dict[str, list[Line]] = {}
+    for line in lines:
+        name = line.stream if line.stream in streams or len(streams) < _MOST_STREAMS else ""
+        streams.setdefault(name, []).append(line)
+    chains: list[ErrorChain] = []
+    loose: list[FlatText] = []
+    for stream in streams.values():
+        parser = _Parser()
+        for line in stream:
+            parser.feed(line)
+        parser.end()
+        chains += parser.chains()
+        loose.append(FlatText(parser.loose))
+    chains.sort(key=lambda chain: chain.raised[0].lines[0].number)
+    return chains[-_MOST_CHAINS:], loose
+
+
+class _Parser:
+    """Sorts the lines of one stream: into frames, then a message, of the current exception; or loose ones."""
+
+    def __init__(self) -> None:
+        self.loose: list[Line] = []
+        self.done: list[RaisedError] = []
+        self.current: RaisedError | None = None
+        self.link: Literal["", "handling", "cause"] = ""
+
+    def feed(self, line: Line) -> None:
+        text = line.text
+        if _HEADER in text:
+            before = self.current.lines[-_BEFORE:] if self.current else []
+            inside = before and _NESTED.search("\n".join(each.text for each in (*before, line)))
+            self.end()
+            self.start(line, "inside" if inside else self.link)
+        elif _HANDLING in text or _CAUSE in text:
+            self.end()
+            self.link = "handling" if _HANDLING in text else "cause"
+        elif self.current is None:
+            if text.startswith('  File "'):  # the header was cut off
+                self.start(line, self.link)
+            else:
+                self.loose.append(line)
+        elif not self.current.lines:
+            self.in_frames(self.current, line)
+        else:
+            self.in_message(self.current, line)
+
+    def start(self, line: Line, link: Literal["", "handling", "cause", "inside"]) -> None:
+        self.current = RaisedError(frames=[line], link=link)
+        self.link = ""
+
+    def in_frames(self, current: RaisedError, line: Line) -> None:
+        if _FRAME.match(line.text):
+            if len(current.frames) < _MOST_FRAMES:
+                current.frames.append(line)
+            return
+        found = _EXCEPTION.match(line.text)
+        if found and _CLASS.search(found["kind"]) and not found["kind"].isupper():
+            current.lines.append(line)
+        else:
+            self.loose.append(line)  # another process wrote in between, or the end of the traceback is missing
+
+    def in_message(self, current: RaisedError, line: Line) -> None:
+        full = len(current.lines) >= _MOST_MESSAGE
+        if line.text and (line.stamped != current.lines[0].stamped or (full and not line.text[0].isspace())):
+            self.end()  # the program has gone on to log other things
+            self.loose.append(line)
+        elif not full:
+            current.lines.append(line)
+
+    def end(self) -> None:
+        if self.current is not None and self.current.lines:
+            self.done.append(self.current)
+        elif self.current is not None:  # its end is missing, or is inside a frame drawn around it
+            self.loose += self.current.frames
+        self.current = None
+
+    def chains(self) -> Iterator[ErrorChain]:
+        chain: list[RaisedError] = []
+        for raised in self.done:
+            if not raised.link and chain:
+                yield ErrorChain(chain)
+                chain = []
+            if raised.link == "inside":
+                chain.insert(0, raised)
+            else:
+                chain.append(raised)
+        if chain:
+            yield ErrorChain(chain)

@@ -1,0 +1,380 @@
+"""The known error texts, and which of them are in a log.
+
+The texts are data: ``pages/*.md``, a file per subject, read by ``known_errors``. A page is written as Markdown:
+
+    ## device-index
+
+        says: Attempting to deserialize object on {kind:w} device {index:d} but ...
+        torch: 1.0 and later
+
+    What the text means.
+
+    - What to do.
+    - `$ a command`
+    - `a line of Python`
+
+    Wrong: what is not true in the text's own advice.
+
+    ### device-index/variant
+
+The fields are described at ``KnownError``. ``cuda: 209/48 WORDS`` stands for all the ways in which a result of CUDA is
+printed, with its number (and an earlier one). A ``###`` section replaces parts of its page where the page's hook, a
+function in ``hooks``, says so. ``search`` looks for the texts in exceptions and logs; ``nearest`` compares an unknown
+text with all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
+from math import log
+from string import Formatter
+from typing import Any, NamedTuple
+
+from transload.explaining.logs import ErrorChain, FlatText, RaisedError
+from transload.explaining.result import Near
+
+__all__ = [
+    "KnownError",
+    "Match",
+    "Occurrence",
+    "Search",
+    "Subject",
+    "Wording",
+    "known_errors",
+    "nearest",
+    "search",
+    "subjects",
+    "variant",
+]
+
+_SUBJECTS = (
+    *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
+    *("driver", "results", "libraries", "machine", "around"),
+)
+"""The files of ``pages``, in the order in which they are matched and documented."""
+
+_BLANKS = {
+    "": r".{1,400}?",
+    "d": r"-?\d{1,20}",
+    "w": r"[^\s'\"`,;()]{1,300}",
+    "o": r"<[^<>]{1,300}>|torch\.Size\(\[[^\]]{0,200}\]\)|\([\d, ]{1,60}\)|[^\s,;]{1,300}",
+    "rest": r".{1,400}",
+}
+
+
+class Wording:
+    """A text with blanks: ``{index:d}`` a number, ``{name:w}`` a word, ``{kind:o}`` a Python object, ``{x}`` anything.
+
+    ``anchor`` is its longest fixed part: a text without it is not searched any further, so that few patterns are ever
+    compiled. ``weight`` is the length of all fixed parts.
+
+    >>> wording = Wording("device {index:d} but {count:d}")
+    >>> wording.shown, wording.pattern.search("CUDA device 1 but 0").groupdict()
+    ('device … but …', {'index': '1', 'count': '0'})
+    """
+
+    def __init__(self, text: str) -> None:
+        self.parts = list(Formatter().parse(text))
+        literals = [literal for literal, *_ in self.parts]
+        self.anchor = max(literals, key=len)
+        self.weight = sum(map(len, literals))
+
+    @property
+    def shown(self) -> str:
+        """The text with dots in place of the blanks."""
+        return "".join(literal + ("…" if name is not None else "") for literal, name, _, _ in self.parts)
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """A pattern for the text in one line, with a group for each blank."""
+        pieces: list[str] = []
+        seen: set[str] = set()
+        for literal, name, kind, _ in self.parts:
+            pieces.append(re.escape(literal))
+            if name is not None:
+                blank = _BLANKS[kind or ""]
+                pieces.append(f"(?:{blank})" if name in seen else f"(?P<{name}>{blank})")
+                seen.add(name)
+        edge = r"(?!\d)" if pieces[-1].endswith(r"\d{1,20})") else ""
+        return re.compile("".join(pieces) + edge)
+
+
+class KnownError(NamedTuple):
+    """An error text that PyTorch, or something below it, prints: what it means and what to do.
+
+    ``cause``, ``fix`` and ``wrong`` may use the values in the blanks of ``says`` and those that ``hook`` computes. In
+    ``fix``, commands begin with ``$ `` and Python with ``| ``. ``doctor`` lists diagnosis codes; without a ``fix``,
+    the advice of their pages is used. ``needs`` says what is examined on this machine: ``file``, ``machine``.
+
+    The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
+    nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
+    where the pattern ``context`` is found around them, and never where ``unless`` is.
+    """
+
+    code: str
+    says: tuple[Wording, ...] = ()
+    cause: str = ""
+    fix: tuple[str, ...] = ()
+    wrong: str = ""
+    torch: str = ""
+    needs: tuple[str, ...] = ()
+    doctor: tuple[str, ...] = ()
+    context: str = ""
+    unless: str = ""
+    role: str = "cause"
+    hook: str = ""
+
+    def fits(self, surroundings: str) -> bool:
+        """Whether the words have this meaning where they were found."""
+        if self.unless and re.search(self.unless, surroundings):
+            return False
+        return not self.context or re.search(self.context, surroundings) is not None
+
+
+class Subject(NamedTuple):
+    """A file of pages. ``variants`` are its ``###`` sections, by name: the fields that each of them replaces."""
+
+    title: str
+    errors: tuple[KnownError, ...]
+    variants: dict[str, dict[str, Any]]
+
+
+@cache
+def subjects() -> tuple[Subject, ...]:
+    """All pages, parsed."""
+    import pkgutil
+
+    return tuple(_parsed((pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode()) for name in _SUBJECTS)
+
+
+def known_errors() -> Iterator[KnownError]:
+    """Every known text, in order."""
+    return (known for subject in subjects() for known in subject.errors)
+
+
+def variant(name: str) -> dict[str, Any]:
+    """The fields of a known error that a ``###`` section replaces."""
+    return next(subject.variants[name] for subject in subjects() if name in subject.variants)
+
+
+def _parsed(text: str) -> Subject:
+    title, *pages = text.split("\n## ")
+    errors, variants = [], {}
+    for page in pages:
+        main, *others = page.split("\n### ")
+        errors.append(KnownError(**_section(main)))
+        for fields in map(_section, others):
+            variants[fields.pop("code")] = fields
+    return Subject(title.removeprefix("# ").strip(), tuple(errors), variants)
+
+
+def _section(text: str) -> dict[str, Any]:
+    """The fields of a section; unknown ones fail where the ``KnownError`` is made."""
+    code, *blocks = text.strip("\n").split("\n\n")
+    fields: dict[str, Any] = {"code": code}
+    for block in blocks:
+        if block.startswith("    "):
+            fields |= _fields(block)
+        elif block.startswith("- "):
+            fields["fix"] = tuple(_step(" ".join(step.split())) for step in block[2:].split("\n- "))
+        elif block.startswith("Wrong: "):
+            fields["wrong"] = " ".join(block.split()[1:])
+        else:
+            fields["cause"] = " ".join(block.split())
+    return fields
+
+
+def _step(text: str) -> str:
+    if text[0] == text[-1] == "`":
+        return text[1:-1] if text.startswith("`$ ") else f"| {text[1:-1]}"
+    return text
+
+
+def _fields(block: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for line in block.split("\n"):
+        name, _, value = line.strip().partition(": ")
+        if name == "says":
+            fields[name] = (*fields.get(name, ()), Wording(value))
+        elif name == "cuda":
+            numbers, _, words = value.partition(" ")
+            first, *earlier = numbers.split("/")
+            forms = [f"CUDA error: {words}", f"Error {first}: {words}", f"Cuda failure {first} '{words}'"]
+            forms += [f"cuda runtime error ({number}) : {words}" for number in (first, *earlier)]
+            fields["says"] = (*fields.get("says", ()), *map(Wording, forms))
+        else:
+            fields[name] = tuple(value.split()) if name in ("needs", "doctor") else value
+    return fields
+
+
+# -- searching
+
+_MOST = 50
+"""Places where one wording is looked at: a loop may print it a million times."""
+_AROUND = 1_000
+"""Characters before and after the anchor of a wording in which the rest of it must be."""
+_BESIDE = 400
+"""Characters before and after an error in a log in which the file that it is about is named."""
+
+
+class Match(NamedTuple):
+    """A wording in a text: where, and the values in its blanks."""
+
+    known: KnownError
+    start: int
+    end: int
+    values: dict[str, str]
+    weight: int
+
+
+class Occurrence(NamedTuple):
+    """A known error in a log: its lines, the number of the first one, the text from there on, and all around it."""
+
+    match: Match
+    said: str
+    line: int
+    text: str
+    surroundings: str
+    near: tuple[str, ...]
+    """Where the file that it is about may be named: all of a traceback, but only a few lines of a log."""
+
+
+class Search(NamedTuple):
+    """The known errors in a log; the chains in which nothing is known; and those that only wrap another error."""
+
+    found: list[Occurrence]
+    unknown: list[ErrorChain]
+    framed: list[ErrorChain]
+
+
+def search(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> Search:
+    """Look for every known text in a log: in each chain of exceptions the innermost one that is a cause."""
+    result = Search([], [], [])
+    for chain in chains:
+        around = chain.surroundings
+        mains: list[tuple[RaisedError, Match | None]] = []
+        below: list[Occurrence] = []
+        for raised in chain.raised:
+            main, others = _main(raised, around)
+            mains.append((raised, main))
+            below += [_occurrence(match, raised.text, around) for match in others]
+        # Words that many programs print give way to specific ones: programs try one thing after another, and print
+        # what they tried before.
+        causes = [(raised, main) for raised, main in mains if main and main.known.role == "cause"]
+        specific = [(raised, main) for raised, main in causes if not main.known.context]
+        usable = [(raised, main) for raised, main in mains if main and main.known.fix]
+        chosen = next(iter(specific or causes or usable), None)
+        if chosen:
+            result.found.append(_occurrence(chosen[1], chosen[0].text, around))
+        elif all(main and main.known.role == "frame" for _, main in mains):
+            result.framed.append(chain)
+        else:
+            result.unknown.append(chain)
+        result.found.extend(below)
+    for text in loose:
+        for match in _matches(text.flat, text.flat):
+            # Other errors are near in a log: a file that is named further away is not about this one.
+            before, after = max(0, match.start - _BESIDE), match.end + _BESIDE
+            near = text.flat[match.start : after], text.flat[before : match.start]
+            result.found.append(_occurrence(match, text, text.flat)._replace(near=near))
+    return result
+
+
+def _occurrence(match: Match, text: FlatText, surroundings: str) -> Occurrence:
+    said, following = text.between(match.start, match.end), text.flat[match.start :]
+    return Occurrence(match, said, text.line_at(match.start), following, surroundings, (following, surroundings))
+
+
+def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Match]]:
+    """What an exception says itself, and the other causes that were printed below it before the next exception."""
+    matches = _matches(raised.text.flat, surroundings)
+    head = [match for match in matches if match.start < len(raised.first)]
+    causes = [match for match in head if match.known.role == "cause"]
+    if causes:
+        main = max(causes, key=lambda match: match.weight)
+    elif head:
+        main = next((match for match in matches if match.known.role == "cause"), head[0])
+    else:
+        # The first paragraph; its first line counts even where it only has the class of the exception.
+        empty = (at for at, line in enumerate(raised.lines) if at > 1 and not line.text)
+        edge = len(FlatText(raised.lines[: next(empty, None)]).flat)
+        if not matches or matches[0].start >= edge:
+            return None, matches
+        main = matches[0]
+    beyond = max(main.end, len(raised.first))
+    below = [match for match in matches if match.start >= beyond and match.known.role == "cause"]
+    return main, [match for match in below if match.known.code != main.known.code]
+
+
+def _matches(text: str, surroundings: str) -> list[Match]:
+    """Every known text in a text, in order; of two that overlap, the one with more fixed characters."""
+    kept: list[Match] = []
+    for match in sorted(_all_matches(text, surroundings), key=lambda match: (-match.weight, match.start)):
+        if all(match.end <= other.start or other.end <= match.start for other in kept):
+            kept.append(match)
+    return sorted(kept, key=lambda match: match.start)
+
+
+def _all_matches(text: str, surroundings: str) -> Iterator[Match]:
+    """Where the wordings are. Only the neighbourhood of their anchors is searched, never all of the text."""
+    for known in known_errors():
+        mentioned = [wording for wording in known.says if wording.anchor in text]
+        if not mentioned or not known.fits(surroundings):
+            continue
+        for wording in mentioned:
+            at = text.find(wording.anchor)
+            for _ in range(_MOST):
+                if at < 0:
+                    break
+                after = at + len(wording.anchor)
+                found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND)
+                if found:
+                    yield Match(known, found.start(), found.end(), found.groupdict(""), wording.weight)
+                at = text.find(wording.anchor, max(after, found.end() if found else 0))
+
+
+# -- unknown texts
+
+_WORD = re.compile(r"[A-Za-z_]{3,}")
+_LEAST = 0.5
+_FEWEST = 2
+_COMPARED = 400
+"""Characters of an unknown text that are compared: the longer it is, the more words are in it by chance."""
+
+
+def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
+    """The known texts that share the most words with a text; rare words count more. Often there is none.
+
+    Words that many programs print come first, where only their context is missing.
+    """
+    near: dict[str, Near] = {}
+    for known in known_errors():
+        for wording in known.says if known.context and known.role == "cause" else ():
+            if wording.pattern.search(text):
+                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, while a checkpoint is loaded")
+    for each in _similar(text[:_COMPARED]):
+        near[each.code] = each
+    return tuple(near.values())[:most]
+
+
+def _similar(text: str) -> list[Near]:
+    rows = [(known.code, wording.shown) for known in known_errors() for wording in known.says]
+    words_of = [_words(shown) for _, shown in rows]
+    counts = Counter(word for words in words_of for word in words)
+    weights = {word: log(1 + len(rows) / count) for word, count in counts.items()}
+    there = _words(text)
+    near: dict[str, Near] = {}
+    for (code, shown), words in zip(rows, words_of, strict=True):
+        common = words & there
+        if len(common) > _FEWEST:
+            likeness = sum(weights[word] for word in common) / sum(weights[word] for word in words)
+            if likeness > (near[code].likeness if code in near else _LEAST):
+                near[code] = Near(code, shown, round(likeness, 2))
+    return sorted(near.values(), key=lambda each: -each.likeness)
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(text)}
