@@ -72,8 +72,26 @@ def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> Trans
     return made
 
 
-class _FromSystemError(TransloadError, OSError):
-    """An error of the operating system; ``errno`` is its number for the reason."""
+class CannotReadError(TransloadError, OSError):
+    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again_with_errno, (type(self), self.what, self.where, self.fix, self.errno)
+
+
+class UsageError(TransloadError, ValueError):
+    """The call itself makes no sense."""
+
+
+class CannotWriteError(TransloadError, OSError, RuntimeError):
+    """The operating system did not take the bytes; ``errno`` is its number for the reason.
+
+    It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
+    """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
@@ -84,24 +102,9 @@ class _FromSystemError(TransloadError, OSError):
 
 
 def _again_with_errno(
-    kind: type[_FromSystemError], what: str, where: str, fix: str, errno: int | None
-) -> _FromSystemError:
+    kind: type[CannotReadError | CannotWriteError], what: str, where: str, fix: str, errno: int | None
+) -> TransloadError:
     return kind(what, where=where, fix=fix, errno=errno)
-
-
-class CannotReadError(_FromSystemError):
-    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
-
-
-class UsageError(TransloadError, ValueError):
-    """The call itself makes no sense."""
-
-
-class CannotWriteError(_FromSystemError, RuntimeError):
-    """The operating system did not take the bytes; ``errno`` is its number for the reason.
-
-    It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
-    """
 
 
 class NoDirectoryError(CannotWriteError, FileNotFoundError):

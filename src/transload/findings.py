@@ -30,13 +30,7 @@ Integrity = Literal["whole", "unchecked", "repairable", "damaged", "not-a-checkp
 
 # Both scales run from best to worst; a verdict is the worst thing seen on its scale.
 SAFETY: tuple[Safety, ...] = ("data-only", "needs-trust", "code", "unknown", "dangerous")
-INTEGRITY: tuple[Integrity, ...] = (
-    "whole",
-    "unchecked",
-    "repairable",
-    "damaged",
-    "not-a-checkpoint",
-)
+INTEGRITY: tuple[Integrity, ...] = ("whole", "unchecked", "repairable", "damaged", "not-a-checkpoint")
 
 
 def worst_safety(*verdicts: Safety) -> Safety:

@@ -118,7 +118,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
     if looks_like_tar(source) and (checkpoint := read_tar(source)) is not None:
         return checkpoint
-    from transload.formats.torch_legacy import looks_like_legacy, read_legacy
+    from transload.formats.torch_legacy import looks_like_legacy, read_legacy, read_plain_pickle
 
     if looks_like_legacy(source):
         return read_legacy(source)
@@ -126,8 +126,6 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
     if looks_like(source):
         return read_safetensors(source)
-    from transload.formats.plain_pickle import read_plain_pickle
-
     return read_plain_pickle(source) or _foreign(source, verify=verify)
 
 

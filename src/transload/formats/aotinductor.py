@@ -30,7 +30,7 @@ from transload.formats.torch_export import Gathered, gather, pt2_facts
 from transload.formats.torch_zip import Archive, needed_by
 from transload.nodes import Call, Dict
 
-__all__ = ["HEADER", "Elf", "capability", "ptx_target", "read_aotinductor", "read_elf"]
+__all__ = ["HEADER", "capability", "ptx_target", "read_aotinductor", "read_elf"]
 
 
 HEADER = 64

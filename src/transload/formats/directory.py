@@ -25,27 +25,7 @@ from transload.formats.zip import Payload
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
 
-__all__ = [
-    "INDEX_SUFFIX",
-    "Listing",
-    "Merger",
-    "Readers",
-    "inner_name",
-    "is_deepspeed",
-    "is_megatron",
-    "list_directory",
-    "numbered_shards",
-    "open_directory",
-    "read_deepspeed",
-    "read_directory",
-    "read_megatron",
-    "read_note",
-    "read_numbered",
-    "read_sharded",
-    "read_unzipped",
-    "try_list",
-    "try_read",
-]
+__all__ = ["inner_name", "list_directory", "open_directory", "read_directory", "read_sharded", "read_unzipped"]
 
 
 # A directory of ten million files must not be listed to its end before anything is said.

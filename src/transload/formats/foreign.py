@@ -14,29 +14,7 @@ from typing import NamedTuple, Protocol
 from transload.findings import is_named, quoted, rescue_command
 from transload.io.sources import BytesSource, Slice, Source
 
-__all__ = [
-    "CHECKPOINT_NAME",
-    "LEGACY_MAGIC",
-    "LOOKS",
-    "SCAN",
-    "Foreign",
-    "View",
-    "as_text",
-    "clean",
-    "identify",
-    "identify_zip",
-    "listed",
-    "magic",
-    "mangled",
-    "match",
-    "packed",
-    "pickled",
-    "taken_out",
-    "tar",
-    "text",
-    "zip_names",
-    "zipped",
-]
+__all__ = ["LEGACY_MAGIC", "SCAN", "Foreign", "identify", "identify_zip", "mangled"]
 
 
 # Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
@@ -227,10 +205,7 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
 
 
 # The endings of members that a rescue takes out, and what it makes of them.
-_RESCUED = {
-    **dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"),
-    "safetensors": ".safetensors",
-}
+_RESCUED = {**dict.fromkeys(("pt", "pth", "ckpt", "bin", "pt2"), ".pt"), "safetensors": ".safetensors"}
 
 
 def _is_usual(member: str) -> bool:

@@ -19,7 +19,6 @@ from transload.nodes import Call, Global, Persistent, Pickle
 __all__ = [
     "Budget",
     "Described",
-    "RecordSource",
     "complaints",
     "device",
     "entries",

@@ -18,19 +18,7 @@ from typing import Any
 
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-__all__ = [
-    "MAX_GAP",
-    "MAX_INT_BYTES",
-    "MAX_IRREGULAR",
-    "MAX_STREAM",
-    "Broken",
-    "Cut",
-    "Machine",
-    "TensorPattern",
-    "opcodes",
-    "run",
-    "run_all",
-]
+__all__ = ["MAX_INT_BYTES", "MAX_STREAM", "TensorPattern", "opcodes", "run", "run_all"]
 
 
 MAX_GAP = 64

@@ -16,30 +16,19 @@ from transload.findings import Noted, Problem
 from transload.nodes import Big, Call, Dict, Global, Persistent, Set, module_class
 
 __all__ = [
-    "MAX_DEPTH",
-    "MAX_LEAVES",
-    "MAX_NESTED",
     "MAX_SIZE",
     "READERS",
-    "BadTensor",
     "Budget",
-    "Context",
     "Place",
     "Slot",
     "StorageTable",
-    "TooMuch",
     "Tree",
-    "apply",
     "called",
     "device_text",
-    "dotted",
     "find_tensors",
     "leaf_kind",
-    "rebuild",
-    "scalar",
     "short",
     "short_key",
-    "text_of",
 ]
 
 

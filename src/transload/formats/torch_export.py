@@ -28,7 +28,7 @@ from transload.formats.torch_zip import Archive, check_storages, note, note_fact
 from transload.formats.torchscript import OPERATORS
 from transload.nodes import Call, Dict, Pickle
 
-__all__ = ["Gathered", "gather", "graph_facts", "graph_problems", "pt2_facts", "read_export"]
+__all__ = ["Gathered", "gather", "graph_problems", "pt2_facts", "read_export"]
 
 
 # What torch.export writes as the target of a node: operators, and Python's arithmetic on sizes. torch.export.load finds

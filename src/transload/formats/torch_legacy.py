@@ -3,6 +3,8 @@
 Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each
 key follow an 8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all
 before it.
+
+A plain pickle, which torch did not write, is read here, too: it is judged all the same, since something may load it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from transload.checkpoint import Checkpoint, Storage
 from transload.dtypes import ITEMSIZE
 from transload.findings import Problem
 from transload.formats import pickle_machine
-from transload.formats.tensors import Place, Slot, StorageTable
+from transload.formats.tensors import Place, Slot, StorageTable, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.sources import Source
-from transload.nodes import Dict, Global, Pickle
+from transload.nodes import Call, Dict, Global, Pickle, Set
 
-__all__ = ["MAGIC", "MAX_DOUBT", "claimed", "looks_like_legacy", "read_legacy", "run_at"]
+__all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "read_plain_pickle", "run_at"]
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -36,7 +38,6 @@ MAX_DOUBT = 1 << 24
 
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _FIRST_WINDOW = 1 << 20
-_MAX_MAGIC = 4096  # what torch writes is 15 bytes
 _SMALL_WINDOW = 1 << 12
 _IDS = {"storage": (6,), "module": (4,)}
 
@@ -199,3 +200,67 @@ def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
         if sources:
             facts.append(("module sources", f"the Python source of {len(sources)} classes is stored in the file"))
     return tuple(facts)
+
+
+_MAX_PICKLES = 1000
+_WINDOW = 1 << 16
+
+
+def read_plain_pickle(source: Source) -> Checkpoint | None:
+    """The pickles in a file that begins with one; ``None`` if it does not.
+
+    A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
+    chance.
+    """
+    first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT)
+    if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
+        first, end = run_at(source, 0, "pickle")  # it is one, and a long one
+    if not _is_pickle(first, source.size):
+        return None
+    first.main = True
+    pickles = [first, *_others(source, end)] if not first.broken else [first]
+    tree = find_tensors(first.root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
+    problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+    if ends_like_zip(source):
+        problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it"))
+    return Checkpoint(
+        path=source.name,
+        format="joblib" if any(module.startswith("joblib.") for module, _ in first.globals) else "pickle",
+        nbytes=source.size,
+        tensors=tree.tensors,
+        leaves=tree.leaves,
+        facts=(("pickle protocol", str(first.protocol)), ("top object", _kind(first.root))),
+        problems=(_what(first), *problems, *tree.problems),
+        pickles=tuple(pickles),
+    )
+
+
+def _others(source: Source, position: int) -> list[Pickle]:
+    """The pickles that follow one another after the first."""
+    out: list[Pickle] = []
+    while position < source.size and len(out) < _MAX_PICKLES:
+        pickle, position = run_at(source, position, f"pickle {len(out) + 2}", _WINDOW)
+        out.append(pickle)
+        if pickle.broken:
+            break
+    return out
+
+
+def _is_pickle(pickle: Pickle, size: int) -> bool:
+    if not pickle.broken:
+        return pickle.protocol >= 2 or pickle.end == size or bool(pickle.globals)
+    return bool(pickle.calls or pickle.extensions) or (pickle.protocol >= 2 and bool(pickle.globals))
+
+
+def _what(pickle: Pickle) -> Problem:
+    title = f"a plain pickle (protocol {pickle.protocol}, holding {_kind(pickle.root)}), not a torch checkpoint"
+    fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
+    return Problem("not-a-checkpoint", title=title, fix=fix)
+
+
+def _kind(root: object) -> str:
+    if type(root) is Call:
+        callee = root.callee
+        return f"an object made by {getattr(callee, 'module', '?')}.{getattr(callee, 'name', '?')}"
+    names = {Dict: "a dictionary", Set: "a set", list: "a list", tuple: "a tuple"}
+    return names.get(type(root), f"a value of type {type(root).__name__}")

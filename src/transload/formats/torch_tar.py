@@ -15,7 +15,7 @@ from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
 from transload.nodes import Global, Persistent, Pickle
 
-__all__ = ["Member", "looks_like_tar", "members", "read_tar"]
+__all__ = ["looks_like_tar", "members", "read_tar"]
 
 
 _BLOCK = 512

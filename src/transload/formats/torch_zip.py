@@ -26,14 +26,11 @@ if TYPE_CHECKING:
     from transload.checkpoint import Record
 
 __all__ = [
-    "MAX_NOTE",
     "MAX_RECORD",
     "RECORD",
     "Archive",
-    "Counted",
     "Recorded",
     "check_storages",
-    "counted",
     "needed_by",
     "note",
     "pickle_problems",

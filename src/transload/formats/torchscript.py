@@ -41,7 +41,7 @@ from transload.formats.torch_zip import (
 )
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
-__all__ = ["MAX_CODE", "OPERATORS", "bytecode_problems", "code_problems", "operators", "plain_form", "read_torchscript"]
+__all__ = ["MAX_CODE", "OPERATORS", "code_problems", "operators", "plain_form", "read_torchscript"]
 
 
 MAX_CODE = 32 << 20
@@ -69,8 +69,7 @@ _HIDDEN = "a module of operators under another name, which hides what is called"
 _DEVICE = re.compile(r"""torch\s*\.\s*device\s*\(\s*["']([\w:]{1,40})["']""")
 # Comments and strings, as torch/csrc/jit/frontend/lexer.h has them: no prefixes, a newline only inside triple quotes.
 _QUOTED = re.compile(
-    r"""#[^\n]*|"{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""",
-    re.DOTALL,
+    r"""#[^\n]*|"{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL
 )
 _DOTTED = re.compile(r"(?<![\w.])(?:torch|ops)\b(?:\s*\.\s*[A-Za-z_]\w*)*")
 
@@ -253,10 +252,7 @@ def _joined(tree: Tree, constants: Tree) -> Tree:
     """Both trees as one. Constants count their storages from zero again, so theirs get other ids."""
     return Tree(
         (*tree.tensors, *(_constant_tensor(tensor) for tensor in constants.tensors)),
-        (
-            *tree.storages,
-            *(s._replace(id=f"constants/{s.id}", key=f"constants/{s.key}") for s in constants.storages),
-        ),
+        (*tree.storages, *(s._replace(id=f"constants/{s.id}", key=f"constants/{s.key}") for s in constants.storages)),
         (*tree.leaves, *constants.leaves),
         (*tree.problems, *constants.problems),
     )

@@ -45,7 +45,6 @@ __all__ = [
     "EXTRA",
     "LOCAL",
     "LOCATOR64",
-    "MAX_PAYLOAD",
     "Entry",
     "Payload",
     "ZipIndex",

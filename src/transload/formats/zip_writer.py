@@ -22,18 +22,7 @@ from transload.io.checksums import combined, fastest_crc32
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = [
-    "AHEAD",
-    "PIECE",
-    "SMALL",
-    "Bunch",
-    "Checksums",
-    "Chunk",
-    "Payload",
-    "Record",
-    "Sink",
-    "write_archive",
-]
+__all__ = ["AHEAD", "PIECE", "SMALL", "Bunch", "Checksums", "Chunk", "Record", "Sink", "write_archive"]
 
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12

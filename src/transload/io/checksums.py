@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import NamedTuple
 from zlib import crc32
 
-__all__ = ["ONE", "POLYNOMIAL", "Crc32", "combined", "fastest_crc32", "power", "times"]
+__all__ = ["ONE", "POLYNOMIAL", "combined", "fastest_crc32", "power", "times"]
 
 
 POLYNOMIAL = 0xEDB88320

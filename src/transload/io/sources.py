@@ -68,9 +68,7 @@ class FileSource:
             os.close(self._fd)
             self._fd = -1
             raise CannotReadError(
-                "not a regular file (a device, pipe or socket)",
-                where=self.name,
-                fix="Copy the bytes to a file first.",
+                "not a regular file (a device, pipe or socket)", where=self.name, fix="Copy the bytes to a file first."
             )
         self.size = status.st_size
         self._lock = Lock()

@@ -12,16 +12,7 @@ from __future__ import annotations
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
-__all__ = [
-    "TORCH_DEFAULT",
-    "canonical",
-    "classify",
-    "is_class_path",
-    "is_dangerous",
-    "is_loader",
-    "purpose_of",
-    "torch_spelling",
-]
+__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_class_path", "is_dangerous", "is_loader", "torch_spelling"]
 
 _WIDTHS = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _DTYPES = (
@@ -301,18 +292,8 @@ _DANGEROUS_PREFIXES: tuple[tuple[str, str], ...] = (
 _NEVER_ATTRIBUTES = frozenset(
     {
         *("os", "posix", "nt", "sys", "subprocess", "builtins", "__builtins__", "importlib", "pty", "socket", "shutil"),
-        *(
-            "ctypes",
-            "runpy",
-            "pickle",
-            "cPickle",
-            "_pickle",
-            "marshal",
-            "multiprocessing",
-            "imp",
-            "pkgutil",
-            "webbrowser",
-        ),
+        *("ctypes", "runpy", "pickle", "cPickle", "_pickle", "marshal", "multiprocessing", "imp"),
+        *("pkgutil", "webbrowser"),
         *("urllib", "requests", "tempfile", "codeop", "pdb"),
     }
 )

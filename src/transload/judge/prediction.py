@@ -107,10 +107,7 @@ _AT_ONCE: tuple[tuple[Callable[[Checkpoint], bool], str], ...] = (
         lambda checkpoint: checkpoint.path.endswith(".safetensors"),
         "fails from torch 2.13 on: its name says safetensors, and it is none; rename it",
     ),
-    (
-        lambda checkpoint: checkpoint.integrity == "not-a-checkpoint",
-        "fails, with an error that does not say why",
-    ),
+    (lambda checkpoint: checkpoint.integrity == "not-a-checkpoint", "fails, with an error that does not say why"),
     (
         lambda checkpoint: any(storage.record.startswith("tensors/") for storage in checkpoint.storages),
         "fails: only torch 1.4 and 1.5 read this first form of the zip format",

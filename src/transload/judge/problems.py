@@ -334,11 +334,7 @@ RULES: dict[str, Rule] = {
         "tensors share bytes, which safetensors forbids", "error", "data-only", "damaged", _AGAIN
     ),
     "safetensors-hole": Rule(
-        "some bytes belong to no tensor; safetensors refuses the file",
-        "error",
-        "data-only",
-        "repairable",
-        _ANEW,
+        "some bytes belong to no tensor; safetensors refuses the file", "error", "data-only", "repairable", _ANEW
     ),
     "safetensors-trailing": Rule(
         "there are bytes after the last tensor; safetensors refuses the file",

@@ -16,7 +16,7 @@ from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_class_path, is_loader, torch_spelling
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
-__all__ = ["MAX_DEPTH", "Judgement", "Nested", "check_call", "full_name", "judge_pickles", "safe_globals_lines"]
+__all__ = ["MAX_DEPTH", "check_call", "judge_pickles", "safe_globals_lines"]
 
 
 # One shared object of a million items behind a million calls is a small file: what a rule looks through has an end.
@@ -273,31 +273,10 @@ def _check_attributes(state: object) -> Complaint:
 # Attributes of a tensor that loading code asks for; those of the file would stand in their place.
 _SHADOWED = frozenset(
     {
-        *(
-            "_backward_hooks",
-            "_post_accumulate_grad_hooks",
-            "_base",
-            "_grad",
-            "_version",
-            "clone",
-            "copy_",
-            "cpu",
-            "cuda",
-        ),
-        *(
-            "data",
-            "detach",
-            "device",
-            "dim",
-            "dtype",
-            "grad",
-            "grad_fn",
-            "is_cuda",
-            "is_leaf",
-            "is_meta",
-            "item",
-            "layout",
-        ),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_"),
+        *("cpu", "cuda"),
+        *("data", "detach", "device", "dim", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta"),
+        *("item", "layout"),
         *("nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_", "retain_grad", "set_"),
         *("shape", "size", "storage", "storage_offset", "stride", "to", "tolist", "type", "untyped_storage", "view"),
     }
