@@ -53,7 +53,7 @@ def test_meta_parameters_land_there() -> None:
     assert other.weight.device.type == "cuda"
 
 
-@pytest.mark.filterwarnings("ignore::transload.opening.into.KeysWarning")
+@pytest.mark.filterwarnings("ignore::transload.loading.into.KeysWarning")
 def test_a_model_wrapped_in_data_parallel() -> None:
     """Its names have a prefix that the file has not, and its parameters are on the GPU."""
     model = nn.DataParallel(nn.Linear(30, 20))
