@@ -123,7 +123,7 @@ def test_the_device_fetches_where_there_are_few_cores(
     torch.zeros(1, device="cuda")
     if cuda is None or not cuda.can_pin_read_only(0):
         pytest.skip("this device, or its driver, cannot read pages of files")
-    monkeypatch.setattr(engine, "cores", lambda: cores)
+    monkeypatch.setattr("transload.io.pool.cores", lambda: cores)
     monkeypatch.setattr(engine, "cached_share", lambda *_: 1.0)
     for _ in range(3):
         assert_alike(transload.load(mixed, map_location="cuda"), as_torch(mixed))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from transload.frozen import facts
 from transload.io.memory import PAGE, Pages, copy, huge_pages_pay, in_huge_pages, view
-from transload.io.pool import cores
 
 if TYPE_CHECKING:
     from transload.io.sources import Source
@@ -64,7 +63,7 @@ GAP = 64 << 10
 
 
 class ReadRequest(NamedTuple):
-    """Bytes of a file that shall be in memory: a storage, or what a parameter is filled with."""
+    """Bytes of a file to be read into memory: a storage, or what a parameter is filled with."""
 
     file: int
     """Which of the open files."""
@@ -258,6 +257,8 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
     """The choice for so many bytes of a file; for a directory, as for a file whose place is not known yet."""
     if host + cuda < LITTLE:
         return choose(Facts(host, cuda, 1, None))
+    from transload.io.pool import cores
+
     cached = None
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
@@ -691,6 +692,8 @@ def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) 
     plain = all(file.plain >= 0 for file in files)
     if host + cuda < LITTLE:
         return Facts(host, cuda, 1, None, plain)
+    from transload.io.pool import cores
+
     cached, mappable = None, False
     if plain:
         spans: dict[int, list[int]] = {}

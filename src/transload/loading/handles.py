@@ -330,7 +330,7 @@ class Destinations:
 
 
 def caller() -> int:
-    """How far above the one who asks the first frame is that is not ours: a warning shall name the user's line."""
+    """How far above the function that asks the first frame is that is not ours: a warning must name the user's line."""
     level = 1
     frame = sys._getframe(1)  # noqa: SLF001 - warnings has no other way before Python 3.12
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "transload":
@@ -344,9 +344,9 @@ def caller() -> int:
 
 def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     """The object of a node; ``UnsafeError`` if it takes names that nobody has allowed."""
+    from transload.loading import read_storages
     from transload.loading.build import build_object
     from transload.loading.refusal import Allowed
-    from transload.loading.storages import read_storages
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
     names, keys = _used_below(node)

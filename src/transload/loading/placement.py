@@ -595,7 +595,7 @@ class DeviceMap:
             chosen = chosen._untyped_storage  # noqa: SLF001 - the public way warns
         if isinstance(chosen, torch.UntypedStorage):
             return chosen
-        what = f"the function given as map_location returned {type(chosen).__name__}, which is no storage"
+        what = f"the function given as map_location returned {type(chosen).__name__}, which is not a storage"
         fix = "Return the storage, moved or not, or None for the device it was saved on."
         raise LoadError(what, where=self._where, fix=fix)
 

@@ -196,7 +196,7 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
     if checkpoint.integrity == "not-a-checkpoint":
         finding = _worst(checkpoint, {"not-a-checkpoint"})
         raise NotACheckpointError(
-            _what(finding, "this is no checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
+            _what(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
         )
     broken = set()
     for code in _codes(checkpoint) - _TOLD:

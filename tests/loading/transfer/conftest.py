@@ -33,7 +33,7 @@ def set_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Pretend to have so many processors."""
 
     def pretend(count: int) -> None:
-        monkeypatch.setattr(engine, "cores", lambda: count)
+        monkeypatch.setattr("transload.io.pool.cores", lambda: count)
 
     return pretend
 

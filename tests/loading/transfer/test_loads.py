@@ -136,7 +136,7 @@ def test_memory_is_free_as_soon_as_a_failed_load_is_over(
     threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No collector is waited for: it may be the memory of a device."""
-    from transload.loading.storages import _Reader
+    from transload.loading import _Reader
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     true_empty = _Reader._empty
@@ -228,7 +228,7 @@ def test_a_file_that_is_replaced_while_it_is_loaded(saved: Path, tmp_path: Path)
 
 
 def test_there_is_no_memory(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading.storages import _Reader
+    from transload.loading import _Reader
 
     true_empty = _Reader._empty
 
@@ -299,10 +299,10 @@ def test_a_file_cut_while_it_goes_into_a_model(
 
 def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storages are made in the memory of the host here, and served as a device's."""
+    from transload.loading import _Reader
     from transload.loading import placement as arrival
-    from transload.loading import storages
 
-    true_empty = storages._Reader._empty
+    true_empty = _Reader._empty
 
     def served(reader: Any, storage: Any, device: str = "cpu") -> Any:
         made = true_empty(reader, storage)
@@ -310,7 +310,7 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
             cuda.serves(made.data_ptr(), storage.nbytes, 0)
         return made
 
-    monkeypatch.setattr(storages._Reader, "_empty", served)
+    monkeypatch.setattr(_Reader, "_empty", served)
     monkeypatch.setattr(arrival.DeviceMap, "known", lambda *_: "cuda:0")
     assert driver.cuda_driver() is cuda
     same(torch.load(saved), transload.load(saved, threads=2))
