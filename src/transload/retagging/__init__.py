@@ -44,7 +44,7 @@ class TagMap:
     def new(self, tag: str) -> str:
         """The new tag for an old one. A storage on ``meta`` has no bytes, and stays there.
 
-        >>> Wish((("cuda:1", "cuda:0"),)).new("cuda:1"), Wish(others="cpu").new("meta")
+        >>> TagMap((("cuda:1", "cuda:0"),)).new("cuda:1"), TagMap(others="cpu").new("meta")
         ('cuda:0', 'meta')
         """
         for old, new in self.named:
@@ -56,7 +56,7 @@ class TagMap:
 def tag_map_of(to: str | Mapping[str, str]) -> TagMap:
     """The new tags from a device, or from a mapping of tags to devices.
 
-    >>> wish_of("cpu").new("cuda:3"), wish_of({"cuda:1": "cuda:0", "*": "cpu"}).new("cuda:2")
+    >>> tag_map_of("cpu").new("cuda:3"), tag_map_of({"cuda:1": "cuda:0", "*": "cpu"}).new("cuda:2")
     ('cpu', 'cpu')
     """
     if isinstance(to, str):

@@ -44,7 +44,7 @@ __all__ = ["save", "save_async"]
 _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a number of 16 bits
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # reasons of a directory to refuse a new file
 
-_Progress = bool | Callable[[int, int], object] | None
+Progress = bool | Callable[[int, int], object] | None
 
 
 class _Options(NamedTuple):
@@ -56,7 +56,7 @@ class _Options(NamedTuple):
     origin: Origin
     compact: bool
     atomic: bool
-    progress: _Progress
+    progress: Progress
 
 
 class _Prepared(NamedTuple):
@@ -82,7 +82,7 @@ def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
     origin: Origin = True,
     compact: bool = False,
     atomic: bool = True,
-    progress: _Progress = None,
+    progress: Progress = None,
 ) -> None:
     """Save an object as ``torch.save`` does, so that plain ``torch.load(path)`` loads it on any machine.
 
@@ -120,7 +120,7 @@ def save_async(  # noqa: PLR0913 - as above
     origin: Origin = True,
     compact: bool = False,
     atomic: bool = True,
-    progress: _Progress = None,
+    progress: Progress = None,
 ) -> Future[None]:
     """Save in the background: the object is copied now and written while the program goes on.
 
