@@ -158,7 +158,7 @@ def test_what_is_wrong_with_a_file_is_told_before_what_the_machine_lacks(tmp_pat
     assert codes(result) == ["not-a-checkpoint", "no-torch"]
 
 
-DOCTOR = "transload doctor tells how to get the GPU to work"
+DOCTOR = "transload doctor shows how to get the GPU to work"
 
 
 def test_the_doctor_is_named_to_those_who_lack_a_gpu(tmp_path: Path) -> None:

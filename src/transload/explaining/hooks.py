@@ -169,7 +169,7 @@ _PREFIXES = {
     "_forward_module.": "Lightning Fabric puts it before every name",
     "_fsdp_wrapped_module.": "FSDP puts it before every name",
 }
-_NOT_MISSED = "num_batches_tracked"
+_NEVER_MISSING = "num_batches_tracked"
 _INFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "net", "ema")
 _WRAPPERS = frozenset({*_WEIGHTS, "optimizer", "epoch", "optimizer_states"})
@@ -194,7 +194,7 @@ def state_dict_keys(values: Values, text: str) -> Sections:
         values |= {"wrappers": ", ".join(wrappers[:4]), "inner": inner}
         return (f"state-dict-keys/whole{'-named' if inner else ''}",)
     for infix in _INFIXES:
-        inside = [name for name in unexpected if infix in name]
+        inside = [name for name in unexpected if infix in name and not name.endswith(_NEVER_MISSING)]
         if inside and all(name.replace(infix, "") in missing for name in inside):
             values |= {"infix": infix, "why": _PREFIXES[infix]}
             return ("state-dict-keys/infix",)
@@ -211,14 +211,13 @@ def state_dict_keys(values: Values, text: str) -> Sections:
 def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool]:
     """A prefix that all names of one list have before those of the other; and whether the file is the one that has it.
 
-    torch does not report a missing ``num_batches_tracked``, so that of BatchNorm is only in one of the lists.
+    torch never reports a missing ``num_batches_tracked`` (of BatchNorm), so those are in one of the lists only.
 
     >>> prefix_between(["weight"], ["module.weight"])
     ('module.', True)
     """
-    missing, unexpected = (
-        [name for name in names if not name.endswith(_NOT_MISSED)] for names in (missing, unexpected)
-    )
+    missing = [name for name in missing if not name.endswith(_NEVER_MISSING)]
+    unexpected = [name for name in unexpected if not name.endswith(_NEVER_MISSING)]
     for longer, shorter, in_file in ((unexpected, missing, True), (missing, unexpected, False)):
         known = set(shorter)
         for name in shorter if longer else ():

@@ -354,7 +354,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     for known in known_errors():
         for wording in known.says if known.context and known.role == "cause" else ():
             if wording.pattern.search(text):
-                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, while a checkpoint is loaded")
+                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, where a checkpoint is loaded")
     for each in _similar(text[:_COMPARED]):
         near[each.code] = each
     return tuple(near.values())[:most]
