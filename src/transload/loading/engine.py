@@ -107,7 +107,7 @@ class Job:
 def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
     """The jobs that serve all wants, in the order of the files.
 
-    >>> for job in jobs([Want(0, 2, 5), Want(0, 8, 12)], cell=16):
+    >>> for job in jobs([ReadRequest(0, 2, 5), ReadRequest(0, 8, 12)], cell=16):
     ...     print(job.begin, job.end, [(run.want, run.begin, run.nbytes) for run in job.runs])
     2 16 [(0, 0, 5), (1, 0, 8)]
     16 20 [(1, 8, 4)]
