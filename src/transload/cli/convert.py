@@ -22,7 +22,7 @@ examples:
   transload convert whole_model.pt weights/   raw tensors and a JSON index
 
 exit codes:
-  0  every selected tensor is in DST; other values are there or in DST.leftovers.json
+  0  every selected tensor is in DST, the rest there or in DST.leftovers.json
   1  DST was written, but something is in neither file: the report names it
   2  nothing was written
 """
