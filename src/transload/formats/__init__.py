@@ -155,7 +155,7 @@ def _foreign(source: Source, *, verify: bool) -> Checkpoint:
 
 
 def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Checkpoint:
-    """A file that is no checkpoint, named for what it is."""
+    """A file that is not a checkpoint, with the name of what it is."""
     from transload.checkpoint import Checkpoint
 
     problem = Problem("not-a-checkpoint", detail="\n".join(what.details), title=what.title, fix=what.fix)

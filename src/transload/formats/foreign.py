@@ -29,7 +29,7 @@ LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What a file is that is no checkpoint.
+    """What a file is that is not a checkpoint.
 
     ``format`` is a short, stable name; ``title`` completes "this is …"; ``details`` are what was seen; ``fix``
     is what to do, each a sentence or a command. ``holds`` is the ending of the checkpoint that is, or lies inside, it;

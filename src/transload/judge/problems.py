@@ -451,7 +451,7 @@ RULES: dict[str, Rule] = {
         ("Copy the files themselves: cp -rL.",),
     ),
     # -- no checkpoint at all
-    "not-a-checkpoint": Rule("this is no checkpoint", "error", "unknown", "not-a-checkpoint"),
+    "not-a-checkpoint": Rule("this is not a checkpoint", "error", "unknown", "not-a-checkpoint"),
     "no-checksums": Rule("it carries no checksums", "note"),
 }
 

@@ -31,7 +31,7 @@ _LEAST_NAME = 30  # rather than cut names shorter than this, a column is left ou
 _LEAST = 10  # and when there is none left to leave out, names are cut down to this
 _WORD = regex(r" +|[^ ]+ *")
 _HANG = 6  # where words stand whose lead has a line of its own
-_WIDEST = 96  # one monstrous name shall not push the columns of all others off the screen
+_WIDEST = 96  # one very long name must not push the columns of all others off the screen
 
 
 @dataclass(frozen=True, slots=True)

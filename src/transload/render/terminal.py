@@ -57,7 +57,7 @@ def _rich_painter(stream: TextIO, style: Style) -> Callable[[list[Line]], None] 
         from rich.segment import Segment, Segments
         from rich.style import Style as RichStyle
 
-        # The decision for colour is made: rich shall not ask the environment again.
+        # The decision for colour is made: rich must not ask the environment again.
         console = Console(file=stream, width=style.width, force_terminal=True, no_color=False, highlight=False)
         styles = {role: RichStyle.parse(words) for role, words in _RICH.items()}
         end = Segment.line()

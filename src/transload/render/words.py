@@ -71,7 +71,7 @@ def safety_reason(checkpoint: Checkpoint) -> str:
     """Why the safety verdict is what it is, with the names that make it so."""
     reason = SAFETY[checkpoint.safety][1]
     if checkpoint.safety == "unknown" and checkpoint.integrity == "not-a-checkpoint":
-        return "not judged, since it is no checkpoint"
+        return "not judged, since it is not a checkpoint"
     blamed = _BLAMED.get(checkpoint.safety, ())
     names = list(dict.fromkeys(use.full_name for use in checkpoint.globals if use.verdict in blamed))
     if not names:
