@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import warnings
@@ -176,4 +177,6 @@ def say(*paragraphs: str) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `make demo | head` ends quietly
     sys.exit(main())

@@ -241,7 +241,7 @@ def test_progress_is_a_line_on_a_terminal_and_nothing_elsewhere(
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     load(forge.checkpoint(), progress=True)
-    assert terminal.getvalue().endswith("GB/s\x1b[K\n")
+    assert terminal.getvalue().endswith("kB/s\x1b[K\n")
 
 
 def test_progress_is_not_written_too_often() -> None:

@@ -1,4 +1,4 @@
-"""How far a load has come: told to the caller's function, or on a terminal."""
+"""Progress of a long operation, reported to the caller's function or on a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ __all__ = ["Progress", "telling"]
 
 _EVERY = 0.1
 """Seconds between two lines on a terminal."""
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Progress:
-    """A line on a terminal that is written over: bytes done, bytes in all, and GB/s.
+    """A line on a terminal that is overwritten: bytes done, bytes in all, and the speed.
 
     >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
     'loading 3.0 of 4.0 GB, 2.0 GB/s'
+    >>> Progress(None).text(560, 4500, 0.001)
+    'loading 0.6 of 4.5 kB, 560.0 kB/s'
     """
 
     def __init__(self, stream: TextIO | None, verb: str = "loading") -> None:
@@ -38,8 +41,9 @@ class Progress:
 
     def text(self, done: int, total: int, seconds: float) -> str:
         """The line itself."""
-        speed = done / 1e9 / seconds if seconds > 0 else 0.0
-        return f"{self._verb} {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.1f} GB/s"
+        unit, size = next(((name, size) for name, size in _UNITS if total >= size), _UNITS[-1])
+        speed = done / size / seconds if seconds > 0 else 0.0
+        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed:.1f} {unit}/s"
 
 
 def _terminal() -> TextIO | None:
