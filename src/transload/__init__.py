@@ -169,7 +169,7 @@ _HOMES = {
     "verify": "transload.verifying",
 }
 
-if not TYPE_CHECKING:  # a type checker shall see the imports above, and call anything else a mistake
+if not TYPE_CHECKING:  # a type checker must see the imports above, and call anything else a mistake
 
     def __getattr__(name: str) -> object:
         home = _HOMES.get(name)

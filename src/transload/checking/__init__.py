@@ -199,7 +199,7 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield from _of_packages(result.packages, machine, devices)
     yield from _of_quantized(checkpoint, devices)
     if checkpoint.format == "aotinductor" and not result.cuda:
-        fix = ("Compile it again on the GPU it shall run on.",)
+        fix = ("Compile it again on the GPU that it must run on.",)
         yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, fix)
     yield from _of_origin(checkpoint, machine, devices)
 

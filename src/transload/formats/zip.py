@@ -432,7 +432,7 @@ def _check_entry(entry: Entry, disk: int, needed: int, marks: int, problems: lis
         detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
         problems.append(Problem("zip-directory-record", name, detail))
     if entry.stored != entry.size and (not entry.method or not entry.stored):
-        detail = f"{entry.stored} bytes are stored as they are, and yet shall be {entry.size}"
+        detail = f"{entry.stored} bytes are stored as they are, but the entry says {entry.size}"
         problems.append(Problem("zip-headers-differ", name, detail))
 
 

@@ -251,7 +251,7 @@ class _Replaced:
                     self._thread = thread
 
     def wait(self, target: str) -> None:
-        """Until the last one is gone, unless there is room for two more like it where a file shall be."""
+        """Until the last one is gone, unless there is room for two more like it where the file goes."""
         thread = self._thread
         if thread is not None and thread.is_alive() and _free(target) < 2 * self._nbytes:
             thread.join()
@@ -261,7 +261,7 @@ _REPLACED = _Replaced()
 
 
 def _free(target: str) -> int:
-    """Bytes that are free where a file shall be; none where the system does not tell."""
+    """Free bytes on the file system of a path; none where the system does not say."""
     with suppress(OSError):
         found = os.statvfs(os.path.dirname(target) or ".")  # noqa: PTH120 - as above
         return found.f_bavail * found.f_frsize

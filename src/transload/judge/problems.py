@@ -102,7 +102,7 @@ def _rescue(checkpoint: Checkpoint) -> str:
 
 
 def _is_something_left(checkpoint: Checkpoint) -> bool:
-    """Whether a storage is whole; or the index of an archive is hurt, which has a checksum to mend it by."""
+    """Whether a storage is whole; or the index of an archive is hurt, which has a checksum to repair it by."""
     if not checkpoint.storages:
         return checkpoint.format in _ARCHIVES and any(record.name.endswith(".pkl") for record in checkpoint.records)
     return any(storage.nbytes and storage.stored >= storage.nbytes for storage in checkpoint.storages)
@@ -441,7 +441,7 @@ RULES: dict[str, Rule] = {
     "export-no-program": Rule("a program or its weights are missing", "error", "unknown", "damaged", _AGAIN),
     "json-broken": Rule("a table in it cannot be read", "error", "unknown", "damaged", _AGAIN),
     "aoti-architecture": Rule(
-        "it runs only on GPUs of one architecture", "note", fix=("Compile it again on the GPU it shall run on.",)
+        "it runs only on GPUs of one architecture", "note", fix=("Compile it again on the GPU that it must run on.",)
     ),
     "link-outside": Rule(
         "a link in the directory leads elsewhere and was not followed",
