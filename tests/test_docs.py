@@ -15,7 +15,7 @@ import pytest
 from tests.test_packaging import ROOMS
 
 import transload
-from transload.formats import FORMATS
+from transload.checkpoint import FORMATS
 from transload.judge import inspect
 from transload.judge.problems import RULES
 

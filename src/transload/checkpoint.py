@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transload.nodes import Pickle
 
 __all__ = [
+    "FORMATS",
     "Checkpoint",
     "DeviceUse",
     "GlobalUse",
@@ -34,6 +35,25 @@ __all__ = [
     "Tensor",
     "contiguous",
 ]
+
+FORMATS: dict[str, str] = {
+    "torch-zip": "torch.save zip archive",
+    "torch-legacy": "torch.save legacy stream",
+    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
+    "torch-directory": "unpacked torch.save archive",
+    "torchscript": "TorchScript program",
+    "torch-export": "torch.export program",
+    "aotinductor": "AOTInductor package",
+    "torch-package": "torch.package archive",
+    "safetensors": "safetensors",
+    "sharded": "sharded checkpoint",
+    "dcp": "torch.distributed.checkpoint directory",
+    "deepspeed": "DeepSpeed checkpoint directory",
+    "megatron": "Megatron checkpoint directory",
+    "directory": "directory",
+    "pickle": "plain pickle",
+}
+"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
 
 Key = str | int
 """One step of a path: a dictionary key or attribute name, or an index. Other keys appear as their text."""

@@ -370,7 +370,7 @@ def test_streams_of_any_encoding(program: Transload, saved: Saved, flags: list[s
 
 def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(imported: Imported, saved: Saved) -> None:
     modules = imported("doctor", "--from", saved(healthy()))
-    assert "transload.render.doctor" in modules
+    assert "transload.diagnose.report" in modules
     unwanted = {
         "torch",
         "rich",

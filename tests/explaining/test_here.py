@@ -14,9 +14,9 @@ from tests.diagnose.machines import bare, changed, healthy, install, no_torch_ru
 import transload
 from transload.diagnose import judge_machine
 from transload.explaining.local import files_in
+from transload.explaining.report import remaining_steps
 from transload.explaining.result import Answer, MachineHere
 from transload.machine import Machine
-from transload.render.explain import remaining_steps
 
 NO_CUDA = (
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you"

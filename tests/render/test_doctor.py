@@ -32,7 +32,9 @@ from tests.diagnose.machines import (
 from tests.each import each
 
 from transload.diagnose import judge_machine
+from transload.diagnose import report as doctor_chain
 from transload.diagnose.redact import redacted
+from transload.diagnose.report import as_text, facts, page, report, source_of
 from transload.diagnose.rules.rule import LAYERS
 from transload.diagnose.verdict import Diagnosis, Muted, Status
 from transload.findings import Finding
@@ -53,9 +55,6 @@ from transload.machine import (
     Unknown,
     Variables,
 )
-from transload.render import doctor_chain
-from transload.render.doctor import as_text, page, report
-from transload.render.doctor_facts import facts, source_of
 from transload.render.lines import layout, plain
 from transload.render.style import Style
 from transload.render.terminal import emit

@@ -84,7 +84,7 @@ class Check:
 
     def __str__(self) -> str:
         """The report as ``transload check`` prints it, without colour."""
-        from transload.render.check import as_text
+        from transload.checking.report import as_text
 
         return as_text(self)
 
@@ -262,7 +262,7 @@ def _of_torch(checkpoint: Checkpoint, diagnosis: Diagnosis) -> Iterator[Finding]
 
 def _of_plan(plan: Plan) -> Iterator[Finding]:
     """What the plan cannot do."""
-    from transload.render.landing import shortage_words
+    from transload.loading.landing import shortage_words
 
     if plan.refused:
         yield Finding("no-such-device", "error", plan.refused, (), plan.fix)

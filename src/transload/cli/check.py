@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
     from transload.checking import check
 
     result = check(arguments.path, None if arguments.device == "none" else arguments.device)
-    from transload.render.check import report
+    from transload.checking.report import report
 
     show_result(result, report, arguments)
     return int(not result.ok)

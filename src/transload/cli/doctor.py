@@ -159,19 +159,19 @@ def _saved(path: str) -> Machine:
 
 
 def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
-    from transload.render.doctor import report
+    from transload.diagnose.report import report
 
     yield from report(diagnosis)
     if verbose:
-        from transload.render.doctor_facts import facts
+        from transload.diagnose.report import facts
 
         yield from facts(diagnosis.machine)
 
 
 def _explain(word: str, colour: str) -> int:
     from transload.diagnose.pages import page
+    from transload.diagnose.report import page as shown
     from transload.diagnose.rules.catalogue import BY_CODE
-    from transload.render.doctor import page as shown
 
     code = word.strip().upper()
     if code not in BY_CODE:

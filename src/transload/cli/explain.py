@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> int:
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
-    from transload.render.explain import report
+    from transload.explaining.report import report
 
     show_result(explanation, report, arguments)
     return int(not explanation.known)

@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
             keep_undo=arguments.keep_undo,
             hard_links=arguments.hard_links,
         )
-    from transload.render.retag import report
+    from transload.retagging.report import report
 
     show_result(result, report, arguments)
     return 0

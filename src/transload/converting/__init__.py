@@ -96,7 +96,7 @@ class Conversion:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        from transload.render.convert import as_text
+        from transload.converting.report import as_text
 
         return as_text(self)
 

@@ -80,7 +80,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """The report as ``transload doctor`` prints it, without colour."""
-        from transload.render.doctor import as_text
+        from transload.diagnose.report import as_text
 
         return as_text(self)
 

@@ -96,7 +96,7 @@ def not_a_text(path: str) -> UsageError:
     """The error for a file that is not text, or for such a stream, which has no path."""
     import shlex
 
-    from transload.formats import FORMATS
+    from transload.checkpoint import FORMATS
     from transload.judge import inspect
 
     name = shlex.quote(path) if path else "FILE"

@@ -134,6 +134,6 @@ class Explanation(_Result):
 
     def __str__(self) -> str:
         """The answer as ``transload explain`` prints it, without colour."""
-        from transload.render.explain import as_text
+        from transload.explaining.report import as_text
 
         return as_text(self)

@@ -19,27 +19,7 @@ if TYPE_CHECKING:
     from transload.formats.zip import ZipIndex
     from transload.io.sources import Source, SourceLike
 
-__all__ = ["FORMATS", "no_collecting", "read"]
-
-
-FORMATS: dict[str, str] = {
-    "torch-zip": "torch.save zip archive",
-    "torch-legacy": "torch.save legacy stream",
-    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
-    "torch-directory": "unpacked torch.save archive",
-    "torchscript": "TorchScript program",
-    "torch-export": "torch.export program",
-    "aotinductor": "AOTInductor package",
-    "torch-package": "torch.package archive",
-    "safetensors": "safetensors",
-    "sharded": "sharded checkpoint",
-    "dcp": "torch.distributed.checkpoint directory",
-    "deepspeed": "DeepSpeed checkpoint directory",
-    "megatron": "Megatron checkpoint directory",
-    "directory": "directory",
-    "pickle": "plain pickle",
-}
-"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
+__all__ = ["no_collecting", "read"]
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
-        from transload.render.landing import as_text
+        from transload.loading.landing import as_text
 
         return as_text(self)
 

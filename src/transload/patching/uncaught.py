@@ -41,7 +41,7 @@ def tell(error: BaseException) -> None:
         return
     try:
         from transload.explaining import explain
-        from transload.render.explain import report
+        from transload.explaining.report import report
         from transload.render.terminal import emit
 
         explanation = explain(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.formats import FORMATS
+from transload.checkpoint import FORMATS
 from transload.render.escape import printable
 
 if TYPE_CHECKING:

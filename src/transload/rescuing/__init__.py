@@ -13,9 +13,9 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import FORMATS, Checkpoint
 from transload.errors import CannotReadError, RescueError, UsageError
-from transload.formats import FORMATS, no_collecting, read_source
+from transload.formats import no_collecting, read_source
 from transload.io.sources import Source, SourceLike, open_source
 from transload.judge import inspect
 from transload.rescuing.assembly import Recovered

@@ -129,6 +129,6 @@ class Rescue:
 
     def __str__(self) -> str:
         """The report as the command line prints it."""
-        from transload.render.rescue import as_text
+        from transload.rescuing.report import as_text
 
         return as_text(self)

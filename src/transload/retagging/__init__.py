@@ -142,7 +142,7 @@ class Retag:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        from transload.render.retag import as_text
+        from transload.retagging.report import as_text
 
         return as_text(self)
 

@@ -156,7 +156,7 @@ class Verification:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        from transload.render.verify import as_text
+        from transload.verifying.report import as_text
 
         return as_text(self)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from transload.loading.landing import landing
 from transload.render.escape import printable
-from transload.render.landing import landing
 from transload.render.lines import BLANK, Block, Prose, heading, layout, note, plain
 from transload.render.sizes import plural, size
 from transload.render.text import findings
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transload.loading.placement import Plan
 
 __all__ = ["as_text", "report"]
+
 
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 _LABEL = 12
@@ -93,7 +94,7 @@ def _finding(finding: Finding) -> Iterator[Block]:
     if not commands:
         yield from next(findings([finding]))
         return
-    from transload.render.doctor import steps
+    from transload.diagnose.report import steps
 
     yield from next(findings([replace(finding, fix=finding.fix[: commands[0]])]))
     yield from steps(finding.fix[commands[0] :], "    ")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "listing", "report"]
 
+
 _LABEL = 12
 _SHOWN = 16
 _FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}

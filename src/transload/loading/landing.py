@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "landing", "shortage_words"]
 
+
 _TAGS = 16
 
 

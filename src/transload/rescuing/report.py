@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "report"]
 
+
 _LABEL = 12
 _SHOWN = 32
 _HOW = {

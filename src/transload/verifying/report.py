@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from transload.formats import FORMATS
+from transload.checkpoint import FORMATS
 from transload.render.escape import printable
 from transload.render.lines import BLANK, Block, Line, Prose, Table, heading, layout, note, plain
 from transload.render.sizes import count, plural, size
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transload.verifying import Verification
 
 __all__ = ["as_text", "report", "several", "written"]
+
 
 _LABEL = 12
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")

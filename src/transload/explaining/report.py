@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "remaining_steps", "report"]
 
+
 _SAID = 300
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
 _NEAR = 160

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "report"]
 
+
 _LABEL = 12
 _TAGS = 32
 _METHODS = {
