@@ -28,7 +28,7 @@ FILES = sorted(
 )
 
 
-def same(first: object, second: object) -> bool:  # noqa: C901 - one comparison for each kind
+def same(first: object, second: object) -> bool:
     """Whether two graphs are the same: the same values, shared alike. Written and read calls for bytes are bytes."""
     pairs: dict[int, int] = {}
     todo = [(first, second)]

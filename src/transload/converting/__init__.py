@@ -101,7 +101,7 @@ class Conversion:
         return as_text(self)
 
 
-def convert(  # noqa: PLR0913 - what a user may ask for
+def convert(
     src: SourceLike,
     dst: str | os.PathLike[str],
     *,
@@ -169,7 +169,7 @@ def _path(path: Any) -> str:
     raise UsageError("the name of the target is not valid", where=name)
 
 
-def convert_content(  # noqa: PLR0913 - as asked for
+def convert_content(
     content: Content,
     dst: str,
     format_: str,

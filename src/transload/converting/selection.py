@@ -335,7 +335,7 @@ class TargetContents(NamedTuple):
     renamed: tuple[tuple[str, str], ...] = ()
 
 
-def target_contents(  # noqa: PLR0913 - what there is, and what the target can do
+def target_contents(
     named: Iterable[Named],
     content: Content,
     options: Options,

@@ -131,7 +131,7 @@ def flat(named: tuple[Named, ...], calls: dict[tuple[Key, ...], Call]) -> Struct
     return Structure(Dict([part for slot in slots for part in (slot.named.name, slot)]), tuple(slots), ())
 
 
-def structured(  # noqa: PLR0913 - a tree, and what is known of it
+def structured(
     root: object,
     named: tuple[Named, ...],
     *,

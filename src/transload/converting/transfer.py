@@ -196,7 +196,7 @@ _PAGE = 4096
 CAN_POUR = hasattr(os, "pwrite") and hasattr(os, "preadv")
 
 
-def pour(  # noqa: PLR0913 - what, where to, and how
+def pour(
     descriptor: int,
     head: bytes,
     entries: list[Entry],

@@ -196,7 +196,7 @@ class _Archive:
         return entries + end_of_archive(self._count, self.end, len(entries))
 
 
-def write_archive(  # noqa: PLR0913 - what to write, where to, and how
+def write_archive(
     sink: Sink,
     root: bytes,
     records: Iterable[Record | Bunch],

@@ -51,7 +51,7 @@ _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
 _TRUE = ("1", "y", "yes", "true")
 
 
-def load(  # noqa: PLR0913 - torch.load's signature, and what it lacks
+def load(
     f: SourceLike,
     map_location: Any = "auto",
     pickle_module: Any = None,

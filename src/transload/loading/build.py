@@ -810,7 +810,7 @@ def _is_within(entry: Entry, offset: int, size: Any, stride: Any) -> bool:
     return (last + 1) * kind[1] <= nbytes and numel <= nbytes
 
 
-def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Make:  # noqa: C901 - see below
+def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Make:
     """A function that makes the tensor of a call, and notes its hooks in ``made``; ``None`` if it is not so ordinary.
 
     ``names`` are what the names in the file stand for. With a second argument, that function gets the entry and the

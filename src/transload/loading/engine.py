@@ -601,7 +601,7 @@ class HostLane:
 Place = Callable[[int], int]
 
 
-def bring(  # noqa: PLR0913 - options by name
+def bring(
     sources: Sequence[Source],
     wants: Sequence[ReadRequest],
     place: Place,

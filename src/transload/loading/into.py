@@ -89,7 +89,7 @@ class Loaded(_Keys):
     __str__ = __repr__
 
 
-def load_into(  # noqa: PLR0913 - options by name
+def load_into(
     model: torch.nn.Module,
     f: SourceLike,
     *,
@@ -868,7 +868,7 @@ def _load(
 class _Loading:
     """One call of ``load_into``."""
 
-    def __init__(  # noqa: PLR0913 - what load_into is given
+    def __init__(
         self,
         model: torch.nn.Module,
         opened: OpenCheckpoint,

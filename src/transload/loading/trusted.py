@@ -366,7 +366,7 @@ def load_trusted(
 class _Load:
     """One load: the storages met so far, as torch's functions want them."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what load_trusted is given
+    def __init__(
         self,
         source: Source,
         checkpoint: Checkpoint,

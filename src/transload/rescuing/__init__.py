@@ -33,7 +33,7 @@ _REPORT = b'{\n "schema": 1,\n "path":'
 """How every report begins."""
 
 
-def rescue(  # noqa: PLR0913 - what a user may ask for
+def rescue(
     src: SourceLike,
     dst: str | os.PathLike[str] | None = None,
     *,

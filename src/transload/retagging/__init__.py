@@ -147,7 +147,7 @@ class Retag:
         return as_text(self)
 
 
-def retag(  # noqa: PLR0913 - what a user may ask for
+def retag(
     path: str | os.PathLike[str],
     to: str | Mapping[str, str],
     *,

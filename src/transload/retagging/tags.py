@@ -485,7 +485,7 @@ class _Twins:
             todo += inside
         return True
 
-    def _inside(  # noqa: PLR0911 - one for each kind of node
+    def _inside(
         self, kind: type, left: Any, right: Any
     ) -> Sequence[tuple[Any, Any]] | None:
         """The pairs inside two nodes, which must be the same in turn; ``None`` if the nodes differ."""

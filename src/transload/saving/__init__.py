@@ -72,7 +72,7 @@ class _Prepared(NamedTuple):
     """Copies of the storages, to be written instead."""
 
 
-def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
+def save(
     obj: Any,
     f: Any,
     pickle_module: Any = None,
@@ -110,7 +110,7 @@ def save(  # noqa: PLR0913 - torch.save's signature, and what it lacks
     _write(prepared, f, path, options)
 
 
-def save_async(  # noqa: PLR0913 - as above
+def save_async(
     obj: Any,
     f: Any,
     pickle_module: Any = None,

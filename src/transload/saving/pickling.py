@@ -106,7 +106,7 @@ class Stored(_Ref):
 
     __slots__ = ("nbytes", "start", "views", "whole")
 
-    def __init__(self, key: str, kind: Any, itemsize: int, storage: Any, start: int, nbytes: int) -> None:  # noqa: PLR0913, PLR0917
+    def __init__(self, key: str, kind: Any, itemsize: int, storage: Any, start: int, nbytes: int) -> None:
         self.key = key
         self.kind = kind
         self.numel = nbytes // itemsize

@@ -208,7 +208,7 @@ def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -
 @pytest.mark.parametrize("call", ["enter", "stream", "event", "follow", "copy", "record", "wait"])
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_call_that_fails(  # noqa: PLR0917 - what it is about, and what it needs
+def test_a_call_that_fails(
     call: str, number: int, threads: int, blob: bytes, blob_path: Path, cuda: FakeDriver
 ) -> None:
     """Everything is waited for, and the next load works."""

@@ -19,7 +19,7 @@ _STUB = 34
 _OURS = "/dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*"
 
 
-def _faulty_node(m: Case) -> Node | None:  # noqa: PLR0911 - one case after another, each with its reason
+def _faulty_node(m: Case) -> Node | None:
     """The node that prevents the driver from starting: it is faulty, and that causes the error that was seen.
 
     Seen on a live card: without /dev/nvidiactl or the card's node cuInit answers 100, without /dev/nvidia-uvm 999.

@@ -169,7 +169,7 @@ class WheelChoice:
     how_sure: Sure = "guess"
 
 
-def choose_wheel(  # noqa: PLR0913 - each is a fact of the machine, and named where it is called
+def choose_wheel(
     *,
     driver: str | None,
     driver_cuda: int | None,
