@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError
 from transload.findings import Finding, Severity
+from transload.judge.problems import refuse_broken
 from transload.loading.placement import AUTO, place
-from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_broken, refuse_program, registrar
+from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 
 if TYPE_CHECKING:
     from transload.checking.compatibility import Compatibility

@@ -127,7 +127,7 @@ def convert(
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP
     """
-    from transload.loading.refusal import refuse_broken
+    from transload.judge.problems import refuse_broken
     from transload.tensors import open_content
 
     target = _path(dst)
@@ -151,7 +151,7 @@ def convert(
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
     from transload.judge import inspect
-    from transload.loading.refusal import refuse_broken
+    from transload.judge.problems import refuse_broken
 
     checkpoint = inspect(src)
     refuse_broken(checkpoint)

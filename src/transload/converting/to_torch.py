@@ -19,7 +19,7 @@ from transload.converting.transfer import Data, Descriptor, Entry, Location
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.errors import ConvertError
 from transload.formats.tensors import called, short_key
-from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive
+from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, opening_records, write_checkpoint
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors import Allowance
 
@@ -429,18 +429,16 @@ def write_torch(job: Job, structure: Structure, layout: Layout, data: Data) -> l
     """Write the object and its storages; where a reader finds them."""
     from transload.formats.pickle_writer import dumps
     from transload.io.atomic import SystemFile
-    from transload.saving.storages import ROOT, closing_records, threads_for
 
     layout = Layout([*layout.storages], layout.views)  # the plan stays as it is
     calls = _TensorCalls(layout, data.content.checkpoint.storages)
     pickled = dumps(structure.root, expand=(Slot, calls.tensor))
     file = job.bundle.add(job.dst)
-    write_archive(
+    write_checkpoint(
         SystemFile(file.descriptor, push=True),
-        ROOT,
-        _records(pickled, layout.storages, data),
-        lambda sums: closing_records(sums, (b"", b"")),
-        threads=threads_for(layout.nbytes),
+        opening_records(pickled),
+        _records(layout.storages, data),
+        layout.nbytes,
         tell=job.progress,
     )
     return _read_back(Descriptor(file.descriptor, file.path), structure.slots, layout)
@@ -457,11 +455,7 @@ class _Stream:
             yield Chunk(bytes(piece))
 
 
-def _records(pickled: bytes, storages: list[_Stored], data: Data) -> Iterator[Record | Bunch]:
-    yield Record(b"data.pkl", len(pickled), pickled)
-    yield Record(b".format_version", 1, b"1")
-    yield Record(b".storage_alignment", 2, b"64")
-    yield Record(b"byteorder", 6, b"little")
+def _records(storages: list[_Stored], data: Data) -> Iterator[Record | Bunch]:
     small: list[tuple[bytes, bytes]] = []
     for stored in storages:
         name, size = b"data/" + stored.key.encode(), stored.entry.nbytes

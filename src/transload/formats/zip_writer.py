@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from zlib import crc32
 
 from transload.formats.zip import (
     ALIGNMENT,
@@ -18,11 +21,24 @@ from transload.formats.zip import (
     small_records,
 )
 from transload.io.checksums import combined, fastest_crc32
+from transload.io.pool import cores
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["AHEAD", "PIECE", "SMALL", "Bunch", "Checksums", "Chunk", "Record", "Sink", "write_archive"]
+__all__ = [
+    "AHEAD",
+    "PIECE",
+    "SMALL",
+    "Bunch",
+    "Checksums",
+    "Chunk",
+    "Record",
+    "Sink",
+    "opening_records",
+    "write_archive",
+    "write_checkpoint",
+]
 
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
@@ -337,3 +353,56 @@ class Checksums:
     def joined(first: int, second: int, length: int) -> int:
         """The checksum of two runs of bytes one after the other."""
         return combined(first, second, length)
+
+
+# -- an archive as torch.save writes it
+
+_ROOT = b"archive"
+"""The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
+reveal the name under which they were saved."""
+
+_LITTLE = 4 << 20  # bytes from which threads are worth starting
+_MAX_THREADS = 8
+_ALL = (1 << 64) - 1
+
+
+def opening_records(pickled: bytes, alignment: int = ALIGNMENT, byteorder: str = "little") -> list[Record]:
+    """The records before the storages."""
+    contents = {
+        b"data.pkl": pickled,
+        b".format_version": b"1",
+        b".storage_alignment": b"%d" % alignment,
+        b"byteorder": byteorder.encode(),
+    }
+    return [Record(name, len(content), content) for name, content in contents.items()]
+
+
+def write_checkpoint(
+    sink: Sink,
+    opening: Iterable[Record],
+    storages: Iterable[Record | Bunch],
+    nbytes: int,
+    *,
+    origin: Record | None = None,
+    alignment: int = ALIGNMENT,
+    tell: Callable[[int], None] | None = None,
+) -> None:
+    """Write the records of a checkpoint; ``nbytes`` is how many bytes its storages have, about."""
+
+    def closing(checksums: list[int]) -> Iterator[Record]:
+        if origin is not None:  # not part of the id: equal contents have equal ids
+            yield origin
+        version = b"3\n"
+        yield Record(b"version", len(version), version)
+        # Two numbers of 64 bits. The second is the one torch would compute of the contents. The first it makes from the
+        # order of a hash table of its own; here the names are known by their number.
+        content = 0
+        for checksum in [*checksums, crc32(version)]:
+            if checksum:
+                content ^= (checksum + 0x9E3779B9 + (content << 6 & _ALL) + (content >> 2)) & _ALL
+        name = int.from_bytes(blake2b(b"%d" % (len(checksums) + 1), digest_size=8).digest(), "little")
+        yield Record(b".data/serialization_id", 40, b"%020d%020d" % (name, content))
+
+    threads = min(cores() - 1, _MAX_THREADS) if nbytes >= _LITTLE else 0  # beside the one that writes
+    records = chain(opening, storages)
+    write_archive(sink, _ROOT, records, closing, threads=threads, alignment=alignment, tell=tell)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint
+from transload.errors import BrokenFileError, NotACheckpointError
 from transload.findings import Finding, Integrity, Problem, Safety, Severity
 
 __all__ = [
@@ -18,11 +19,15 @@ __all__ = [
     "SETS",
     "WITHOUT_CODE",
     "Rule",
+    "codes_of",
     "command_lines",
     "convert_command",
     "judge_problems",
+    "refuse_broken",
     "rule_of",
+    "sentence_of",
     "with_commands",
+    "worth_a_warning",
 ]
 
 
@@ -494,3 +499,70 @@ def _finding(code: str, rule: Rule, group: list[Problem]) -> Finding:
 def _lines(problem: Problem) -> list[str]:
     where = f"{problem.where}: " if problem.where else ""
     return [f"{where}{line}" for line in problem.detail.split("\n") if line]
+
+
+# -- whether a file is too damaged to be loaded or converted
+
+# Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
+_TOLD = frozenset({"storage-skipped"})
+_HARMLESS = frozenset({"link-outside"})
+# What could be repaired and is not whole as it is.
+_NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
+
+
+def refuse_broken(checkpoint: Checkpoint) -> None:
+    """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
+    if checkpoint.integrity == "not-a-checkpoint":
+        finding = _worst(checkpoint, {"not-a-checkpoint"})
+        raise NotACheckpointError(
+            sentence_of(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
+        )
+    broken = set()
+    for code in codes_of(checkpoint) - _TOLD:
+        rule = rule_of(code)
+        damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
+        if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
+            broken.add(code)
+    if broken:
+        finding = _worst(checkpoint, broken)
+        raise BrokenFileError(
+            sentence_of(finding, "it is damaged"), where=checkpoint.path, fix=_fix(checkpoint, finding)
+        )
+
+
+def codes_of(checkpoint: Checkpoint) -> set[str]:
+    """The problems that count. torch writes the magic number in the protocol it was asked for."""
+    codes = {problem.code for problem in checkpoint.problems}
+    first = checkpoint.pickles[0] if checkpoint.pickles else None
+    if first and not (first.globals or first.calls or first.persistent or first.irregular or first.ambiguous):
+        codes.discard("legacy-odd-magic")  # a number, and nothing that is called
+    return codes
+
+
+def worth_a_warning(checkpoint: Checkpoint) -> str:
+    """What is wrong with a file that is loaded all the same; empty if nothing is."""
+    found = [finding for finding in checkpoint.findings if finding.code in _TOLD]
+    return "; ".join(sentence_of(finding) for finding in found)
+
+
+def _worst(checkpoint: Checkpoint, codes: set[str]) -> Finding | None:
+    """The finding to tell: one of these codes, else the first error there is."""
+    named = [finding for finding in checkpoint.findings if finding.code in codes]
+    return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
+
+
+def sentence_of(finding: Finding | None, otherwise: str = "") -> str:
+    """A finding in one sentence."""
+    if finding is None:
+        return otherwise
+    return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
+
+
+def _fix(checkpoint: Checkpoint, finding: Finding | None) -> str:
+    """What the finding advises, and the command for the file, which another one may have told already."""
+    own = finding.fix if finding else ()
+    if any(line.startswith("$ ") for line in own):
+        return "\n".join(own)
+    errors = tuple(f for f in checkpoint.findings if f.severity == "error")
+    first = own or next((f.fix for f in errors if f.fix), ())
+    return "\n".join(dict.fromkeys((*first, *command_lines(errors))))

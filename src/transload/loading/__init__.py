@@ -197,7 +197,8 @@ def _open(f: SourceLike, *, tree: bool) -> OpenCheckpoint:
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file must not be loaded: in this order, so that what is not a checkpoint is never called unsafe."""
-    from transload.loading.refusal import Allowed, refuse_broken, refuse_program, refuse_unsafe
+    from transload.judge.problems import refuse_broken
+    from transload.loading.refusal import Allowed, refuse_program, refuse_unsafe
 
     refuse_broken(checkpoint)
     refuse_program(checkpoint, trusted=trusted)
@@ -229,7 +230,7 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
 def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
     import warnings
 
-    from transload.loading.refusal import worth_a_warning
+    from transload.judge.problems import worth_a_warning
 
     if plan.warning:
         warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)

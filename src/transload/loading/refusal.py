@@ -1,4 +1,4 @@
-"""Whether a file is loaded at all: sound enough, of a kind that is loaded, and asking for nothing not allowed."""
+"""Whether a file is loaded at all: of a kind that is loaded, and asking for nothing that is not allowed."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import BrokenFileError, LoadError, NotACheckpointError, UnsafeError
+from transload.errors import LoadError, UnsafeError
 from transload.judge.names import TORCH_DEFAULT, canonical, torch_spelling
-from transload.judge.problems import WITHOUT_CODE, command_lines, convert_command, rule_of
+from transload.judge.problems import WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import judge_pickles, safe_globals_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transload.checkpoint import Checkpoint
-    from transload.findings import Finding
     from transload.nodes import Global, Pickle
 
 __all__ = [
     "Allowed",
     "Unknown",
     "loaded_pickles",
-    "refuse_broken",
     "refuse_program",
     "refuse_unsafe",
     "registrar",
-    "worth_a_warning",
 ]
 
 
@@ -184,67 +181,6 @@ _DIRECTORIES = {
     "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
 }
 
-# Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
-_TOLD = frozenset({"storage-skipped"})
-_HARMLESS = frozenset({"link-outside"})
-# What could be repaired and is not whole as it is.
-_NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
-
-
-def refuse_broken(checkpoint: Checkpoint) -> None:
-    """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
-    if checkpoint.integrity == "not-a-checkpoint":
-        finding = _worst(checkpoint, {"not-a-checkpoint"})
-        raise NotACheckpointError(
-            _what(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
-        )
-    broken = set()
-    for code in _codes(checkpoint) - _TOLD:
-        rule = rule_of(code)
-        damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
-        if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
-            broken.add(code)
-    if broken:
-        finding = _worst(checkpoint, broken)
-        raise BrokenFileError(_what(finding, "it is damaged"), where=checkpoint.path, fix=_fix(checkpoint, finding))
-
-
-def _codes(checkpoint: Checkpoint) -> set[str]:
-    """The problems that count. torch writes the magic number in the protocol it was asked for."""
-    codes = {problem.code for problem in checkpoint.problems}
-    first = checkpoint.pickles[0] if checkpoint.pickles else None
-    if first and not (first.globals or first.calls or first.persistent or first.irregular or first.ambiguous):
-        codes.discard("legacy-odd-magic")  # a number, and nothing that is called
-    return codes
-
-
-def worth_a_warning(checkpoint: Checkpoint) -> str:
-    """What is wrong with a file that is loaded all the same; empty if nothing is."""
-    found = [finding for finding in checkpoint.findings if finding.code in _TOLD]
-    return "; ".join(_what(finding, "") for finding in found)
-
-
-def _worst(checkpoint: Checkpoint, codes: set[str]) -> Finding | None:
-    """The finding to tell: one of these codes, else the first error there is."""
-    named = [finding for finding in checkpoint.findings if finding.code in codes]
-    return next(iter([*named, *(f for f in checkpoint.findings if f.severity == "error")]), None)
-
-
-def _what(finding: Finding | None, otherwise: str) -> str:
-    if finding is None:
-        return otherwise
-    return f"{finding.title}: {'; '.join(finding.evidence)}" if finding.evidence else finding.title
-
-
-def _fix(checkpoint: Checkpoint, finding: Finding | None) -> str:
-    """What the finding advises, and the command for the file, which another one may have told already."""
-    own = finding.fix if finding else ()
-    if any(line.startswith("$ ") for line in own):
-        return "\n".join(own)
-    errors = tuple(f for f in checkpoint.findings if f.severity == "error")
-    first = own or next((f.fix for f in errors if f.fix), ())
-    return "\n".join(dict.fromkeys((*first, *command_lines(errors))))
-
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise for what is not loaded: directories of ranks, and, unless the file is trusted, programs."""
@@ -276,11 +212,11 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     judgement = judge_pickles(pickles)
     uses = [use for use in judgement.globals if (use.module, use.name) in refused]
     attacks = [finding for finding in judgement.findings if finding.code == "dangerous-use"]
-    forced = {code for code in _codes(checkpoint) if rule_of(code).safety == "dangerous"}
+    forced = {code for code in codes_of(checkpoint) if rule_of(code).safety == "dangerous"}
     attacks += [finding for finding in checkpoint.findings if finding.code in forced]
     dangerous = [use for use in uses if use.verdict == "dangerous"]
     if dangerous or attacks:
-        lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(_what(found, "") for found in attacks)]
+        lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]
         what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
         raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_DO_NOT)
     if uses:

@@ -9,32 +9,23 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from errno import EACCES, EBUSY, EPERM, EROFS
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
 from transload.formats.zip import ALIGNMENT
-from transload.formats.zip_writer import Sink, write_archive
+from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
 from transload.io.progress import telling
 from transload.saving.origin import ORIGIN, Origin, origin_of
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import (
-    ROOT,
-    Snapshot,
-    bloat_words,
-    closing_records,
-    opening_records,
-    records_of,
-    rings_for,
-    threads_for,
-)
+from transload.saving.storages import Snapshot, bloat_words, records_of, rings_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -236,14 +227,13 @@ def _write_archive(prepared: _Prepared, sink: Sink, options: _Options) -> None:
             last.enter_context(no_collecting(strangers=True))
         for ring in rings.values():
             last.callback(ring.fetcher.finish)
-        opening = opening_records(prepared.data, prepared.alignment)
-        storages = prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings)
-        write_archive(
+        opening = opening_records(prepared.data, prepared.alignment, sys.byteorder)
+        write_checkpoint(
             sink,
-            ROOT,
-            chain(opening, storages),
-            lambda checksums: closing_records(checksums, (ORIGIN, prepared.origin)),
-            threads=threads_for(prepared.total),
+            opening,
+            prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings),
+            prepared.total,
+            origin=Record(ORIGIN, len(prepared.origin), prepared.origin) if prepared.origin else None,
             alignment=prepared.alignment,
             tell=telling(options.progress, prepared.total + sum(record.size for record in opening), "saving"),
         )

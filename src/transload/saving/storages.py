@@ -7,15 +7,12 @@ device passes through a ``Ring`` of pinned memory. ``snapshot_of`` copies all st
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from itertools import accumulate, groupby, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
-from zlib import crc32
 
 from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
@@ -25,7 +22,6 @@ from transload.io.pool import cores, each
 from transload.saving.pickling import Stored, merged
 
 __all__ = [
-    "ROOT",
     "Copy",
     "CudaFetcher",
     "Fetcher",
@@ -33,17 +29,12 @@ __all__ = [
     "Snapshot",
     "Span",
     "bloat_words",
-    "closing_records",
     "fetch_all",
-    "opening_records",
     "records_of",
     "rings_for",
     "snapshot_of",
-    "threads_for",
 ]
 
-_ALL = (1 << 64) - 1
-_LITTLE_ARCHIVE = 4 << 20  # bytes from which threads are worth starting
 _MAX_THREADS = 8
 _TOGETHER = 4096  # small storages that are read at once, at most
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
@@ -54,55 +45,6 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 """A copy of the bytes at an address."""
-
-
-ROOT = b"archive"
-"""The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
-reveal the name under which they were saved."""
-
-
-def opening_records(data: bytes, alignment: int) -> list[Record]:
-    """The records before the storages."""
-    contents = {
-        b"data.pkl": data,
-        b".format_version": b"1",
-        b".storage_alignment": b"%d" % alignment,
-        b"byteorder": sys.byteorder.encode(),
-    }
-    return [Record(name, len(content), content) for name, content in contents.items()]
-
-
-def closing_records(checksums: Sequence[int], origin: tuple[bytes, bytes]) -> Iterator[Record]:
-    """The records after the storages; ``checksums`` are of all records so far, ``origin`` is a name and its bytes.
-
-    The origin is not part of the id: equal contents have equal ids.
-    """
-    version = b"3\n"
-    known = serialization_id([*checksums, crc32(version)])
-    if origin[1]:
-        yield Record(origin[0], len(origin[1]), origin[1])
-    yield Record(b"version", len(version), version)
-    yield Record(b".data/serialization_id", len(known), known)
-
-
-def serialization_id(checksums: Sequence[int]) -> bytes:
-    """Two numbers of 64 bits in 20 digits each: one for the names, one for the contents.
-
-    The second is the one torch would compute. The first it makes from the order of a hash table of its own; here the
-    names are known by their number.
-    """
-    content = 0
-    for checksum in checksums:
-        if checksum:
-            content ^= (checksum + 0x9E3779B9 + (content << 6 & _ALL) + (content >> 2)) & _ALL
-    name = int.from_bytes(blake2b(b"%d" % len(checksums), digest_size=8).digest(), "little")
-    return b"%020d%020d" % (name, content)
-
-
-def threads_for(nbytes: int) -> int:
-    """Threads for the checksums of so many bytes, beside the one that writes."""
-    count = min(cores() - 1, _MAX_THREADS)
-    return count if nbytes >= _LITTLE_ARCHIVE and count else 0
 
 
 # -- storages where they are
