@@ -232,12 +232,9 @@ def test_a_conversion_that_fails_holds_no_memory() -> None:
 
     def pour() -> None:
         reading = os.open(os.devnull, os.O_RDONLY)  # not for writing
-        pool = ChunkPool(reading, 64 << 20, "x")
         try:
-            with pool:
-                for chunk in (pool.free(), pool.free(), pool.free()):
-                    chunk.filled = len(chunk.view)
-                    pool.give(chunk)
+            with ChunkPool(reading, 64 << 20, "x", lambda _: None) as pool:
+                pool.put(bytes(16 << 20), 0)
                 pool.finish()
         finally:
             os.close(reading)

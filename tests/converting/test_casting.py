@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 from tests.each import each
 
-from transload.converting import casting
-from transload.converting.casting import FLOATING, cast, is_cast, rounded_slowly
+from transload.converting import transfer as casting
+from transload.converting.transfer import FLOATING, cast, cast_dtype, rounded_slowly
 from transload.dtypes import ITEMSIZE
 
 CODES = {"float64": "d", "float32": "f", "float16": "e"}
@@ -112,8 +112,8 @@ def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_floating_ones_are_cast() -> None:
-    assert is_cast("float32", "bfloat16")
-    assert not is_cast("bfloat16", "bfloat16")
-    assert not is_cast("int64", "bfloat16")
-    assert not is_cast("complex64", "float16")
-    assert not is_cast("float32", "")
+    assert cast_dtype("float32", "bfloat16") == "bfloat16"
+    assert cast_dtype("bfloat16", "bfloat16") == "bfloat16"
+    assert cast_dtype("int64", "bfloat16") == "int64"
+    assert cast_dtype("complex64", "float16") == "complex64"
+    assert cast_dtype("float32", "") == "float32"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.each import each
 
-from transload.converting import convert, parts, selection
+from transload.converting import convert, objects, parts
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
 from transload.judge import inspect
 from transload.nodes import Call, Global
@@ -244,7 +244,7 @@ def test_long_keys_that_cannot_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_long_keys_above_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "MAX_NAMES", 20_000)
+    monkeypatch.setattr(objects, "MAX_NAMES", 20_000)
     source = save({_LONG: [torch.ones(1)] * 20}, tmp_path / "a.pt")
     with pytest.raises(ConvertError, match="its names add up to more than"):
         convert(source, tmp_path / "b.safetensors")
@@ -416,13 +416,13 @@ def test_two_keys_of_one_text(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_in_the_other_byte_order() -> None:
-    from transload.converting.leftovers import Dropped, plain_data
+    from transload.converting.objects import Leftovers
 
     dtype = Call(Global("numpy", "dtype", 0), ("f8", False, True), "reduce", 0)
     dtype.states = [(3, ">", None, None, None, -1, -1, 0)]
     scalar = Call(Global("numpy._core.multiarray", "scalar", 0), (dtype, pack(">d", 0.25)), "reduce", 0)
     bad = Call(Global("_codecs", "encode", 0), ("\u20ac", "latin1"), "reduce", 0)
-    leftovers = plain_data((Dropped(("a",), scalar), Dropped(("b",), bad)), frozenset())
+    leftovers = Leftovers([(("a",), scalar), (("b",), bad)], frozenset())
     assert leftovers.data == {"a": 0.25}
     assert [each.name for each in leftovers.listed] == ["b"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.each import each
 
-from transload.converting.selection import dtype_of, format_of, size_of
+from transload.converting.plan import dtype_of, format_of, size_of
 from transload.errors import UsageError
 
 

@@ -71,7 +71,7 @@ def run(arguments: Namespace) -> int:
         overwrite=arguments.force,
         progress=not arguments.json,
     )
-    from transload.converting.report import report
+    from transload.converting import report
 
     show_result(result, report, arguments)
     return 0 if result.complete and not result.listed else 1
@@ -87,7 +87,7 @@ def _list(arguments: Namespace) -> int:
         table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
         write(to_json([table], several=False))
     else:
-        from transload.converting.report import listing
+        from transload.converting import listing
 
         show(listing(arguments.path, candidates), arguments.color)
     return 0

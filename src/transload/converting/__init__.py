@@ -1,7 +1,8 @@
 """``transload.convert``: a checkpoint of any format written as another, without torch, and read back to be sure.
 
-``convert_content`` is the whole way: ``plan`` decides what is written; ``writers`` or ``to_torch`` write it into a
-``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``leftovers`` keeps what else there was.
+``convert_content`` is the whole way: a ``Plan`` decides what is written; ``writers`` or ``to_torch`` write it into a
+``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what else there was.
+``report`` is what ``transload convert`` says about a ``Conversion``.
 """
 
 from __future__ import annotations
@@ -9,27 +10,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from transload.converting.leftovers import plain_data
-from transload.converting.output import Bundle, Job, file_identity, refuse_existing, write_text
-from transload.converting.plan import Plan, make_plan, notes
-from transload.converting.selection import Candidate, Omission, Options, candidates, dtype_of, format_of, size_of
+from transload.converting.objects import Leftovers, Omission
+from transload.converting.output import Bundle, file_identity, refuse_existing, write_text
+from transload.converting.plan import Candidate, Options, Plan, candidates, dtype_of, format_of, notes, size_of
 from transload.converting.to_torch import write_torch
-from transload.converting.transfer import Data, Location, check_source, compare
+from transload.converting.transfer import Job, check_source, compare
 from transload.converting.writers import write_npz, write_raw, write_safetensors
 from transload.errors import UsageError
 from transload.frozen import facts
+from transload.judge.problems import refuse_broken
+from transload.render.escape import printable
+from transload.render.lines import Block, Line, Prose, Table, layout, plain
+from transload.render.sizes import plural, size
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
     from transload.io.sources import SourceLike
     from transload.tensors import Content
 
-__all__ = ["Conversion", "convert", "convert_content", "parts"]
+__all__ = ["Conversion", "Options", "convert", "convert_content", "format_of", "listing", "parts", "report"]
 
 
 @facts(frozen=True)
@@ -95,10 +98,10 @@ class Conversion:
         }
 
     def __str__(self) -> str:
-        """The report as the command line gives it."""
-        from transload.converting.report import as_text
+        """The report as the command line gives it, without colour."""
+        from transload.render.style import Style
 
-        return as_text(self)
+        return "\n".join(plain(line) for line in layout(report(self), Style()))
 
 
 def convert(
@@ -127,7 +130,6 @@ def convert(
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP
     """
-    from transload.judge.problems import refuse_broken
     from transload.tensors import open_content
 
     target = _path(dst)
@@ -151,7 +153,6 @@ def convert(
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
     from transload.judge import inspect
-    from transload.judge.problems import refuse_broken
 
     checkpoint = inspect(src)
     refuse_broken(checkpoint)
@@ -196,23 +197,53 @@ def convert_content(
     if format_ != "raw":
         refuse_existing(dst, overwrite=overwrite)
     with no_collecting():
-        plan = make_plan(content, format_, options)
-    report = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
-    sources = _source_files(content.checkpoint.path if src is None else src, content)
+        plan = Plan(content, format_, options)
+    checkpoint = content.checkpoint
+    tell = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
+    sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(dst, bundle, report, verify=verify)
-        data = Data(content, allow_inf=options.allow_inf)
-        locations = _write(job, plan, data)
+        job = Job(content, dst, bundle, allow_inf=options.allow_inf, verify=verify, progress=tell)
+        if format_ == "torch":
+            locations = write_torch(job, plan.root, plan.slots, plan.storages)
+        else:
+            locations = {"npz": write_npz, "raw": write_raw, "safetensors": write_safetensors}[format_](job, plan)
         if verify:
-            carried = [slot.named.tensor for slot in plan.carried]
-            check_source(plan.contents.entries, carried, data, job.checksums)
-            compare(locations, data, dst, report)
-        result = _result(content.checkpoint, plan, job, data, leftovers_path)
-    if overwrite and not result.leftovers:
+            check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
+            compare(locations, job)
+        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in checkpoint.tensors))
+        table: dict[str, Any] = {}
+        if leftovers.data not in (None, {}, []):
+            table["data"] = leftovers.data
+        if plan.metadata and format_ != "safetensors":
+            table["metadata"] = plan.metadata
+        if table:
+            table = {"from": os.path.basename(checkpoint.path), **table}
+            write_text(bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
+        result = Conversion(
+            path=checkpoint.path,
+            out=dst,
+            format=checkpoint.format,
+            to=format_,
+            files=tuple(bundle.paths),
+            tensors=len(plan.entries) + len(plan.aliases) + len(plan.carried),
+            nbytes=plan.nbytes,
+            copied=job.copied,
+            cast=sum(entry.is_cast for entry in plan.entries),
+            infinite=sum(job.infinite.values()),
+            aliases=tuple(plan.aliases),
+            left=tuple(plan.omitted),
+            listed=tuple(leftovers.listed),
+            leftovers=leftovers_path if table else "",
+            others=plan.others,
+            renamed=tuple(plan.renamed),
+            verified=verify,
+            notes=tuple(notes(plan, job, leftovers)),
+        )
+    if overwrite and not table:
         with suppress(OSError):  # those of an earlier conversion are not those of this one
             if _is_leftovers(leftovers_path):
                 os.unlink(leftovers_path)
-    return replace(result, verified=verify, seconds=time.monotonic() - begun)
+    return replace(result, seconds=time.monotonic() - begun)
 
 
 def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
@@ -229,17 +260,6 @@ def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
     return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
 
 
-def _write(job: Job, plan: Plan, data: Data) -> list[Location]:
-    """Write the target, and return where to find what is still to be compared."""
-    if plan.structure is not None and plan.layout is not None:
-        return write_torch(job, plan.structure, plan.layout, data)
-    if plan.format == "npz":
-        return write_npz(job, plan.contents, data)
-    if plan.format == "raw":
-        return write_raw(job, plan.contents, data)
-    return write_safetensors(job, plan.contents, data, plan.metadata, plan.options.max_shard_size)
-
-
 _LEFTOVERS_START = b'{\n "from": '
 
 
@@ -250,34 +270,74 @@ def _is_leftovers(path: str) -> bool:
     return False
 
 
-def _result(checkpoint: Checkpoint, plan: Plan, job: Job, data: Data, leftovers_path: str) -> Conversion:
-    """Write what is left over beside the target, and report."""
-    selection, contents = plan.selection, plan.contents
-    leftovers = plain_data(plan.dropped, frozenset(tensor.path for tensor in checkpoint.tensors))
-    table: dict[str, Any] = {}
-    if leftovers.data not in (None, {}, []):
-        table["data"] = leftovers.data
-    if plan.metadata and plan.format != "safetensors":
-        table["metadata"] = plan.metadata
-    if table:
-        table = {"from": os.path.basename(checkpoint.path), **table}
-        write_text(job.bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
-    return Conversion(
-        path=checkpoint.path,
-        out=job.dst,
-        format=checkpoint.format,
-        to=plan.format,
-        files=tuple(job.bundle.paths),
-        tensors=len(contents.entries) + len(contents.aliases) + len(plan.carried),
-        nbytes=plan.nbytes,
-        copied=job.copied,
-        cast=sum(entry.dtype != entry.tensor.dtype for entry in contents.entries),
-        infinite=sum(data.infinite.values()),
-        aliases=contents.aliases,
-        left=(*selection.omitted, *contents.omitted),
-        listed=leftovers.listed,
-        leftovers=leftovers_path if table else "",
-        others=selection.others,
-        renamed=(*selection.renamed, *contents.renamed),
-        notes=tuple(notes(checkpoint, plan, job, leftovers)),
-    )
+# -- the report
+
+_LABEL = 12
+_SHOWN = 16
+_FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}
+
+
+def report(conversion: Conversion) -> Iterator[Block]:
+    """Everything ``transload convert`` says."""
+    yield Prose(((printable(conversion.out, None), "strong"),))
+    yield _row("written", _written(conversion))
+    if conversion.cast:
+        infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
+        rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
+        yield _row("rounded", rounded, "trust" if infinite else "")
+    if conversion.aliases:
+        yield _row("tied", _some([f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]))
+    if conversion.renamed:
+        renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
+        yield _row("renamed", _some(renamed), "trust")
+    if conversion.others:
+        yield _row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
+    yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
+    yield from _omissions("left out", [each for each in conversion.left if not each.lost], "")
+    if conversion.leftovers:
+        yield _row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
+    yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")
+    for note in conversion.notes:
+        yield _row("note", printable(note, None), "dim")
+
+
+def _written(conversion: Conversion) -> str:
+    shards = sum(name.endswith(".safetensors") for name in conversion.files)
+    files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
+    nbytes, seconds = conversion.nbytes, conversion.seconds
+    speed = f", {nbytes / 1e9 / seconds:.1f} GB/s" if nbytes >= 1e8 and seconds else ""
+    checked = "read back and compared" if conversion.verified else "not read back"
+    tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
+    return f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}"
+
+
+def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str = "") -> Iterator[Block]:
+    for name, why, _ in omissions[:_SHOWN]:
+        yield _row(label, f"{printable(name) or 'the root'}: {printable(why)}", role)
+        label = ""  # only before the first
+    if len(omissions) > _SHOWN:
+        yield _row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
+
+
+def _row(label: str, words: str, role: str = "") -> Block:
+    return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
+
+
+def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:
+    """What ``--list`` says."""
+    yield Prose(((printable(path, None), "strong"),))
+    rows: list[tuple[Line, ...]] = [
+        (
+            ((f"--key {printable(part.key)}" if part.key else "all of it", ""),),
+            ((part.kind, "dim"),),
+            ((plural(part.tensors, "tensor"), ""),),
+            ((size(part.nbytes), "dim"),),
+        )
+        for part in parts
+    ]
+    yield Table(rows, right=frozenset({2, 3}))

@@ -4,8 +4,8 @@ A ``Bundle`` writes every file under a hidden name beside its place, and renames
 Three things make that safe at any moment, also when the process is killed:
 
 - An index of shards comes last. While shards of the same names are replaced, an ``_OldShards`` keeps the old ones under
-  second names, and an interim index leads to those. Where files cannot have two names, the index is away meanwhile
-  (``_HiddenIndex``), so that it never leads to old and new shards.
+  second names, and an interim index leads to those. Where files cannot have two names, the index is hidden meanwhile,
+  so that it never leads to old and new shards.
 - A ``Folder`` changes places with the old one in one step, where the system can do that.
 - What killed conversions have left is removed by the next one to the same place: hidden files and directories are
   locked as long as their writer lives.
@@ -18,35 +18,28 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from transload.errors import TransloadError, UsageError, cannot_write
-from transload.io.atomic import AtomicFile, SystemFile, clear_debris, flush_directory, place_of
+from transload.io.atomic import (
+    AtomicFile,
+    SystemFile,
+    clear_debris,
+    flush_directory,
+    hidden_name,
+    hidden_pattern,
+    lock,
+    place_of,
+)
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+__all__ = ["Bundle", "Folder", "beside", "file_identity", "index_name", "refuse_existing", "write_text"]
 
-__all__ = ["Bundle", "Folder", "Job", "clear_parts", "file_identity", "index_name", "other_shards", "refuse_existing"]
-
-
-class Job:
-    """A conversion under way: its target, and what the writers report back.
-
-    ``progress`` is called with bytes that were written or compared. ``copied`` counts the bytes that the kernel copied
-    by itself; ``checksums`` are the CRC-32 of entries, by their ``id``, where they are known.
-    """
-
-    def __init__(self, dst: str, bundle: Bundle, progress: Callable[[int], None] | None, *, verify: bool) -> None:
-        self.dst = dst
-        self.bundle = bundle
-        self.progress = progress
-        self.verify = verify
-        self.copied = 0
-        self.checksums: dict[int, int] = {}
+SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
+_LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
+_PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
+_MAX_INDEX = 100_000_000
 
 
 def write_text(descriptor: int, text: bytes) -> None:
@@ -62,12 +55,6 @@ def file_identity(file: str | int) -> set[tuple[int, int]]:
     return set()
 
 
-def _unlink(paths: Iterable[str]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            os.unlink(path)
-
-
 def refuse_existing(path: str, *, overwrite: bool) -> None:
     """Refuse to write over what is there, unless that is asked for and it is a regular file."""
     if not os.path.lexists(path):
@@ -76,6 +63,28 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
         raise UsageError("the file already exists", where=path, fix="Choose another name, or add --force.")
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError("the target is not a regular file", where=path, fix="Choose another name.")
+
+
+def index_name(dst: str) -> str:
+    """The name of the index of shards."""
+    return f"{dst.removesuffix('.index.json').removesuffix('.safetensors')}.safetensors.index.json"
+
+
+def beside(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    """The paths of files beside an index that match a pattern, whose last group is the stem of the index."""
+    folder, name = os.path.split(os.path.abspath(index))
+    stem = name.removesuffix(".safetensors.index.json")
+    with suppress(OSError):
+        for each in os.listdir(folder):
+            match = pattern.fullmatch(each)
+            if match and match[match.re.groups] == stem:
+                yield os.path.join(folder, each), match
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 class Bundle:
@@ -103,17 +112,17 @@ class Bundle:
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
-    def add(self, path: str, *, is_index: bool = False) -> AtomicFile:
-        """Begin a file. The last one added gets its name last.
-
-        One that ``is_index`` leads to the others: to the old ones or to the new ones, never to both.
-        """
+    def add(self, path: str) -> AtomicFile:
+        """Begin a file. The last one added gets its name last."""
         refuse_existing(path, overwrite=self._overwrite)
-        if is_index:
-            self._index = path
         self._refuse_source(path, path)
         self._files.append(file := AtomicFile(path))
         return file
+
+    def add_index(self, path: str, text: bytes) -> None:
+        """Add the file that leads to all others: to the old ones or to the new ones, never to both."""
+        write_text(self.add(path).descriptor, text)
+        self._index = path
 
     def add_folder(self, path: str) -> Folder:
         """Begin a directory."""
@@ -138,98 +147,97 @@ class Bundle:
         return [file.path for file in self._files]
 
     def _commit(self) -> None:
-        existing = {file.path for file in self._files if os.path.lexists(file.path)}
-        old = self._prepare(existing)
-        done = 0
-        try:
-            for file in self._files:
-                file.commit()  # discards itself if it fails
-                done += 1
-        except BaseException as error:
-            for file in self._files[done + 1 :]:
-                file.discard()
-            _unlink(file.path for file in self._files[:done] if file.path not in existing)
-            if old is not None:
-                with suppress(OSError):
-                    old.restore(touched=done > 0)
-            if isinstance(error, OSError):
-                raise cannot_write(error, self._files[done].path) from error
-            raise
-        if old is not None:
-            old.forget()
-        if self._index:
-            clear_links(self._index)
-        _unlink(self._removed)
-
-    def _prepare(self, existing: set[str]) -> _OldShards | _HiddenIndex | None:
-        """Let everything reach the disk, and keep what the index leads to now, where some of it is replaced."""
+        existing = {path for path in self.paths if os.path.lexists(path)}
         shards = [path for path in self.paths if path in existing and path.endswith(".safetensors")]
+        old = None
+        done = committing = 0
         try:
             for file in self._files:
                 if isinstance(file, AtomicFile):
                     os.fsync(file.descriptor)
-            if not shards or not self._index or not os.path.isfile(self._index):
-                return None
-            try:
-                return _OldShards(self._index, shards)
-            except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
-                return _HiddenIndex(self._index)
-        except BaseException as error:
+            if shards and self._index and os.path.isfile(self._index):
+                old = _OldShards(self._index, shards)
+            committing = 1
             for file in self._files:
+                file.commit()
+                done += 1
+        except BaseException as error:
+            for file in self._files[done + committing :]:  # the one that failed has discarded itself
                 file.discard()
+            _unlink(path for path in self.paths[:done] if path not in existing)
+            if old is not None:
+                with suppress(OSError):
+                    old.restore(touched=done > 0)
             if isinstance(error, OSError) and not isinstance(error, TransloadError):
-                raise cannot_write(error, self._files[0].path) from error
+                raise cannot_write(error, self.paths[done]) from error
             raise
+        if old is not None:
+            old.forget()
+        if self._index:  # second names that a killed conversion has left: it does not lead to them any more
+            _unlink(path for path, _ in beside(self._index, _LINK))
+        _unlink(self._removed)
 
 
-# -- shards that are replaced by others of the same names
-
-_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
-_LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
-_PART = re.compile(r"\.(?P<shard>(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors)\.[0-9]+-[0-9a-f]{8}\.part", re.DOTALL)
-_MAX_INDEX = 100_000_000
+def clear_parts(index: str) -> None:
+    """Remove shards that killed conversions have not finished, however many there were to be."""
+    for path, match in beside(index, _PART):
+        clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
 
 
 class _OldShards:
-    """The shards of an index under second names, which an interim index leads to.
+    """The shards of an index while others of the same names replace them.
 
-    ``OSError`` or ``ValueError`` if they cannot be kept like that.
+    They have second names, which an interim index leads to. Where that is impossible, the index is hidden: nobody takes
+    old and new shards for one set.
     """
 
     def __init__(self, index: str, replaced: list[str]) -> None:
         self._index = index
         self._folder = os.path.dirname(os.path.abspath(index))
         self._links: dict[str, str] = {}
-        with open(index, "rb") as file:
+        self._hidden = ""
+        self._text = b""
+        try:
+            self._link(replaced)
+        except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
+            self.forget()
+            self._hidden = hidden_name(place_of(index))
+            os.rename(place_of(index), self._hidden)
+            flush_directory(os.path.dirname(self._hidden))
+        except BaseException:
+            self.forget()
+            raise
+
+    def _link(self, replaced: list[str]) -> None:
+        with open(self._index, "rb") as file:
             self._text = file.read(_MAX_INDEX)
         table = json.loads(self._text)
         shards = table.get("weight_map") if isinstance(table, dict) else None
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise ValueError("no index")
+            raise ValueError("not an index")
         used, token = set(shards.values()), secrets.token_hex(4)
         renamed: dict[str, str] = {}
-        try:
-            for path in replaced:
-                name = os.path.basename(path)
-                if name in used:
-                    renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
-                    link = os.path.join(self._folder, renamed[name])
-                    os.link(place_of(path), link)
-                    self._links[path] = link
-            if self._links:
-                flush_directory(self._folder)
-                interim = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
-                self._write(json.dumps({**table, "weight_map": interim}, indent=2, ensure_ascii=False).encode() + b"\n")
-        except BaseException:
-            self.forget()
-            raise
+        for path in replaced:
+            name = os.path.basename(path)
+            if name in used:
+                renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
+                link = os.path.join(self._folder, renamed[name])
+                os.link(place_of(path), link)
+                self._links[path] = link
+        if self._links:
+            flush_directory(self._folder)
+            interim = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
+            self._write(json.dumps({**table, "weight_map": interim}, indent=2, ensure_ascii=False).encode() + b"\n")
 
     def _write(self, text: bytes) -> None:
         with AtomicFile(self._index) as file:
             write_text(file.descriptor, text)
 
     def restore(self, *, touched: bool) -> None:
-        """Put everything back; where that fails, the interim index stays, and leads to what was there."""
+        """Put everything back; where that fails, the interim index stays, and leads to what was there.
+
+        A hidden index does not come back if it would lead to old and new shards.
+        """
         for path, link in self._links.items() if touched else ():
             again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
             os.link(link, again)
@@ -238,64 +246,13 @@ class _OldShards:
                 os.unlink(again)
         if self._links:
             self._write(self._text)
+        elif self._hidden and not touched:
+            os.rename(self._hidden, place_of(self._index))
         self.forget()
 
     def forget(self) -> None:
-        """Remove the second names."""
-        _unlink(self._links.values())
-
-
-class _HiddenIndex:
-    """An index under a hidden name while its shards are replaced: nobody takes old and new ones for one set."""
-
-    def __init__(self, index: str) -> None:
-        self._index = place_of(index)
-        self._hidden = _hidden_name(self._index)
-        os.rename(self._index, self._hidden)
-        flush_directory(os.path.dirname(self._index))
-
-    def restore(self, *, touched: bool) -> None:
-        """Put it back, unless it would lead to old and new shards."""
-        if not touched:
-            os.rename(self._hidden, self._index)
-        self.forget()
-
-    def forget(self) -> None:
-        """Remove it."""
-        _unlink([self._hidden])
-
-
-def index_name(dst: str) -> str:
-    """The name of the index of shards."""
-    return f"{dst.removesuffix('.index.json').removesuffix('.safetensors')}.safetensors.index.json"
-
-
-def _beside(index: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
-    """The paths of files beside an index that match a pattern, whose last group is the stem of the index."""
-    folder, name = os.path.split(os.path.abspath(index))
-    stem = name.removesuffix(".safetensors.index.json")
-    with suppress(OSError):
-        for each in os.listdir(folder):
-            match = pattern.fullmatch(each)
-            if match and match[match.re.groups] == stem:
-                yield os.path.join(folder, each), match
-
-
-def clear_links(index: str) -> None:
-    """Remove second names that a killed conversion has left: the index does not lead to them any more."""
-    _unlink(path for path, _ in _beside(index, _LINK))
-
-
-def clear_parts(index: str) -> None:
-    """Remove shards that killed conversions have not finished, however many there were to be."""
-    for path, match in _beside(index, _PART):
-        clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
-
-
-def other_shards(index: str, paths: list[str]) -> list[str]:
-    """The names of shards beside an index that are not among some paths."""
-    ours = {os.path.basename(path) for path in paths}
-    return sorted(name for path, _ in _beside(index, _SHARD) if (name := os.path.basename(path)) not in ours)
+        """Remove the second names, or the hidden index."""
+        _unlink([*self._links.values(), self._hidden])
 
 
 # -- directories
@@ -312,13 +269,13 @@ class Folder:
         try:
             _clear_folders(self._target)
             self._refuse_existing()
-            self.hidden = _hidden_name(self._target)
+            self.hidden = hidden_name(self._target)
             os.mkdir(self.hidden)
         except OSError as error:
             raise cannot_write(error, path) from error
         with suppress(OSError):
             self._lock = os.open(self.hidden, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            _lock(self._lock)
+            lock(self._lock)
 
     def _refuse_existing(self) -> None:
         if not os.path.lexists(self.path):
@@ -363,11 +320,6 @@ class Folder:
         self._lock = -1
 
 
-def _hidden_name(target: str) -> str:
-    folder, name = os.path.split(target)
-    return os.path.join(folder, f".{name[:150]}.{os.getpid()}-{secrets.token_hex(4)}.part")
-
-
 def _remove_folder(folder: str) -> None:
     """Remove a directory of regular files."""
     with suppress(OSError):
@@ -379,40 +331,25 @@ def _remove_folder(folder: str) -> None:
 def _clear_folders(target: str) -> None:
     """Remove what killed conversions have left. If one was killed between two renames, put the old directory back."""
     folder, name = os.path.split(target)
-    pattern = re.compile(rf"\.{re.escape(name[:150])}\.[0-9]+-[0-9a-f]{{8}}\.part(\.old)?", re.DOTALL)
+    pattern = re.compile(hidden_pattern(name) + r"(?P<old>\.old)?", re.DOTALL)
     with suppress(FileNotFoundError):
         for each in os.listdir(folder or "."):
             match, path = pattern.fullmatch(each), os.path.join(folder, each)
-            if not match or not _is_abandoned(path):
+            if not match:
                 continue
-            if match[1] and not os.path.lexists(target):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except (OSError, AttributeError):  # not a directory, or a system that does not lock any
+                continue
+            try:
+                if not lock(descriptor):  # its writer is still there, or nobody can tell
+                    continue
+            finally:
+                os.close(descriptor)
+            if match["old"] and not os.path.lexists(target):
                 os.rename(path, target)
             else:
                 _remove_folder(path)
-
-
-def _is_abandoned(path: str) -> bool:
-    """Whether the writer of a hidden directory is gone; false where directories cannot be locked."""
-    if fcntl is None:
-        return False
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return _lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a directory; whether that was possible."""
-    if fcntl is None:
-        return False
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 _AT_FDCWD = -100  # paths are relative to the working directory

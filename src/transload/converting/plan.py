@@ -1,168 +1,518 @@
-"""What goes into the target and what does not, decided before anything is written; and the notes about it."""
+"""What goes into the target and what does not, decided before anything is written; and the notes about it.
+
+``Options`` is what the caller asks for. A ``Plan`` takes the tensors below the key, leaves out what a ``state_dict()``
+would not have, gives every tensor a name of its own, and decides which of them a format can hold. ``candidates`` is
+what ``--list`` shows.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.converting.casting import FLOATING, is_cast
-from transload.converting.leftovers import Dropped, Leftovers
-from transload.converting.output import index_name, other_shards
-from transload.converting.selection import (
-    Named,
-    Options,
-    Selection,
-    TargetContents,
+from transload.converting.objects import Leftovers, Omission, node_at, with_full_names
+from transload.converting.output import SHARD, beside, index_name
+from transload.converting.to_torch import (
+    Slot,
+    Structure,
     byte_span,
-    module_paths,
-    named_format,
-    node_below,
+    carried_calls,
+    flat,
+    lay_out,
     overlapping,
-    safetensors_metadata,
-    select,
-    target_contents,
-    with_full_names,
-    with_second_names,
+    tie_of,
 )
-from transload.converting.to_torch import Layout, Slot, Structure, carried_calls, flat, laid_out, structured
-from transload.converting.writers import holds, is_opaque, member_name
-from transload.errors import ConvertError
+from transload.converting.transfer import FLOATING, Entry, Job, cast_dtype
+from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
+from transload.errors import ConvertError, UsageError
+from transload.tensors import Allowance, Content
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Tensor
-    from transload.converting.output import Job
-    from transload.tensors import Content
+    from transload.checkpoint import Checkpoint, Key, Tensor
 
-__all__ = ["Plan", "make_plan", "notes"]
+__all__ = [
+    "NUMPY_DTYPES",
+    "SAFETENSORS_DTYPES",
+    "Candidate",
+    "Options",
+    "Plan",
+    "candidates",
+    "dtype_of",
+    "format_of",
+    "member_name",
+    "notes",
+    "size_of",
+]
+
+
+# -- what is asked for
+
+_FORMATS = ("safetensors", "torch", "npz", "raw")
+_SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".safetensors.index.json": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".ckpt": "torch",
+    ".bin": "torch",
+    ".npz": "npz",
+    "/": "raw",
+    os.sep: "raw",
+}
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
+_SHORT.update({"f64": "float64", "f32": "float32", "f16": "float16", "fp64": "float64", "double": "float64"})
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+_POWERS = ("", "K", "M", "G", "T")
+_MAX_SIZE = float(1 << 63)
+
+
+class Options(NamedTuple):
+    """What the caller of ``convert`` chose; the fields are its parameters."""
+
+    key: str = ""
+    strip: tuple[str, ...] = ()
+    dtype: str = ""
+    allow_inf: bool = False
+    max_shard_size: int = 0
+
+
+def format_of(dst: str, to: str = "") -> str:
+    """The format to write: ``to``, or what the name of the target says.
+
+    >>> format_of("model.safetensors"), format_of("out/"), format_of("x", "npz")
+    ('safetensors', 'raw', 'npz')
+    """
+    if to:
+        if to not in _FORMATS:
+            raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
+        return to
+    if named := _named_format(dst):
+        return named
+    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw."
+    raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
+
+
+def _named_format(dst: str) -> str:
+    """The format that a file name stands for; empty if it stands for none."""
+    name = dst.lower()
+    return next((format_ for suffix, format_ in _SUFFIXES.items() if name.endswith(suffix)), "")
+
+
+def dtype_of(text: str) -> str:
+    """The full name of a dtype to convert to; empty for none.
+
+    >>> dtype_of("bf16"), dtype_of("torch.float16")
+    ('bfloat16', 'float16')
+    """
+    name = text.removeprefix("torch.").lower()
+    name = _SHORT.get(name, name)
+    if name and name not in FLOATING:
+        raise UsageError(f"cannot convert to {text!r}", fix=f"Choose one of {', '.join(FLOATING)}.")
+    return name
+
+
+def size_of(size: str | int | None) -> int:
+    """Bytes, from a number with or without a unit; 0 for none.
+
+    >>> size_of("5GB"), size_of("1.5 MiB"), size_of(1000)
+    (5000000000, 1572864, 1000)
+    """
+    if size is None or size == "":
+        return 0
+    match = _SIZE.fullmatch(str(size).strip())
+    if not match or not 0 < float(match[1]) < _MAX_SIZE or (match[3] and not match[2]):
+        raise UsageError(f"{size!r} is not a size", fix="Write it like 5GB, 500MB or 2GiB.")
+    unit = 1024 if match[3] else 1000
+    return max(1, int(float(match[1]) * unit ** _POWERS.index(match[2].upper())))
+
+
+# -- what the formats can hold
+
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
+NUMPY_DTYPES = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+"""Of other dtypes, bytes of their width are kept, as ``ml_dtypes`` saves its own."""
+
+_CANNOT_HOLD = {
+    "meta": "it was on the meta device and has no values",
+    "quantized": "it is quantized: its values mean nothing without their scales",
+    "subclass": "it is a tensor subclass",
+    "device": "its values are in the pickle, as a numpy array",
+}
+_UNSAFE = re.compile(r'[\\:%"\x00-\x1f]')
+
+
+def _holds(format_: str, dtype: str) -> bool:
+    """Whether a format has a dtype, or can keep its bytes."""
+    if format_ == "safetensors":
+        return dtype in SAFETENSORS_DTYPES
+    if format_ == "npz":
+        return dtype in NUMPY_DTYPES or dtype in ("bfloat16", "complex32") or dtype.startswith("float8_")
+    return dtype in ITEMSIZE and dtype not in QUANTIZED
+
+
+def member_name(name: str) -> str:
+    """The name of a tensor in a numpy archive: one that no unpacker takes for a place outside of its folder.
+
+    numpy takes ``a.npy`` for the file of ``a``.
+
+    >>> member_name("fc.weight"), member_name("../a"), member_name("/b"), member_name("a.npy")
+    ('fc.weight', '%2E%2E/a', '%2Fb', 'a%2Enpy')
+    """
+    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", name)
+    steps = ["%2E" * len(step) if step in (".", "..") else step or "%2F" for step in safe.split("/")]
+    made = "/".join(steps).replace("%2F/", "%2F")
+    return f"{made.removesuffix('.npy')}%2Enpy" if made.endswith(".npy") else made
+
+
+# -- the plan
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})  # only weights are converted
 _WITHOUT_OBJECT = frozenset({*_PROGRAMS, "sharded", "dcp"})  # no object of their own that a torch zip could keep
+_WEIGHTS = ("_parameters", "_buffers")
 
 
-class Plan(NamedTuple):
-    """What is written and what is dropped; ``structure`` and ``layout`` are those of a torch zip.
+class Plan:
+    """What is written and what is not; ``TransloadError`` if there is nothing to convert.
 
-    ``metadata`` is what safetensors files say besides second names.
+    ``entries`` are the tensors of the target in the order of the file, ``aliases`` second names of them, ``in_parts``
+    those that became several entries, ``omitted`` those that are left out, and ``others`` counts those outside of the
+    key. ``renamed`` have another name than in the source; ``unmatched`` are prefixes to strip that no name begins with.
+    ``metadata`` is what safetensors files say besides second names. ``dropped`` is what else there was, by its path.
+
+    Of a torch zip, ``root`` is the object, ``slots`` are the places of its tensors and ``storages`` their bytes.
     """
 
-    format: str
-    options: Options
-    selection: Selection
-    contents: TargetContents
-    dropped: tuple[Dropped, ...]
-    metadata: dict[str, str]
-    structure: Structure | None = None
-    layout: Layout | None = None
+    def __init__(self, content: Content, format_: str, options: Options) -> None:
+        self.format, self.options = format_, options
+        self.checkpoint, self.metadata = _with_second_names(content)
+        self.entries: list[Entry] = []
+        self.aliases: list[tuple[str, str]] = []
+        self.in_parts: list[str] = []
+        self.omitted: list[Omission] = []
+        self.others = 0
+        self.renamed: list[tuple[str, str]] = []
+        self.unmatched: list[str] = []
+        self.dropped: list[tuple[tuple[Key, ...], Any]] = []
+        self.root: object = None
+        self.slots: list[Slot] = []
+        self.storages: list[Entry] = []
+        self._modules = _module_paths(self.checkpoint.tensors)
+        selected = self._select()
+        if not selected:
+            raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
+        before = len(self.omitted)
+        if format_ == "torch":
+            self._plan_torch(selected, content)
+        else:
+            self._plan_entries(selected, content)
+            if format_ == "npz":
+                spelled = [(entry.name, member_name(entry.name)) for entry in self.entries]
+                self.renamed += [pair for pair in spelled if pair[0] != pair[1]]
+            self._drop_everything(selected)
+        if not self.entries and not self.carried:
+            name, why, _ = self.omitted[before]
+            raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=self.checkpoint.path)
+
+    @property
+    def carried(self) -> list[Entry]:
+        """Tensors that a torch zip takes over by the calls that make them."""
+        return [slot.entry for slot in self.slots if slot.call is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are written."""
-        entries = self.layout.nbytes if self.layout else sum(entry.nbytes for entry in self.contents.entries)
-        return entries + sum(slot.named.tensor.nbytes for slot in self.carried)
+        entries = self.storages if self.format == "torch" else self.entries
+        return sum(entry.nbytes for entry in entries) + sum(entry.tensor.nbytes for entry in self.carried)
 
-    @property
-    def carried(self) -> list[Slot]:
-        """Tensors that a torch zip takes over by the calls that make them."""
-        return [slot for slot in self.structure.slots if slot.call is not None] if self.structure else []
+    def _select(self) -> list[Entry]:
+        """The tensors that are asked for, as ``state_dict()`` would name them."""
+        checkpoint, strip = self.checkpoint, self.options.strip
+        key = _dotted(self.options.key)
+        chosen: list[tuple[str, Tensor]] = []
+        for tensor in checkpoint.tensors:
+            if not key:
+                chosen.append((tensor.name, tensor))
+            elif f"{_dotted(tensor.name)}.".startswith(f"{key}."):
+                below = tensor.name[len(key) + 1 :]
+                chosen.append((below or tensor.name.rpartition("/")[2], tensor))
+        if key and not chosen:
+            from difflib import get_close_matches
+
+            known = [candidate.key for candidate in candidates(checkpoint) if candidate.key]
+            near = get_close_matches(self.options.key, known, 3) or known[:3]
+            fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
+            what = f"there is no tensor below the key {self.options.key!r}"
+            raise ConvertError(what, where=checkpoint.path, fix=fix)
+        self.others = len(checkpoint.tensors) - len(chosen)
+        self.omitted += [
+            Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
+            for problem in checkpoint.problems
+            if problem.code in ("tree-too-deep", "tree-too-large")  # tensors may lie where the reader has stopped
+        ]
+        kept: list[tuple[str, Tensor]] = []
+        matched: set[str] = set()
+        for name, tensor in chosen:
+            if why := self._why_omitted(tensor, key):
+                self.omitted.append(Omission(tensor.name, why))
+                continue
+            lead, slash, last = name.rpartition("/")
+            # The whole name may begin with a prefix, or the last part of a nested one.
+            prefix = next((each for each in strip if name.startswith(each) or last.startswith(each)), "")
+            matched.add(prefix)
+            new = name[len(prefix) :] if name.startswith(prefix) else f"{lead}{slash}{last[len(prefix) :]}"
+            kept.append((new, tensor))
+        self.unmatched = [prefix for prefix in dict.fromkeys(strip) if prefix not in matched]
+        distinct = _Distinct(name for name, _ in kept)
+        selected = []
+        for name, tensor in kept:
+            writable = name
+            try:
+                name.encode()
+            except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
+                writable = name.encode("utf-8", "backslashreplace").decode()
+            writable = f"{writable}#2" if writable == "__metadata__" else writable or "tensor"
+            unique = distinct(writable, invented=writable != name)
+            if unique != writable and strip:
+                what = f"two tensors would be called {writable!r} without the prefix"
+                raise ConvertError(what, fix="Strip another one.")
+            if unique != name:
+                self.renamed.append((name, unique))
+            selected.append(Entry(unique, tensor, cast_dtype(tensor.dtype, self.options.dtype)))
+        return selected
+
+    def _why_omitted(self, tensor: Tensor, key: str) -> str:
+        """Why a tensor is not part of the state dict; empty if it is."""
+        path, constant = tensor.path, "a constant of the program's code, not a weight"
+        if self.checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
+            return "" if key.startswith("CONSTANTS") else constant
+        if self.checkpoint.format == "torch-export" and "constants" in path[:2]:
+            return "" if "constants" in key.split(".") else constant
+        module = next((path[:length] for length in range(len(path)) if path[:length] in self._modules), None)
+        if module is None:
+            return ""
+        inside = path[len(module) :]
+        while inside[:1] == ("_modules",):
+            inside = inside[2:]
+        if len(inside) != 2 or inside[0] not in _WEIGHTS:
+            return "an attribute of a module, which state_dict() does not have"
+        # The reader names a buffer by its whole path where state_dict() would not have it.
+        hidden = inside[0] == "_buffers" and tensor.name.endswith(f"_buffers/{inside[1]}")
+        return "a buffer registered with persistent=False" if hidden else ""
+
+    def _plan_entries(self, selected: Iterable[Entry], content: Content) -> None:
+        """Take what the target can hold: plain runs of numbers; of tensors made of others, the others."""
+        simple: list[Entry] = []
+        stack = [*selected][::-1]
+        while stack:
+            name, tensor, _ = entry = stack.pop()
+            kind = tensor.kind
+            wraps_one = kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
+            if kind in ("strided", "sharded") or wraps_one:
+                simple.append(entry)
+            elif tensor.parts and kind != "quantized":
+                self.in_parts.append(name)
+                lead = len(tensor.name) + 1 if tensor.name else 0
+                for part in reversed(tensor.parts):
+                    dtype = cast_dtype(part.dtype, self.options.dtype)
+                    stack.append(Entry(f"{name}/{part.name[lead:]}", part, dtype))
+            else:
+                self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
+        # A torch zip holds views, so it does not write all the bytes that they claim, and has both names of a tensor.
+        allowance = None if self.format == "torch" else Allowance(content.checkpoint)
+        tied = self.format in ("safetensors", "raw")
+        names_by_tie: dict[Any, str] = {}
+        distinct = _Distinct(entry.name for entry in simple)
+        for entry in simple:
+            name, tensor = distinct(entry.name), entry.tensor
+            if not _holds(self.format, entry.dtype):
+                self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
+                continue
+            # In the metadata of a safetensors file, "format" is what its loaders look for, never a second name.
+            tie = tie_of(tensor) if tied and name != "format" else None
+            if tie is not None and names_by_tie.setdefault(tie, name) != name:
+                self.aliases.append((name, names_by_tie[tie]))
+                continue
+            if allowance is not None:
+                allowance.spend(tensor)
+            self.entries.append(entry._replace(name=name))
+        self.renamed += distinct.renamed
+
+    def _plan_torch(self, selected: list[Entry], content: Content) -> None:
+        """Plan a torch zip: with the source's own object where it has one that can be kept, else with a dictionary."""
+        checkpoint = self.checkpoint
+        # 1.0 and "1.0", or huge keys that begin alike, share a path: then no tensor can be found by it.
+        paths = frozenset(tensor.path for tensor in checkpoint.tensors)
+        distinct = len(paths) == len(checkpoint.tensors)
+        calls = carried_calls(checkpoint, selected) if distinct else {}
+        self._plan_entries((entry for entry in selected if entry.tensor.path not in calls), content)
+        root, start = self._root(selected)
+        structure = None
+        if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
+            names = {entry.name for entry in self.entries}
+            kept = [entry for entry in selected if entry.name in names or entry.tensor.path in calls]
+            structure = Structure(root, start, kept, known=paths, modules=self._modules, calls=calls)
+            if len(structure.slots) != len(kept):
+                structure = None
+        if structure is not None:
+            self.root, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
+        else:
+            carried = (entry for entry in selected if entry.tensor.path in calls)
+            self.root, self.slots = flat((*self.entries, *carried), calls)
+            self._drop_everything(selected)
+        self.storages = lay_out(self.slots, content)
+
+    def _drop_everything(self, selected: list[Entry]) -> None:
+        """Drop all of the source's object, or what is below the key; its tensors are kept elsewhere."""
+        checkpoint = self.checkpoint
+        main = [pickle for pickle in checkpoint.pickles if pickle.main]
+        if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
+            for pickle in main:  # the object of each file or item, without the table of a DCP directory
+                leads = any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
+                if leads and (pickle.path or checkpoint.format != "dcp"):
+                    self.dropped.append((pickle.path, pickle.root))
+            return
+        root, path = self._root(selected)
+        if root is not None and checkpoint.format not in _PROGRAMS:
+            self.dropped.append((path, root))
+
+    def _root(self, selected: list[Entry]) -> tuple[Any, tuple[Key, ...]]:
+        """The object that is converted, and its path; ``None`` where the key is not a container of the object."""
+        root, wanted = self.checkpoint.root, _dotted(self.options.key)
+        if not wanted:
+            return root, ()
+        for entry in selected:
+            path = entry.tensor.path
+            for length in range(1, len(path)):
+                # As names have it: without the tables of a module's children.
+                spelled = ".".join(str(step) for step in path[:length] if step != "_modules")
+                if _dotted(spelled) == wanted:
+                    node = node_at(root, path[:length])
+                    return (None, ()) if node is None else (node, path[:length])
+        return None, ()
 
 
-def make_plan(content: Content, format_: str, options: Options) -> Plan:
-    """Plan a conversion; ``TransloadError`` if there is nothing to convert."""
-    metadata = safetensors_metadata(content)
-    checkpoint, metadata = with_second_names(with_full_names(content.checkpoint), metadata)
-    selection = select(checkpoint, options)
-    if not selection.tensors:
-        raise ConvertError("there is no tensor to convert", where=checkpoint.path)
-    if format_ == "torch":
-        plan = _torch_plan(content, checkpoint, selection, metadata, options)
-    else:
-        tied = format_ in ("safetensors", "raw")
-        contents = target_contents(selection.tensors, content, options, partial(holds, format_), tied=tied)
-        if format_ == "npz":
-            spelled = [(entry.name, member_name(entry.name)) for entry in contents.entries]
-            contents = contents._replace(renamed=(*contents.renamed, *(pair for pair in spelled if pair[0] != pair[1])))
-        dropped = _everything(checkpoint, selection, options)
-        plan = Plan(format_, options, selection, contents, dropped, metadata)
-    if not plan.contents.entries and not plan.carried:
-        name, why, _ = plan.contents.omitted[0]
-        raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=checkpoint.path)
-    return plan
+class _Distinct:
+    """Gives every name once: one that comes again gets a number, with which it is none of all ``names``.
+
+    >>> distinct = _Distinct(["a", "a", "a#2"])
+    >>> distinct("a"), distinct("a"), distinct.renamed
+    ('a', 'a#3', [('a', 'a#3')])
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.renamed: list[tuple[str, str]] = []
+        self._taken = set(names)
+        self._used: set[str] = set()
+        self._next: dict[str, int] = {}  # a file can have fifty thousand tensors of one name
+
+    def __call__(self, name: str, *, invented: bool = False) -> str:
+        """The name, or another one. A name that is ``invented`` gives way to one that the file has."""
+        if name not in self._used and not (invented and name in self._taken):
+            self._used.add(name)
+            return name
+        number = self._next.get(name, 2)
+        while (new := f"{name}#{number}") in self._used or new in self._taken:
+            number += 1
+        self._next[name] = number + 1
+        self._used.add(new)
+        self.renamed.append((name, new))
+        return new
 
 
-def _torch_plan(
-    content: Content, checkpoint: Checkpoint, selection: Selection, metadata: dict[str, str], options: Options
-) -> Plan:
-    """Plan a torch zip: with the source's own object where it has one that can be kept, else with a dictionary."""
-    # 1.0 and "1.0", or huge keys that begin alike, share a path: then no tensor can be found by it.
-    paths = frozenset(tensor.path for tensor in checkpoint.tensors)
-    distinct = len(paths) == len(checkpoint.tensors)
-    calls = carried_calls(checkpoint, selection.tensors) if distinct else {}
-    simple = [each for each in selection.tensors if each.tensor.path not in calls]
-    contents = target_contents(simple, content, options, partial(holds, "torch"), views=True)
-    root, start = _root(checkpoint, selection, options)
-    if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not contents.in_parts:
-        names = {entry.name for entry in contents.entries}
-        named = tuple(each for each in selection.tensors if each.name in names or each.tensor.path in calls)
-        modules = module_paths(checkpoint.tensors)
-        structure = structured(root, named, known=paths, modules=modules, start=start, calls=calls)
-        kept = len(structure.slots) == len(named)
-    else:
-        kept = False
-    if not kept:
-        carried = (each for each in selection.tensors if each.tensor.path in calls)
-        structure = flat((*(Named(entry.name, entry.tensor) for entry in contents.entries), *carried), calls)
-    dropped = structure.dropped if kept else _everything(checkpoint, selection, options)
-    layout = laid_out(structure, content, options.dtype)
-    return Plan("torch", options, selection, contents, dropped, metadata, structure, layout)
+def _dotted(text: str) -> str:
+    """A path with one separator: ``model.state_dict`` and ``model/state_dict`` are the same key."""
+    return text.replace("/", ".")
 
 
-def _everything(checkpoint: Checkpoint, selection: Selection, options: Options) -> tuple[Dropped, ...]:
-    """All of the source's object, or what is below the key; its tensors are kept elsewhere."""
-    main = [pickle for pickle in checkpoint.pickles if pickle.main]
-    if not options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
-        return tuple(  # the object of each file or item, without the table of a DCP directory
-            Dropped(pickle.path, pickle.root)
-            for pickle in main
-            if (pickle.path or checkpoint.format != "dcp")
-            and any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
-        )
-    root, path = _root(checkpoint, selection, options)
-    return () if root is None or checkpoint.format in _PROGRAMS else (Dropped(path, root),)
+def _module_paths(tensors: Iterable[Tensor]) -> set[tuple[Key, ...]]:
+    """The paths of pickled modules: of those that hold parameters or buffers, and of all around them."""
+    paths: set[tuple[Key, ...]] = set()
+    for tensor in tensors:
+        path = tensor.path
+        if path[-2:-1] and path[-2] in _WEIGHTS and not tensor.name.endswith("/".join(map(str, path[-2:]))):
+            path = path[:-2]
+            while path not in paths:
+                paths.add(path)
+                if path[-2:-1] == ("_modules",):
+                    path = path[:-2]
+    return paths
 
 
-def _root(checkpoint: Checkpoint, selection: Selection, options: Options) -> tuple[Any, tuple[Any, ...]]:
-    """The object that is converted, and its path; ``None`` where there is none."""
-    if not options.key:
-        return checkpoint.root, ()
-    return node_below(checkpoint.root, options.key, [each.tensor.path for each in selection.tensors])
+def _with_second_names(content: Content) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with whole names, and tied tensors under all of theirs; and what else its metadata says.
+
+    safetensors files hold every tensor once, and their writers note its second names in the metadata.
+    """
+    from transload.formats.safetensors import header_metadata, looks_like
+    from transload.formats.zip import starts_like_zip
+
+    checkpoint = with_full_names(content.checkpoint)
+    metadata: dict[str, str] = {}
+    if checkpoint.format in ("safetensors", "sharded", "directory"):
+        for file in dict.fromkeys(storage.file for storage in checkpoint.storages):
+            source = content.open_file(file)
+            if looks_like(source) and not starts_like_zip(source):
+                metadata.update(header_metadata(source))
+    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+    names = {a: b for a, b in metadata.items() if b in by_name and a not in by_name and a != "format"}
+    tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
+    others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
+    return replace(checkpoint, tensors=(*checkpoint.tensors, *tied)), others
 
 
 # -- what is in the target in another way than it was
 
 _SHOWN = 20
-_MAX_NAME = 200
+_LONGEST = 200
 
 
-def notes(checkpoint: Checkpoint, plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
+def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     """What there is to know besides what was left out, each a sentence."""
-    named = named_format(job.dst)
+    named = _named_format(job.dst)
     if named and named != plan.format:
         yield f"it is {plan.format}, although its name says {named}"
     if plan.format == "safetensors":
-        index = index_name(job.dst)
+        index, ours = index_name(job.dst), {os.path.basename(path) for path in job.bundle.paths}
         if index not in job.bundle.paths and os.path.lexists(index):
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
-        if others := other_shards(index, job.bundle.paths):
+        if others := sorted({os.path.basename(path) for path, _ in beside(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {_some(others)}"
-    if checkpoint.format in _PROGRAMS:
+    if plan.checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
-    for prefix in plan.selection.unmatched:
+    for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
-    yield from _first(plan.contents.in_parts, "{} is stored as the tensors it consists of")
-    yield from _dtype_notes(plan)
+    yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
+    kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
+    yield from _first(kept, "{}")
+    dtypes = Counter(entry.dtype for entry in plan.entries)
+    for dtype, count in sorted(dtypes.items()) if plan.options.dtype else ():
+        if dtype.startswith("float") and dtype not in FLOATING:
+            yield f"--dtype does not apply to {dtype} (tensors: {count:,})"
+    opaque = sorted(dtype for dtype in dtypes if dtype not in NUMPY_DTYPES)
+    if plan.format == "npz" and opaque:
+        hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
+        yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
     if separated := _separated_views(plan):
         yield f"views that shared memory are separate tensors now: {_some(separated)}"
     if leftovers.odd:
@@ -171,48 +521,78 @@ def notes(checkpoint: Checkpoint, plan: Plan, job: Job, leftovers: Leftovers) ->
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
 
-def _dtype_notes(plan: Plan) -> Iterator[str]:
-    wanted, dtypes = plan.options.dtype, Counter(entry.dtype for entry in plan.contents.entries)
-    kept = [slot.named for slot in plan.carried if is_cast(slot.named.tensor.dtype, wanted)]
-    yield from _first([f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in kept], "{}")
-    for dtype, count in sorted(dtypes.items()) if wanted else ():
-        if dtype.startswith("float") and dtype not in FLOATING:
-            yield f"--dtype does not apply to {dtype} (tensors: {count:,})"
-    opaque = sorted(filter(is_opaque, dtypes))
-    if plan.format == "npz" and opaque:
-        hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
-        yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
-
-
-def _first(names: Iterable[str], sentence: str) -> Iterator[str]:
-    names = list(names)
+def _first(names: list[str], sentence: str) -> Iterator[str]:
     yield from (sentence.format(name) for name in names[:_SHOWN])
     if len(names) > _SHOWN:
         yield f"{sentence.format('…')}, and so are {len(names) - _SHOWN:,} more"
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
+def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(name[:_MAX_NAME] for name in names[:_SHOWN]) + more
+    return ", ".join(name[:_LONGEST] for name in names[:_SHOWN]) + more
 
 
 def _separated_views(plan: Plan) -> list[str]:
     """Tensors that overlapped in a storage, and are in different places of the target."""
-    held: Iterable[tuple[str, Tensor, object]]  # the name, the tensor, and its place in the target
-    if plan.structure is None or plan.layout is None:
-        held = ((entry.name, entry.tensor, entry.name) for entry in plan.contents.entries)
+    held: list[tuple[Entry, object]]  # each with its place in the target
+    if plan.format == "torch":
+        held = [(slot.entry, slot.storage) for slot in plan.slots if slot.call is None]
     else:
-        views, slots = plan.layout.views, (slot for slot in plan.structure.slots if slot.call is None)
-        held = ((slot.named.name, slot.named.tensor, views[id(slot)].stored.key) for slot in slots)
-    by_storage: dict[str, list[tuple[str, Tensor, object]]] = {}
-    for each in held:
-        if each[1].kind == "strided" and each[1].storage is not None and each[1].numel:
-            by_storage.setdefault(each[1].storage, []).append(each)
+        held = [(entry, entry.name) for entry in plan.entries]
+    by_storage: dict[str, list[tuple[int, int, tuple[str, object]]]] = {}
+    for (name, tensor, _), place in held:
+        if tensor.kind == "strided" and tensor.storage is not None and tensor.numel:
+            by_storage.setdefault(tensor.storage, []).append((*byte_span(tensor), (name, place)))
     separated: list[str] = []
-    for sharing in by_storage.values():
-        if len(sharing) > 1:
-            for group in overlapping((*byte_span(tensor), (name, place)) for name, tensor, place in sharing):
-                if len({place for _, _, (_, place) in group}) > 1:
-                    separated += [name for _, _, (name, _) in group]
+    for spans in by_storage.values():
+        for group in overlapping(spans) if len(spans) > 1 else ():
+            if len({place for _, _, (_, place) in group}) > 1:
+                separated += [name for _, _, (name, _) in group]
     return separated
+
+
+# -- the parts that a key can choose
+
+_MAX_CANDIDATES = 200  # an optimizer's state has one for each parameter
+_MAX_LEVELS = 3
+
+
+class Candidate(NamedTuple):
+    """A part of a checkpoint: its key (empty for all), what it is, and how much is in it."""
+
+    key: str
+    kind: str
+    tensors: int
+    nbytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return self._asdict()
+
+
+def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
+    """Every part of a checkpoint that holds tensors, the whole first, then in the order of the file."""
+    parts: dict[str, list[Tensor]] = {"": []}
+    for tensor in checkpoint.tensors:
+        parts[""].append(tensor)
+        steps = tensor.name.split("/")[:-1]
+        for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
+            key = "/".join(steps[:length])
+            if key in parts or len(parts) < _MAX_CANDIDATES:
+                parts.setdefault(key, []).append(tensor)
+    many = len(parts) > _MAX_LEVELS
+    return tuple(
+        Candidate(key, _kind(key, tensors), len(tensors), sum(tensor.nbytes for tensor in tensors))
+        for key, tensors in parts.items()
+        if not (many and key.rpartition("/")[2].isdecimal())  # one of many alike: optimizer/state/17
+    )
+
+
+def _kind(key: str, tensors: list[Tensor]) -> str:
+    depth = len(key.split("/")) if key else 0
+    if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in tensors):
+        return "module"
+    if any("/" in tensor.name[len(key) :].removeprefix("/") for tensor in tensors):
+        return "nested"
+    dotted = any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth)
+    return "state dict" if dotted else "tensors"

@@ -1,34 +1,41 @@
 """A torch zip, as ``torch.save`` writes it, without torch: ``torch.load`` takes it with ``weights_only=True``.
 
-``structured`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
+A ``Structure`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
 ``weights_only`` would refuse; a pickled module becomes its state dict. ``flat`` is for sources without such an object.
-``laid_out`` decides which bytes become storages. ``write_torch`` then writes the pickle and the storages. Tensors that
+``lay_out`` decides which bytes become storages. ``write_torch`` then writes the pickle and the storages. Tensors that
 only this format holds (sparse, quantized, nested) are carried over by the calls that make them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor, contiguous
-from transload.converting.casting import is_cast
-from transload.converting.leftovers import KEY_TYPES, NOTHING, BoundedWalk, Dropped, tensor_attributes
-from transload.converting.selection import Named, byte_span, call_items, last_pairs, node_at, overlapping, tie_of
-from transload.converting.transfer import Data, Descriptor, Entry, Location
-from transload.dtypes import ITEMSIZE, STORAGES
+from transload.converting.objects import (
+    KEY_TYPES,
+    NOTHING,
+    BoundedWalk,
+    call_items,
+    last_pairs,
+    node_at,
+    tensor_attributes,
+)
+from transload.converting.transfer import Descriptor, Entry, Job, Location
+from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import ConvertError
 from transload.formats.tensors import called, short_key
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, opening_records, write_checkpoint
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors import Allowance
+from transload.tensors import Allowance, Content
 
 if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint, Key, Storage
-    from transload.converting.output import Job
-    from transload.tensors import Content
+    from transload.checkpoint import Checkpoint, Key
 
-__all__ = ["Layout", "Slot", "Structure", "carried_calls", "flat", "laid_out", "structured", "write_torch"]
+    Path = tuple[Key, ...]
+    Span = tuple[int, int, Any]
+
+__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "flat", "lay_out", "overlapping", "tie_of", "write_torch"]
 
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
@@ -56,18 +63,14 @@ _CARRIED_CALLS = frozenset(  # what weights_only calls, and our reader understan
 _NUMBERS = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 
-def carried_calls(checkpoint: Checkpoint, named: tuple[Named, ...]) -> dict[tuple[Key, ...], Call]:
+def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path, Call]:
     """The calls of tensors that are carried over, by path: those that hold nothing but what belongs there."""
     if checkpoint.format not in _CARRIED_FORMATS:
         return {}
     keys = {storage.key for storage in checkpoint.storages}
-    calls: dict[tuple[Key, ...], Call] = {}
-    for _, tensor in named:
-        if tensor.kind in _CARRIED_KINDS:
-            node = node_at(checkpoint.root, tensor.path)
-            if type(node) is Call and _is_clean(node, keys):
-                calls[tensor.path] = node
-    return calls
+    carried = [entry.tensor.path for entry in entries if entry.tensor.kind in _CARRIED_KINDS]
+    calls = {path: node_at(checkpoint.root, path) for path in carried}
+    return {path: node for path, node in calls.items() if type(node) is Call and _is_clean(node, keys)}
 
 
 def _is_clean(node: Call, keys: set[str]) -> bool:
@@ -107,131 +110,120 @@ _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray"
 
 
 class Slot:
-    """The place of a tensor in the object."""
+    """The place of a tensor in the object, and how it looks at its storage.
 
-    __slots__ = ("call", "named", "state")
-
-    def __init__(self, named: Named, *, state: bool, call: Call | None = None) -> None:
-        self.named = named
-        self.state = state  # of a module's state dict, where parameters are plain tensors
-        self.call = call  # of a tensor that is carried over
-
-
-class Structure(NamedTuple):
-    """The object, its tensors in the order in which a reader finds them, and what was dropped."""
-
-    root: object
-    slots: tuple[Slot, ...]
-    dropped: tuple[Dropped, ...]
-
-
-def flat(named: tuple[Named, ...], calls: dict[tuple[Key, ...], Call]) -> Structure:
-    """A dictionary of tensors by their names; ``calls`` are those of tensors that are carried over."""
-    slots = [Slot(each, state=True, call=calls.get(each.tensor.path)) for each in named]
-    return Structure(Dict([part for slot in slots for part in (slot.named.name, slot)]), tuple(slots), ())
-
-
-def structured(
-    root: object,
-    named: tuple[Named, ...],
-    *,
-    known: frozenset[tuple[Key, ...]],
-    modules: set[tuple[Key, ...]],
-    start: tuple[Key, ...],
-    calls: dict[tuple[Key, ...], Call],
-) -> Structure:
-    """The object below ``root``, which is at the path ``start``; ``known`` are the paths of all tensors there are.
-
-    ``modules`` are the paths of pickled modules, ``calls`` those of tensors that are carried over.
+    ``state``: it is in a module's state dict, where parameters are plain tensors. ``call`` makes a tensor that is
+    carried over; any other looks from ``offset`` on, with ``stride``, at the storage with the number ``storage``.
     """
-    walk = _StructureWalk({each.tensor.path: each for each in named}, known, modules, calls)
-    kept = walk.keep(root, start, 0)
-    return Structure(Dict([]) if kept is NOTHING else kept, tuple(walk.slots), tuple(walk.dropped))
+
+    __slots__ = ("call", "entry", "offset", "state", "storage", "stride")
+
+    def __init__(self, entry: Entry, *, state: bool, call: Call | None = None) -> None:
+        self.entry = entry
+        self.state = state
+        self.call = call
+        self.storage = -1
+        self.offset = 0
+        self.stride = contiguous(entry.tensor.shape)
 
 
-class _StructureWalk(BoundedWalk):
+def flat(entries: Iterable[Entry], calls: dict[Path, Call]) -> tuple[Dict, list[Slot]]:
+    """A dictionary of tensors by their names; ``calls`` are those of tensors that are carried over."""
+    slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
+    return Dict([part for slot in slots for part in (slot.entry.name, slot)]), slots
+
+
+class Structure(BoundedWalk):
+    """The object below ``root``, which is at the path ``start``, as the target has it.
+
+    ``entries`` are the tensors to keep, ``known`` the paths of all tensors there are, ``modules`` those of pickled
+    modules, ``calls`` those of tensors that are carried over. ``slots`` are in the order in which a reader finds them;
+    ``dropped`` are the paths and nodes of what was dropped.
+    """
+
     def __init__(
         self,
-        named: dict[tuple[Key, ...], Named],
-        known: frozenset[tuple[Key, ...]],
-        modules: set[tuple[Key, ...]],
-        calls: dict[tuple[Key, ...], Call],
+        root: object,
+        start: Path,
+        entries: Iterable[Entry],
+        *,
+        known: frozenset[Path],
+        modules: set[Path],
+        calls: dict[Path, Call],
     ) -> None:
         super().__init__()
-        self._named, self._known, self._modules, self._calls = named, known, modules, calls
+        self._entries = {entry.tensor.path: entry for entry in entries}
+        self._known, self._modules, self._calls = known, modules, calls
         self.slots: list[Slot] = []
-        self.dropped: list[Dropped] = []
+        self.dropped: list[tuple[Path, Any]] = []
+        kept = self._keep(root, start, 0)
+        self.root = Dict([]) if kept is NOTHING else kept
 
-    def keep(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
+    def _keep(self, node: Any, path: Path, depth: int) -> Any:
         """A node as the target has it, or ``NOTHING``."""
         if path in self._known:
             attributes = tensor_attributes(node)
             if attributes.items:
-                self.dropped.append(Dropped((*path, "$attributes"), attributes))
+                self.dropped.append(((*path, "$attributes"), attributes))
             return self._slot(path, state=False)
         if path in self._modules:
-            self.dropped.append(Dropped(path, node))
-            return self._state_dict(path)
+            self.dropped.append((path, node))
+            made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
+            made.items = []
+            for inside, entry in self._entries.items():
+                if inside[: len(path)] == path:
+                    name = entry.name.rpartition("/")[2] if path else entry.name
+                    made.items += [name, self._slot(inside, state=True)]
+            return made
         if type(node) in _PLAIN_TYPES or _is_plain(node):
             return node
         ordered = type(node) is Call and called(node) == _ORDERED_DICT and not node.appended
         container = ordered or type(node) in (Dict, list, tuple)
-        if not container or id(node) in self.ancestors or self.is_too_much(node, depth):
-            self.dropped.append(Dropped(path, node))
+        if not container or self.why_stop(node, depth):
+            self.dropped.append((path, node))
             return NOTHING
         self.ancestors.add(id(node))
         try:
             if type(node) in (list, tuple):
-                values = [self.keep(value, (*path, index), depth + 1) for index, value in enumerate(node)]
+                values = [self._keep(value, (*path, index), depth + 1) for index, value in enumerate(node)]
                 kept = [None if value is NOTHING else value for value in values]
                 return tuple(kept) if type(node) is tuple else kept
             return self._mapping(node, path, depth + 1)
         finally:
             self.ancestors.discard(id(node))
 
-    def _slot(self, path: tuple[Key, ...], *, state: bool) -> Any:
-        if path not in self._named:
+    def _slot(self, path: Path, *, state: bool) -> Any:
+        if path not in self._entries:
             return NOTHING
-        self.slots.append(Slot(self._named[path], state=state, call=self._calls.get(path)))
+        self.slots.append(Slot(self._entries[path], state=state, call=self._calls.get(path)))
         return self.slots[-1]
 
-    def _state_dict(self, path: tuple[Key, ...]) -> Call:
-        items: list[object] = []
-        for inside, each in self._named.items():
-            if inside[: len(path)] == path:
-                items += [each.name.rpartition("/")[2] if path else each.name, self._slot(inside, state=True)]
-        made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-        made.items = items
-        return made
-
-    def _mapping(self, node: Any, path: tuple[Key, ...], depth: int) -> Dict | Call:
-        items: list[object] = []
+    def _mapping(self, node: Any, path: Path, depth: int) -> Dict | Call:
+        items: list[Any] = []
         for key, value in last_pairs(node.items if type(node) is Dict else call_items(node)):
             step = (*path, short_key(key))
             if type(key) not in KEY_TYPES:
-                self.dropped.append(Dropped(step, value))
+                self.dropped.append((step, value))
                 continue
-            kept = self.keep(value, step, depth)
-            if kept is not NOTHING:
-                items += [_key_of(kept, key), kept]
+            kept = self._keep(value, step, depth)
+            if kept is NOTHING:
+                continue
+            if type(kept) is Slot and type(key) is str and kept.entry.tensor.name.endswith(key):
+                # The tensor may be called otherwise now, without the prefix that was stripped.
+                name = kept.entry.name
+                if len(kept.entry.tensor.name) == len(key):
+                    key = name  # noqa: PLW2901 - the same key under its new name
+                elif "/" not in key:
+                    key = name.rpartition("/")[2]  # noqa: PLW2901 - as above
+            items += [key, kept]
         if type(node) is Dict:
             return Dict(items)
         made = Call(node.callee, (), "reduce", 0)
         made.items = items
         if node.states:  # state_dict() keeps the versions of its modules there
-            state = self.keep(node.states[-1], (*path, "$attributes"), depth)
+            state = self._keep(node.states[-1], (*path, "$attributes"), depth)
             made.states = [state] if state is not NOTHING else None
         return made
-
-
-def _key_of(kept: object, key: object) -> object:
-    """The key of a value: of a tensor, as the tensor is called now, without the prefix that was stripped."""
-    if type(kept) is not Slot or type(key) is not str or not kept.named.tensor.name.endswith(key):
-        return key
-    name = kept.named.name
-    if len(kept.named.tensor.name) == len(key):
-        return name
-    return name.rpartition("/")[2] if "/" not in key else key
 
 
 def _is_plain(node: Any) -> bool:
@@ -246,16 +238,14 @@ def _is_plain(node: Any) -> bool:
     for part in parts:  # grows as it goes
         if type(part) in (tuple, list) and len(parts) < _MAX_PARTS:
             parts += part
-        elif type(part) not in _PLAIN_TYPES and not (part is not node and _is_encoded_bytes(part)):
+        elif type(part) is Call and part is not node:  # by such a call pickles of protocol 2 hold bytes
+            if called(part) != "_codecs.encode" or type(part.args) is not tuple:
+                return False
+            if not all(type(each) is str for each in part.args):
+                return False
+        elif type(part) not in _PLAIN_TYPES:
             return False
     return True
-
-
-def _is_encoded_bytes(node: Any) -> bool:
-    """Whether a node is a call by which pickles of protocol 2 hold bytes."""
-    if type(node) is not Call or called(node) != "_codecs.encode" or type(node.args) is not tuple:
-        return False
-    return all(type(part) is str for part in node.args)
 
 
 # -- which bytes become storages
@@ -266,64 +256,67 @@ _CLASSES = {
 _WIDEST = 16
 
 
-class _Stored(NamedTuple):
-    """A storage of the target: the bytes of an entry, under a number."""
-
-    key: str
-    entry: Entry
-
-
-class _View(NamedTuple):
-    """How a tensor looks at its storage."""
-
-    stored: _Stored
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+def tie_of(tensor: Tensor) -> Any:
+    """What two names of the same numbers have in common; ``None`` where there are no numbers to share."""
+    if tensor.kind != "strided" or tensor.storage is None or not tensor.numel:
+        return None
+    steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1]
+    return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)
 
 
-class Layout(NamedTuple):
-    """The storages, and how each slot looks at them, by the ``id`` of the slot."""
-
-    storages: list[_Stored]
-    views: dict[int, _View]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all storages."""
-        return sum(stored.entry.nbytes for stored in self.storages)
-
-    def add(self, entry: Entry) -> _Stored:
-        """Add a storage."""
-        stored = _Stored(str(len(self.storages)), entry)
-        self.storages.append(stored)
-        return stored
+def byte_span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage from the first to the last that a tensor reaches."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    return itemsize(tensor.dtype, tensor.offset), itemsize(tensor.dtype, tensor.offset + last + 1)
 
 
-def laid_out(structure: Structure, content: Content, wanted: str) -> Layout:
+def overlapping(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Groups of spans (first byte, end, anything) that overlap, directly or by way of others."""
+    group: list[Span] = []
+    reached = 0
+    for span in sorted(spans, key=lambda span: span[:2]):
+        if group and span[0] >= reached:
+            yield group
+            group, reached = [], 0
+        group.append(span)
+        reached = max(reached, span[1])
+    yield group
+
+
+def lay_out(slots: Iterable[Slot], content: Content) -> list[Entry]:
     """The storages of an object: tensors that overlap share one, every other has one of its own."""
     allowance = Allowance(content.checkpoint)
-    layout = Layout([], {})
+    storages: list[Entry] = []
     spans: dict[str, list[tuple[int, int, Slot]]] = {}
-    alone: dict[Any, _Stored] = {}
-    for slot in structure.slots:
+    alone: dict[Any, int] = {}
+    for slot in slots:
         if slot.call is not None:
             continue
-        tensor = slot.named.tensor
-        dtype = wanted if is_cast(tensor.dtype, wanted) else tensor.dtype
-        if dtype == tensor.dtype and _shares_storage(tensor, content):
+        tensor = slot.entry.tensor
+        if not slot.entry.is_cast and _shares_storage(tensor, content):
             spans.setdefault(tensor.storage or "", []).append((*byte_span(tensor), slot))
             continue
         tie = tie_of(tensor) or id(slot)
         if tie not in alone:
             allowance.spend(tensor)
-            alone[tie] = layout.add(Entry(slot.named.name, tensor, dtype))
-        layout.views[id(slot)] = _View(alone[tie], dtype, 0, tensor.shape, contiguous(tensor.shape))
+            alone[tie] = len(storages)
+            storages.append(slot.entry)
+        slot.storage = alone[tie]
     for storage_spans in spans.values():
         for group in overlapping(storage_spans):
-            _share(group, layout)
-    return layout
+            first: Entry = group[0][2].entry
+            dtypes = {slot.entry.dtype for _, _, slot in group}
+            dtype = first.dtype if len(dtypes) == 1 else "uint8"
+            width = ITEMSIZE[dtype]
+            low = group[0][0] if len(dtypes) == 1 else group[0][0] // _WIDEST * _WIDEST
+            size = (max(high for _, high, _ in group) - low) // width
+            whole = Tensor((), first.name, dtype, (size,), (1,), "cpu", first.tensor.storage, low // width)
+            for _, _, slot in group:
+                slot.storage = len(storages)
+                slot.offset = slot.entry.tensor.offset - low // ITEMSIZE[slot.entry.dtype]
+                slot.stride = slot.entry.tensor.stride
+            storages.append(Entry(first.name, whole, dtype))
+    return storages
 
 
 def _shares_storage(tensor: Tensor, content: Content) -> bool:
@@ -337,50 +330,34 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
     return not mixed and not scattered
 
 
-def _share(group: list[tuple[int, int, Slot]], layout: Layout) -> None:
-    first = group[0][2].named
-    dtypes = {slot.named.tensor.dtype for _, _, slot in group}
-    dtype = first.tensor.dtype if len(dtypes) == 1 else "uint8"
-    width = ITEMSIZE[dtype]
-    low = group[0][0] if len(dtypes) == 1 else group[0][0] // _WIDEST * _WIDEST
-    size = (max(high for _, high, _ in group) - low) // width
-    whole = Tensor((), first.name, dtype, (size,), (1,), "cpu", first.tensor.storage, low // width)
-    stored = layout.add(Entry(first.name, whole, dtype))
-    for _, _, slot in group:
-        tensor = slot.named.tensor
-        offset = tensor.offset - low // ITEMSIZE[tensor.dtype]
-        layout.views[id(slot)] = _View(stored, tensor.dtype, offset, tensor.shape, tensor.stride)
-
-
 # -- the pickle
 
 
 class _TensorCalls:
-    """Makes the call for each slot. Storages that are carried over are added to the layout when they are needed."""
+    """Makes the call for each slot. Storages that are carried over are added to ``storages`` when they are needed."""
 
-    def __init__(self, layout: Layout, storages: tuple[Storage, ...]) -> None:
-        self._layout = layout
+    def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
+        self._storages = storages
         self._globals: dict[str, Global] = {}
-        self._source_storages = {storage.key: storage for storage in storages}
-        self._carried: dict[str, _Stored] = {}
+        self._source_storages = {storage.key: storage for storage in checkpoint.storages}
+        self._carried: dict[str, str] = {}
 
     def tensor(self, slot: Slot) -> Any:
         """The call for a tensor."""
         if slot.call is not None:
             return self._carry(slot.call)
-        view, tensor = self._layout.views[id(slot)], slot.named.tensor
+        tensor, dtype, key = slot.entry.tensor, slot.entry.dtype, str(slot.storage)
         parameter = tensor.cls == "Parameter" and not slot.state
-        kind = _CLASSES.get(view.dtype)
-        key, nbytes = view.stored.key, view.stored.entry.nbytes
+        kind, nbytes = _CLASSES.get(dtype), self._storages[slot.storage].nbytes
         if kind is None:  # a dtype without a storage class of its own
             pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
         else:
-            pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[view.dtype])
+            pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
         grad = tensor.requires_grad and not slot.state and not parameter and kind is not None
         hooks = self._call("collections", "OrderedDict")
-        args = (Persistent(pid, 0), view.offset, view.shape, view.stride, grad, hooks)
+        args = (Persistent(pid, 0), slot.offset, tensor.shape, slot.stride, grad, hooks)
         if kind is None:
-            made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", view.dtype))
+            made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", dtype))
         else:
             made = self._call("torch._utils", "_rebuild_tensor_v2", *args)
         if parameter:
@@ -396,28 +373,26 @@ class _TensorCalls:
 
     def _carry(self, node: Any) -> Any:
         """A clean call with the storages of the target; no deeper than the tensors that our reader understands."""
-        if type(node) is Persistent:
-            pid: Any = node.id
-            return Persistent(("storage", pid[1], self._carried_key(_storage_key(node)), "cpu", pid[4]), 0)
         if type(node) is tuple:
             return tuple(self._carry(part) for part in node)
         if type(node) is Call:
             made = Call(node.callee, self._carry(node.args), node.kind, 0)
             made.items = [self._carry(part) for part in node.items] if node.items else None
             return made
-        return node
-
-    def _carried_key(self, key: str) -> str:
-        """The key in the target of a storage that is carried over whole."""
-        if key not in self._carried:
+        if type(node) is not Persistent:
+            return node
+        pid: Any = node.id
+        key = _storage_key(node)
+        if key not in self._carried:  # all of the storage
             storage = self._source_storages[key]
             dtype = _NUMBERS.get(storage.dtype, storage.dtype)  # as its bytes are read: they may have to be swapped
             width = ITEMSIZE.get(dtype, 0)
             if not width or dtype.startswith("q") or storage.nbytes % width:
                 dtype, width = "uint8", 1
             tensor = Tensor((), key, dtype, (storage.nbytes // width,), (1,), "cpu", storage.id)
-            self._carried[key] = self._layout.add(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
-        return self._carried[key].key
+            self._carried[key] = str(len(self._storages))
+            self._storages.append(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
+        return Persistent(("storage", pid[1], self._carried[key], "cpu", pid[4]), 0)
 
 
 # -- the archive
@@ -425,67 +400,58 @@ class _TensorCalls:
 _MAX_BUNCH = 1000
 
 
-def write_torch(job: Job, structure: Structure, layout: Layout, data: Data) -> list[Location]:
-    """Write the object and its storages; where a reader finds them."""
-    from transload.formats.pickle_writer import dumps
-    from transload.io.atomic import SystemFile
-
-    layout = Layout([*layout.storages], layout.views)  # the plan stays as it is
-    calls = _TensorCalls(layout, data.content.checkpoint.storages)
-    pickled = dumps(structure.root, expand=(Slot, calls.tensor))
-    file = job.bundle.add(job.dst)
-    write_checkpoint(
-        SystemFile(file.descriptor, push=True),
-        opening_records(pickled),
-        _records(layout.storages, data),
-        layout.nbytes,
-        tell=job.progress,
-    )
-    return _read_back(Descriptor(file.descriptor, file.path), structure.slots, layout)
-
-
 class _Stream:
     """The bytes of an entry, for a writer that looks some pieces ahead."""
 
-    def __init__(self, entry: Entry, data: Data) -> None:
-        self._entry, self._data = entry, data
+    def __init__(self, entry: Entry, job: Job) -> None:
+        self._entry, self._job = entry, job
 
     def chunks(self) -> Iterator[Chunk]:
-        for piece in self._data.pieces(self._entry, PIECE):
+        for piece in self._job.pieces(self._entry, PIECE):
             yield Chunk(bytes(piece))
 
 
-def _records(storages: list[_Stored], data: Data) -> Iterator[Record | Bunch]:
-    small: list[tuple[bytes, bytes]] = []
-    for stored in storages:
-        name, size = b"data/" + stored.key.encode(), stored.entry.nbytes
-        if size <= SMALL:
-            small.append((name, b"".join(map(bytes, data.pieces(stored.entry)))))
-        if small and (size > SMALL or len(small) >= _MAX_BUNCH):
-            yield Bunch(small)
-            small = []
-        if size > SMALL:
-            yield Record(name, size, _Stream(stored.entry, data))
-    if small:
-        yield Bunch(small)
-
-
-def _read_back(source: Descriptor, slots: tuple[Slot, ...], layout: Layout) -> list[Location]:
-    """Where the reader finds what was just written; it must find just that."""
+def write_torch(job: Job, root: object, slots: list[Slot], storages: list[Entry]) -> list[Location]:
+    """Write the object and its storages; where a reader finds them, which must be just as they were written."""
     from transload.formats import read_source
+    from transload.formats.pickle_writer import dumps
+    from transload.io.atomic import SystemFile
 
+    storages = [*storages]  # the plan stays as it is
+    pickled = dumps(root, expand=(Slot, _TensorCalls(storages, job.content.checkpoint).tensor))
+
+    def records() -> Iterator[Record | Bunch]:
+        small: list[tuple[bytes, bytes]] = []
+        for number, entry in enumerate(storages):
+            name, size = b"data/%d" % number, entry.nbytes
+            if size <= SMALL:
+                small.append((name, b"".join(map(bytes, job.pieces(entry)))))
+            if small and (size > SMALL or len(small) >= _MAX_BUNCH):
+                yield Bunch(small)
+                small = []
+            if size > SMALL:
+                yield Record(name, size, _Stream(entry, job))
+        if small:
+            yield Bunch(small)
+
+    file = job.bundle.add(job.dst)
+    nbytes = sum(entry.nbytes for entry in storages)
+    sink = SystemFile(file.descriptor, push=True)
+    write_checkpoint(sink, opening_records(pickled), records(), nbytes, tell=job.progress)
+
+    source = Descriptor(file.descriptor, file.path)
     read = read_source(source)
     problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # a long history of losses
     if len(read.tensors) != len(slots) or problems:
         raise ConvertError("it does not read back as it was written", where=source.name)
     for tensor, slot in zip(read.tensors, slots, strict=True):
-        view, before = layout.views.get(id(slot)), slot.named.tensor
-        if view is None:
+        before = slot.entry.tensor
+        if slot.call is not None:
             same = (tensor.kind, tensor.dtype, tensor.shape) == (before.kind, before.dtype, before.shape)
         else:
             found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
-            same = found == (view.dtype, view.offset, view.shape, view.stride, view.stored.key)
+            same = found == (slot.entry.dtype, slot.offset, before.shape, slot.stride, str(slot.storage))
         if not same:
-            raise ConvertError(f"{slot.named.name} does not read back as it was written", where=source.name)
+            raise ConvertError(f"{slot.entry.name} does not read back as it was written", where=source.name)
     offsets = {storage.key: storage.offset or 0 for storage in read.storages}
-    return [Location(entry, source.read, offsets[key]) for key, entry in layout.storages if entry.nbytes]
+    return [Location(entry, source.read, offsets[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]

@@ -1,42 +1,56 @@
 """The bytes of tensors on their way from the source to the target.
 
-``Data`` gives the bytes of an ``Entry`` as the target has them. There are two ways into a file: a ``Writer`` goes from
-front to back, and lets the kernel copy what the source holds as it is; ``pour`` writes a file and reads it back in one
-pass, with several threads. ``compare`` reads back what was not poured. ``check_source`` compares the checksums that the
-source was saved with.
+A ``Job`` gives the bytes of an ``Entry`` as the target has them, rounded by ``cast`` where it has another dtype. There
+are two ways into a file: a ``Writer`` goes from front to back, and lets the kernel copy what the source holds as it is;
+``pour`` writes a file and reads it back in one pass, with several threads. ``compare`` reads back what was not poured.
+``check_source`` compares the checksums that the source was saved with.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
+from functools import cache
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.converting.casting import cast
-from transload.dtypes import itemsize
+from transload.converting.output import Bundle
+from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ConvertError, OverflowRefusedError
+from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import FileSource
 from transload.tensors import Content, ContentError, Run
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor
 
-__all__ = ["CAN_POUR", "Data", "Descriptor", "Entry", "Location", "Writer", "check_source", "compare", "pour"]
+__all__ = [
+    "CAN_POUR",
+    "FLOATING",
+    "Descriptor",
+    "Entry",
+    "Job",
+    "Location",
+    "Writer",
+    "cast",
+    "cast_dtype",
+    "check_source",
+    "compare",
+    "pour",
+    "rounded_slowly",
+]
 
 _PIECE = 4 << 20
 _DIFFERENT = "the bytes read back differ from those written"
 _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
-Progress = Callable[[int], None]
-
 
 class Entry(NamedTuple):
-    """A tensor of the target."""
+    """A tensor of the target: its name and dtype there, and the tensor of the source."""
 
     name: str
     tensor: Tensor
@@ -48,27 +62,47 @@ class Entry(NamedTuple):
         return itemsize(self.dtype, self.tensor.numel)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.tensor.shape
+    def is_cast(self) -> bool:
+        """Whether its numbers are rounded."""
+        return self.dtype != self.tensor.dtype
 
 
-class Data:
-    """The bytes of entries; ``infinite`` counts finite numbers that became infinite, by the names of their tensors."""
+class Job:
+    """A conversion under way: the source, the target, and what the writers report back.
 
-    def __init__(self, content: Content, *, allow_inf: bool) -> None:
+    ``progress`` is called with bytes that were written or compared. ``copied`` counts the bytes that the kernel copied
+    by itself; ``infinite`` are finite numbers that became infinite, by the name of the tensor; ``checksums`` are the
+    CRC-32 of entries, by their ``id``, where they are known.
+    """
+
+    def __init__(
+        self,
+        content: Content,
+        dst: str = "",
+        bundle: Bundle | None = None,
+        *,
+        allow_inf: bool = False,
+        verify: bool = True,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
         self.content = content
-        self._allow_inf = allow_inf
+        self.dst = dst
+        self.bundle = bundle or Bundle(overwrite=False)
+        self.verify = verify
+        self.progress = progress or (lambda _: None)
+        self.copied = 0
         self.infinite: dict[str, int] = {}
+        self.checksums: dict[int, int] = {}
+        self._allow_inf = allow_inf
 
     def run(self, entry: Entry) -> Run | None:
         """Where exactly these bytes lie in a file of the source, if they do."""
-        return None if entry.dtype != entry.tensor.dtype else self.content.run(entry.tensor)
+        return None if entry.is_cast else self.content.run(entry.tensor)
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
         """The bytes, in pieces that are valid until the next is asked for."""
         pieces = self.content.pieces(entry.tensor, size)
-        if entry.dtype == entry.tensor.dtype:
+        if not entry.is_cast:
             yield from pieces
             return
         count = 0
@@ -76,10 +110,9 @@ class Data:
             made, infinite = cast(piece, entry.tensor.dtype, entry.dtype)
             count += infinite
             yield made
-        if not count:
-            return
-        self.infinite[entry.name] = count
-        if not self._allow_inf:
+        if count:
+            self.infinite[entry.name] = count
+        if count and not self._allow_inf:
             what = f"{count:,} of the {entry.tensor.numel:,} values of {entry.name} are too large for {entry.dtype}"
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
             fix = f"Choose {wider}, or add --allow-inf to store them as infinities."
@@ -94,18 +127,16 @@ _AT_ONCE = 64 << 20  # between two copies of this size progress is reported, and
 
 
 class Writer:
-    """Writes a file by its descriptor; ``copied`` counts the bytes that the kernel copied by itself."""
+    """Writes a file of a job by its descriptor."""
 
-    def __init__(self, descriptor: int, progress: Progress | None) -> None:
+    def __init__(self, descriptor: int, job: Job) -> None:
         from transload.io.atomic import SystemFile
 
-        self._descriptor = descriptor
+        self._descriptor, self._job = descriptor, job
         self._sink = SystemFile(descriptor, push=True)
-        self._progress = progress or (lambda _: None)
         self._gathered: list[bytes] = []
         self._nbytes = 0
         self._kernel_copies = hasattr(os, "copy_file_range")
-        self.copied = 0
         self.written = 0
 
     def write(self, data: Any) -> None:
@@ -126,47 +157,36 @@ class Writer:
             self._sink.write([b"".join(self._gathered)])
             self._gathered, self._nbytes = [], 0
 
-    def put(self, entry: Entry, data: Data) -> None:
-        """Write the bytes of an entry."""
-        before = self.written
-        run = data.run(entry) if entry.nbytes >= _LARGE and self._kernel_copies else None
-        source: Any = data.content.open_file(run.file) if run is not None else None
-        if run is not None and hasattr(source, "descriptor"):
-            done = self._copy(source, run)
-            while done < run.nbytes:  # what the kernel did not copy
+    def put(self, entry: Entry) -> None:
+        """Write the bytes of an entry; the kernel copies them if a file of the source holds them as they are."""
+        job, begin = self._job, self.written
+        run = job.run(entry) if entry.nbytes >= _LARGE and self._kernel_copies else None
+        source: Any = job.content.open_file(run.file) if run is not None else None
+        if run is None or not hasattr(source, "descriptor"):
+            for piece in job.pieces(entry):
+                self.write(piece)
+            if self.written - begin != entry.nbytes:
+                raise ContentError(f"{entry.name} has {self.written - begin:,} bytes, not {entry.nbytes:,}")
+            return
+        self.flush()
+        while (done := self.written - begin) < run.nbytes:
+            count = 0
+            if self._kernel_copies:
+                most = min(_AT_ONCE, run.nbytes - done)
+                with suppress(OSError):  # between file systems, or on a network; a full disk fails again in write()
+                    count = os.copy_file_range(source.descriptor, self._descriptor, most, run.offset + done)
+                job.copied += count
+                self._count(count)
+                self._kernel_copies = count > 0
+            if not count:
                 piece = source.read(run.offset + done, min(_GATHERED, run.nbytes - done))
                 if not piece:
                     raise ContentError(f"the file became shorter while it was being read: {source.name}")
                 self.write(piece)
-                done += len(piece)
-            return
-        for piece in data.pieces(entry):
-            self.write(piece)
-        if self.written - before != entry.nbytes:
-            raise ContentError(f"{entry.name} has {self.written - before:,} bytes, not {entry.nbytes:,}")
-
-    def _copy(self, source: Any, run: Run) -> int:
-        """Let the kernel copy what it can, and return how many bytes that was."""
-        self.flush()
-        done = 0
-        while done < run.nbytes:
-            try:
-                count = os.copy_file_range(
-                    source.descriptor, self._descriptor, min(_AT_ONCE, run.nbytes - done), run.offset + done
-                )
-            except OSError:  # between file systems, or on a network; a full disk fails again in write()
-                self._kernel_copies = False
-                break
-            if not count:
-                break
-            done += count
-            self.copied += count
-            self._count(count)
-        return done
 
     def _count(self, nbytes: int) -> None:
         self.written += nbytes
-        self._progress(nbytes)
+        self._job.progress(nbytes)
 
 
 class Descriptor(FileSource):
@@ -183,150 +203,83 @@ class Descriptor(FileSource):
 
 
 # -- written and read back in one pass
-#
-# One thread fills chunks in the order of the file; others sum, write, read and compare them, in any order. On Linux the
-# bytes go to the disk and come back from it past the page cache, where the file system allows it: what is compared is
-# then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
 
 CHUNK = 4 << 20
 _SPARE_CHUNKS = 4  # besides those that are being written: one is filled, the others wait
 _THREADS = 4  # perhaps more than cores: most of the time they wait for the disk
 _PAST_THE_CACHE = 64 << 20  # bytes from which it is worth it; smaller files may as well stay in memory
-_PAGE = 4096
 CAN_POUR = hasattr(os, "pwrite") and hasattr(os, "preadv")
 
 
-def pour(
-    descriptor: int,
-    head: bytes,
-    entries: list[Entry],
-    data: Data,
-    *,
-    where: str,
-    progress: Progress | None = None,
-) -> list[int]:
+def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
     """Write a file of ``head`` and the bytes of entries; the CRC-32 of each entry.
 
-    ``ConvertError`` if the file does not hold what was written.
+    ``ConvertError`` if the file does not hold what was written. Progress counts each byte twice: it is also compared.
     """
     from transload.io.checksums import combined
 
-    pool = ChunkPool(descriptor, len(head) + sum(entry.nbytes for entry in entries), where)
-    with pool:
-        filler = _Filler(pool, progress)
-        filler.put(head, -1)
+    size = len(head) + sum(entry.nbytes for entry in entries)
+    with ChunkPool(descriptor, size, where, lambda nbytes: job.progress(2 * nbytes)) as pool:
+        pool.put(head, -1)
         for index, entry in enumerate(entries):
-            filler.put_entry(index, entry, data)
-        filler.finish()
-    checksums: list[int | None] = [None] * len(entries)
-    for index, _, nbytes, checksum in sorted(filler.sums):
+            run, done = job.run(entry), 0
+            if run is None:
+                for piece in job.pieces(entry):
+                    pool.put(piece, index)
+                    done += len(piece)
+                if done != entry.nbytes:
+                    raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
+                continue
+            source = job.content.open_file(run.file)
+            while done < run.nbytes:  # straight into the chunk
+                count = source.readinto(run.offset + done, pool.room(run.nbytes - done))
+                if not count:
+                    raise ContentError("the file became shorter while it was being read", where=source.name)
+                pool.add(index, count)
+                done += count
+        pool.finish()
+    checksums = [0] * len(entries)
+    for index, _, nbytes, checksum in sorted(pool.sums):
         before = checksums[index]
-        checksums[index] = checksum if before is None else combined(before, checksum, nbytes)
-    return [checksum or 0 for checksum in checksums]
+        checksums[index] = combined(before, checksum, nbytes) if before else checksum
+    return checksums
 
 
 class Chunk:
     """A buffer, and the place in the file where it goes. ``parts`` are index of the entry, start and bytes of each."""
 
     def __init__(self, nbytes: int) -> None:
-        from transload.io.memory import Pages, view
-
         self.pages = Pages(nbytes)
         self.view = view(self.pages.address, nbytes)
-        self.clear(0)
-
-    def clear(self, offset: int) -> None:
-        """Empty it, for what goes to a place in the file."""
-        self.offset = offset
-        self.filled = 0
+        self.offset = self.filled = 0
         self.parts: list[tuple[int, int, int]] = []
-        self.sums: list[int] = []
-
-
-class _Filler:
-    """Fills chunks one after the other; ``sums`` are entry, place in the file, bytes and checksum of each part."""
-
-    def __init__(self, pool: ChunkPool, progress: Progress | None) -> None:
-        self._pool = pool
-        self._progress = progress
-        self._chunk = pool.free()
-        self.sums: list[tuple[int, int, int, int]] = []
-
-    def put_entry(self, index: int, entry: Entry, data: Data) -> None:
-        """Add the bytes of an entry; straight into the chunk, if a file holds them as they are."""
-        run = data.run(entry)
-        done = 0
-        if run is None:
-            for piece in data.pieces(entry):
-                self.put(piece, index)
-                done += len(piece)
-            if done != entry.nbytes:
-                raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
-            return
-        source = data.content.open_file(run.file)
-        while done < run.nbytes:
-            count = source.readinto(run.offset + done, self._room(run.nbytes - done))
-            if not count:
-                raise ContentError("the file became shorter while it was being read", where=source.name)
-            self._add(index, count)
-            done += count
-
-    def put(self, data: Any, index: int) -> None:
-        """Add bytes of the entry with this index; -1 for none."""
-        view = memoryview(data)
-        while view:
-            room = self._room(len(view))
-            room[:] = view[: len(room)]
-            self._add(index, len(room))
-            view = view[len(room) :]
-
-    def _room(self, nbytes: int) -> memoryview:
-        chunk = self._chunk
-        if chunk.filled == len(chunk.view):
-            end = chunk.offset + chunk.filled
-            self._pool.give(chunk)
-            chunk = self._chunk = self._pool.free()
-            self._collect(chunk)
-            chunk.clear(end)
-        return chunk.view[chunk.filled : chunk.filled + nbytes]
-
-    def _add(self, index: int, nbytes: int) -> None:
-        if index >= 0:
-            self._chunk.parts.append((index, self._chunk.filled, nbytes))
-        self._chunk.filled += nbytes
-
-    def _collect(self, chunk: Chunk) -> None:
-        """Take the checksums of a chunk that was written."""
-        for (index, start, nbytes), checksum in zip(chunk.parts, chunk.sums, strict=True):
-            self.sums.append((index, chunk.offset + start, nbytes, checksum))
-        if self._progress is not None and chunk.filled:
-            self._progress(chunk.filled)
-
-    def finish(self) -> None:
-        """Write the last chunk, and wait for all."""
-        self._pool.give(self._chunk)
-        for chunk in self._pool.finish():
-            self._collect(chunk)
 
 
 class ChunkPool:
-    """Threads that sum, write, read back and compare chunks. Left with an error, they stop as soon as they can."""
+    """Fills chunks in the order of the file, while threads sum, write, read back and compare them, in any order.
 
-    def __init__(self, descriptor: int, size: int, where: str) -> None:
-        self._descriptor, self._where = descriptor, where
+    On Linux the bytes go to the disk and come back from it past the page cache, where the file system allows it: what
+    is compared is then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
+    ``sums`` are index of the entry, place in the file, bytes and checksum of each part. Left with an error, the threads
+    stop as soon as they can.
+    """
+
+    def __init__(self, descriptor: int, size: int, where: str, progress: Callable[[int], object]) -> None:
+        self._descriptor, self._where, self._progress = descriptor, where, progress
         self._count = _THREADS if size > CHUNK else 1
-        self._nbytes = min(CHUNK, -(-max(size, 1) // _PAGE) * _PAGE)
+        self._nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
         self._free: SimpleQueue[Chunk | BaseException] = SimpleQueue()
         self._full: SimpleQueue[Chunk | None] = SimpleQueue()
-        self._chunks = _SPARE_CHUNKS + self._count
-        for _ in range(self._chunks):
+        for _ in range(_SPARE_CHUNKS + self._count):
             self._free.put(Chunk(self._nbytes))
         self._threads: list[Thread] = []
         self._direct = size >= _PAST_THE_CACHE and _set_direct(descriptor, on=True)
         self._stopped = False
         self._tail = (0, b"")
+        self._chunk = self._taken()
+        self.sums: list[tuple[int, int, int, int]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         for _ in range(self._count):
             thread = Thread(target=self._work, name="transload pour", daemon=True)
             try:
@@ -334,6 +287,7 @@ class ChunkPool:
             except RuntimeError:  # the system has no more threads
                 break
             self._threads.append(thread)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stopped = kind is not None
@@ -345,33 +299,62 @@ class ChunkPool:
         if self._direct:
             _set_direct(self._descriptor, on=False)
 
-    def free(self) -> Chunk:
-        """A chunk that can be filled; the error of a thread, if there was one."""
+    def put(self, data: Any, index: int) -> None:
+        """Add bytes of the entry with this index; -1 for none."""
+        left = memoryview(data)
+        while left:
+            room = self.room(len(left))
+            room[:] = left[: len(room)]
+            self.add(index, len(room))
+            left = left[len(room) :]
+
+    def room(self, nbytes: int) -> memoryview:
+        """Where to put the next bytes, so many at most; ``add`` tells how many there were."""
+        chunk = self._chunk
+        if chunk.filled == len(chunk.view):
+            end = chunk.offset + chunk.filled
+            self._give(chunk)
+            chunk = self._chunk = self._taken()
+            chunk.offset = end
+        return chunk.view[chunk.filled : chunk.filled + nbytes]
+
+    def add(self, index: int, nbytes: int) -> None:
+        """Count bytes of an entry that were put where ``room`` is."""
+        if index >= 0:
+            self._chunk.parts.append((index, self._chunk.filled, nbytes))
+        self._chunk.filled += nbytes
+
+    def finish(self) -> None:
+        """Write the last chunk, and wait for all."""
+        self._give(self._chunk)
+        for _ in range(_SPARE_CHUNKS + self._count):
+            self._taken()
+        offset, data = self._tail
+        if data:
+            _set_direct(self._descriptor, on=False)
+            os.pwrite(self._descriptor, data, offset)
+            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
+
+    def _taken(self) -> Chunk:
+        """An empty chunk; the error of a thread, if there was one."""
         chunk = self._free.get()
         if isinstance(chunk, BaseException):
             try:
                 raise chunk
             finally:
                 del chunk  # an error that holds itself by its frames would hold the chunks, too
+        if chunk.filled:
+            self._progress(chunk.filled)
+        chunk.filled, chunk.parts = 0, []
         return chunk
 
-    def give(self, chunk: Chunk) -> None:
+    def _give(self, chunk: Chunk) -> None:
         """Have a chunk written."""
         if self._threads:
             self._full.put(chunk)
         else:
             self._process(chunk, Chunk(self._nbytes))
             self._free.put(chunk)
-
-    def finish(self) -> list[Chunk]:
-        """All chunks, when they are written."""
-        done = [self.free() for _ in range(self._chunks)]
-        offset, data = self._tail
-        if data:
-            _set_direct(self._descriptor, on=False)
-            os.pwrite(self._descriptor, data, offset)
-            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
-        return done
 
     def _work(self) -> None:
         try:
@@ -389,10 +372,11 @@ class ChunkPool:
         from transload.io.checksums import fastest_crc32
 
         compute = fastest_crc32()
-        chunk.sums = [compute(chunk.view[at : at + nbytes], 0) for _, at, nbytes in chunk.parts]
+        for index, at, nbytes in chunk.parts:
+            self.sums.append((index, chunk.offset + at, nbytes, compute(chunk.view[at : at + nbytes], 0)))
         whole = chunk.filled
-        if self._direct and whole % _PAGE:  # the end of the file, less than a page: written last, through the cache
-            whole -= whole % _PAGE
+        if self._direct and whole % PAGE:  # the end of the file, less than a page: written last, through the cache
+            whole -= whole % PAGE
             self._tail = (chunk.offset + whole, bytes(chunk.view[whole : chunk.filled]))
         done = 0
         while done < whole:
@@ -402,7 +386,7 @@ class ChunkPool:
             count = self._retry_cached(os.preadv, [again.view[done:whole]], chunk.offset + done)
             self._require(count > 0, "the file is shorter than what was written")
             done += count
-        self._require(_is_equal(chunk, again, whole), _DIFFERENT)
+        self._require(is_equal(chunk.pages.address, again.pages.address, whole), _DIFFERENT)
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:
@@ -436,16 +420,6 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
     return False
 
 
-def _is_equal(first: Chunk, second: Chunk, nbytes: int) -> bool:
-    import ctypes
-
-    if sys.platform == "win32":
-        return bytes(first.view[:nbytes]) == bytes(second.view[:nbytes])
-    compare = ctypes.CDLL(None).memcmp
-    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return not compare(first.pages.address, second.pages.address, nbytes)
-
-
 # -- read back
 
 _COMPARED = 1 << 20  # bytes at once: two of these fit into the cache of a core
@@ -460,7 +434,7 @@ class Location(NamedTuple):
     offset: int
 
 
-def compare(locations: list[Location], data: Data, where: str, progress: Progress | None) -> None:
+def compare(locations: list[Location], job: Job) -> None:
     """Read the source and the target again and compare every byte; ``ConvertError`` if any differs."""
     from transload.io.pool import each, threads
 
@@ -470,83 +444,171 @@ def compare(locations: list[Location], data: Data, where: str, progress: Progres
         for location in locations:
             nbytes = location.entry.nbytes
             # What lies in files on both sides can be cut into parts for several threads.
-            step = _TASK if nbytes > _TASK and data.run(location.entry) is not None else max(nbytes, 1)
+            step = _TASK if nbytes > _TASK and job.run(location.entry) is not None else max(nbytes, 1)
             for start in range(0, max(nbytes, 1), step):
                 yield location, start, min(step, nbytes - start)
 
     def check(task: tuple[Location, int, int]) -> None:
         location, start, nbytes = task
-        if not _is_same(location, data, start, nbytes):
-            raise ConvertError(f"{location.entry.name}: {_DIFFERENT}", where=where, fix=_TRY_AGAIN)
-        if progress is not None:
-            with lock:
-                progress(nbytes)
+        if not _is_same(location, job, start, nbytes):
+            raise ConvertError(f"{location.entry.name}: {_DIFFERENT}", where=job.dst, fix=_TRY_AGAIN)
+        with lock:
+            job.progress(nbytes)
 
     total = sum(location.entry.nbytes for location in locations)
     each(tasks(), lambda: check, threads() if total >= _TASK else 1)
 
 
-def _is_same(location: Location, data: Data, start: int, nbytes: int) -> bool:
+def _is_same(location: Location, job: Job, start: int, nbytes: int) -> bool:
     entry, read, offset = location
-    run = data.run(entry)
+    run = job.run(entry)
     if run is not None:
-        source = data.content.open_file(run.file)
+        source = job.content.open_file(run.file)
         for at in range(start, start + nbytes, _COMPARED):
             count = min(_COMPARED, start + nbytes - at)
             if source.read(run.offset + at, count) != read(offset + at, count):
                 return False
         return True
     at = offset
-    for piece in data.pieces(entry, _COMPARED):
+    for piece in job.pieces(entry, _COMPARED):
         if read(at, len(piece)) != bytes(piece):
             return False
         at += len(piece)
     return at - offset == nbytes
 
 
-def check_source(entries: tuple[Entry, ...], carried: Iterable[Tensor], data: Data, checksums: dict[int, int]) -> None:
+def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) -> None:
     """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
 
-    ``checksums`` are those that are known already, by the ``id`` of their entry: these storages are not read again.
+    Storages whose bytes were summed while they were written are not read again.
     """
-    content = data.content
-    tensors = [*(entry.tensor for entry in entries), *carried]
-    unchecked = {each.storage for tensor in tensors for each in (tensor, *tensor.parts) if each.storage}
+    from transload.checkpoint import Record
+    from transload.formats.verify import verify_records
+
+    content = job.content
+    unchecked: set[str] = set()
+    for tensor in [*(entry.tensor for entry in entries), *carried]:
+        unchecked.update(each.storage for each in (tensor, *tensor.parts) if each.storage)
     damaged: list[str] = []
     for entry in entries:
-        if id(entry) not in checksums:
+        run, storage = job.run(entry), content.storage(entry.tensor)
+        known = job.checksums.get(id(entry))
+        if known is None or run is None or storage is None or storage.crc32 is None:
             continue
-        run, storage = data.run(entry), content.storage(entry.tensor)
-        if run is None or storage is None or (storage.offset, storage.nbytes) != (run.offset, run.nbytes):
-            continue  # the source's checksum is not that of just these bytes
-        if storage.crc32 is not None:
+        if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum is of other bytes
             unchecked.discard(storage.id)
-            if storage.crc32 != checksums[id(entry)]:
-                damaged.append(
-                    f"checksum {checksums[id(entry)]:08x}, saved with {storage.crc32:08x}; holds {entry.name}"
-                )
-    damaged += _damaged_records(content, unchecked)
+            if storage.crc32 != known:
+                damaged.append(f"checksum {known:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
+    records = {record.name: record for record in content.checkpoint.records}
+    used = [each for each in content.checkpoint.storages if each.id in unchecked and each.crc32 is not None]
+    by_file: dict[str, dict[str, Record]] = {}
+    for each in used:
+        record = records.get(each.record) if not each.file else None
+        if record is None and each.offset is not None and not each.compressed:
+            record = Record(each.record, each.offset, each.nbytes, each.nbytes, each.crc32)
+        if record is not None:
+            by_file.setdefault(each.file, {})[record.name] = record
+    for file, found in by_file.items():
+        problems = verify_records(content.open_file(file), list(found.values()), used)
+        damaged += [problem.detail for problem in problems]
     if damaged:
         what = f"{len(damaged)} of its records are damaged: {damaged[0]}"
         raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
 
 
-def _damaged_records(content: Content, storages: set[str]) -> list[str]:
-    """What is wrong with the records of some storages."""
-    from transload.checkpoint import Record
-    from transload.formats.verify import verify_records
+# -- floating-point numbers in another width, rounded once, to the nearest, ties to even; little-endian throughout
+#
+# With numpy at the speed of memory; without it by ``rounded_slowly``, number by number, which is also what the fast one
+# is tested against. torch rounds a float64 to bfloat16 in two steps, by way of float32; here it is one.
 
-    known = {record.name: record for record in content.checkpoint.records}
-    used = [each for each in content.checkpoint.storages if each.id in storages and each.crc32 is not None]
-    by_file: dict[str, dict[str, Record]] = {}
-    for each in used:
-        record = known.get(each.record) if not each.file else None
-        if record is None and each.offset is not None and not each.compressed:
-            record = Record(each.record, each.offset, each.nbytes, each.nbytes, each.crc32)
-        if record is not None:
-            by_file.setdefault(each.file, {})[record.name] = record
-    return [
-        problem.detail
-        for file, records in by_file.items()
-        for problem in verify_records(content.open_file(file), list(records.values()), used)
-    ]
+_EXPONENT = {"float64": 11, "float32": 8, "float16": 5, "bfloat16": 8}  # bits of the exponent
+_MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+_INFINITE = {dtype: (1 << _EXPONENT[dtype]) - 1 << bits for dtype, bits in _MANTISSA.items()}
+# What is not a number, as every processor makes it; the sign is that of the number it came from.
+_NAN = {dtype: _INFINITE[dtype] | 1 << bits - 1 for dtype, bits in _MANTISSA.items()}
+_SIGN = {dtype: 1 << _EXPONENT[dtype] + bits for dtype, bits in _MANTISSA.items()}
+FLOATING = tuple(_MANTISSA)
+
+
+def cast_dtype(dtype: str, wanted: str) -> str:
+    """The dtype that a tensor gets where ``wanted`` is asked for: only floating ones change."""
+    return wanted if wanted and dtype in FLOATING else dtype
+
+
+def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
+    r"""The numbers in the other dtype, and how many finite ones became infinite.
+
+    >>> from struct import pack
+    >>> cast(memoryview(pack("<2f", 1.0, 65520.0)), "float32", "float16")
+    (b'\x00<\x00|', 1)
+    """
+    numpy = _numpy()
+    if numpy is None:
+        return rounded_slowly(bytes(data), dtype, wanted)
+    with numpy.errstate(all="ignore"):
+        if dtype == "bfloat16":
+            values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        else:
+            values = numpy.frombuffer(data, f"<f{ITEMSIZE[dtype]}")
+        if wanted != "bfloat16":
+            made = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
+        else:
+            near = values.astype("<f4")
+            bits = near.view("<u4")
+            if dtype == "float64":
+                # Cut off, with the last bit set where that lost anything: rounding it again is then right.
+                back = near.astype("<f8")
+                inexact = (back != values) & ~numpy.isnan(values)
+                bits = bits - (inexact & (numpy.abs(back) > numpy.abs(values))).astype("<u4")
+                bits |= inexact.astype("<u4")
+            # The upper half of each float32, after adding what makes the lower half round it.
+            made = ((bits + ((bits >> 16) & 1) + numpy.uint32(0x7FFF)) >> 16).astype("<u2")
+        exact = made.dtype.type  # numpy 1 would make floats of its largest integers and ours
+        nans = numpy.isnan(values)
+        if nans.any():
+            negative, positive = exact(_SIGN[wanted] | _NAN[wanted]), exact(_NAN[wanted])
+            made[nans] = numpy.where(numpy.signbit(values[nans]), negative, positive)
+        infinite = made & exact(_SIGN[wanted] - 1) == _INFINITE[wanted]
+        count = int(numpy.count_nonzero(infinite & numpy.isfinite(values))) if infinite.any() else 0
+    return made.tobytes(), count
+
+
+@cache
+def _numpy() -> Any:
+    """The module, if it is there and works."""
+    try:
+        import numpy as np
+    except Exception:  # noqa: BLE001 - broken in whatever way: it goes without
+        return None
+    return np
+
+
+def rounded_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:
+    """What ``cast`` gives, by integers alone."""
+    width, out, count = ITEMSIZE[dtype], bytearray(), 0
+    fraction, exponent = _MANTISSA[dtype], _EXPONENT[dtype]
+    new_fraction, bias = _MANTISSA[wanted], (1 << _EXPONENT[wanted] - 1) - 1
+    for at in range(0, len(data), width):
+        bits = int.from_bytes(data[at : at + width], "little")
+        power, digits = bits >> fraction & (1 << exponent) - 1, bits & (1 << fraction) - 1
+        if power == (1 << exponent) - 1:
+            made = _NAN[wanted] if digits else _INFINITE[wanted]
+        else:
+            if power:
+                digits |= 1 << fraction
+            # The number is digits * 2**scale.
+            scale = max(power, 1) - (1 << exponent - 1) + 1 - fraction
+            # The exponent of the last digit: that of the smallest numbers at least.
+            last = max(scale + digits.bit_length() - 1 - new_fraction, 1 - bias - new_fraction)
+            shift = last - scale
+            if shift > 0:
+                half, lost = 1 << shift - 1, digits & (1 << shift) - 1
+                digits >>= shift
+                digits += lost > half or (lost == half and digits & 1)
+            else:
+                digits <<= -shift
+            # Rounding up may carry into the exponent, and so it should.
+            made = min(digits + (last + bias + new_fraction - 1 << new_fraction), _INFINITE[wanted]) if digits else 0
+            count += made == _INFINITE[wanted]
+        out += (made | (_SIGN[wanted] if bits & _SIGN[dtype] else 0)).to_bytes(ITEMSIZE[wanted], "little")
+    return bytes(out), count

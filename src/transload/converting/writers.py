@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from struct import unpack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 from transload.converting.output import clear_parts, index_name, write_text
-from transload.converting.transfer import CAN_POUR, Data, Descriptor, Entry, Location, Writer, pour
-from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
+from transload.converting.plan import NUMPY_DTYPES, SAFETENSORS_DTYPES, Plan, member_name
+from transload.converting.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
+from transload.dtypes import ITEMSIZE
 from transload.errors import ConvertError
 from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 
-if TYPE_CHECKING:
-    from transload.converting.output import Job
-    from transload.converting.selection import TargetContents
-
-__all__ = ["holds", "is_opaque", "member_name", "shard_names", "write_npz", "write_raw", "write_safetensors"]
-
-
-def holds(format_: str, dtype: str) -> bool:
-    """Whether a format has a dtype, or can keep its bytes."""
-    if format_ == "safetensors":
-        return dtype in _SAFETENSORS_DTYPES
-    if format_ == "npz":
-        return dtype in _NUMPY_DTYPES or dtype in ("bfloat16", "complex32") or dtype.startswith("float8_")
-    return dtype in ITEMSIZE and dtype not in QUANTIZED
+__all__ = ["write_npz", "write_raw", "write_safetensors"]
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
@@ -43,46 +31,47 @@ def _not_as_written(path: str, name: str = "it") -> ConvertError:
 
 # -- safetensors: one file, or shards with the index that Hugging Face's loaders expect
 
-_SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _MAX_HEADER = 100_000_000
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def write_safetensors(
-    job: Job, contents: TargetContents, data: Data, metadata: dict[str, str], max_shard_size: int
-) -> list[Location]:
-    """Write a file, or shards of at most ``max_shard_size`` bytes and their index."""
-
-    def written_and_compared(nbytes: int) -> None:
-        if job.progress is not None:
-            job.progress(2 * nbytes)
-
-    shards = _shards(contents.entries, max_shard_size)
-    headers = [_header(entries, contents.aliases, metadata) for entries in shards]  # all, before anything is written
+def write_safetensors(job: Job, plan: Plan) -> list[Location]:
+    """Write a file, or shards of at most ``max_shard_size`` bytes, in the order of the entries, and their index."""
+    max_size = plan.options.max_shard_size
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in plan.entries:  # one that is larger than a shard may be has a shard for itself
+        if max_size and shards[-1] and size + entry.nbytes > max_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    for shard in shards:  # wide numbers come first, so that all begin at a multiple of their width
+        shard.sort(key=lambda entry: -ITEMSIZE[entry.dtype])
+    headers = [_header(shard, plan) for shard in shards]  # all, before anything is written
     names = shard_names(job.dst, len(shards))
     clear_parts(index_name(job.dst))
     locations: list[Location] = []
-    for name, entries, header in zip(names, shards, headers, strict=True):
+    for name, shard, header in zip(names, shards, headers, strict=True):
         file = job.bundle.add(name)
-        if job.verify and CAN_POUR:
-            checksums = pour(file.descriptor, header, entries, data, where=file.path, progress=written_and_compared)
-            job.checksums.update({id(entry): value for entry, value in zip(entries, checksums, strict=True)})
-            _locate(Descriptor(file.descriptor, file.path), entries)
-            continue
-        writer = Writer(file.descriptor, job.progress)
-        writer.write(header)
-        for entry in entries:
-            writer.put(entry, data)
-        writer.flush()
-        job.copied += writer.copied
-        locations += _locate(Descriptor(file.descriptor, file.path), entries)
+        pours = job.verify and CAN_POUR
+        if pours:
+            checksums = pour(file.descriptor, header, shard, job, file.path)
+            job.checksums.update({id(entry): value for entry, value in zip(shard, checksums, strict=True)})
+        else:
+            writer = Writer(file.descriptor, job)
+            writer.write(header)
+            for entry in shard:
+                writer.put(entry)
+            writer.flush()
+        found = _locate(Descriptor(file.descriptor, file.path), shard)
+        locations += [] if pours else found
     if len(shards) > 1:
         files = [os.path.basename(name) for name in names]
-        weights = {entry.name: file for file, entries in zip(files, shards, strict=True) for entry in entries}
-        total = sum(entry.nbytes for entry in contents.entries)
+        weights = {entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard}
+        total = sum(entry.nbytes for entry in plan.entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        text = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-        write_text(job.bundle.add(index_name(job.dst), is_index=True).descriptor, text)
+        job.bundle.add_index(index_name(job.dst), json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
         if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
     return locations
@@ -101,32 +90,16 @@ def shard_names(dst: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _shards(entries: tuple[Entry, ...], max_size: int) -> list[list[Entry]]:
-    """Entries in shards of at most ``max_size`` bytes, in their order; a larger entry has a shard for itself.
-
-    In a shard, wide numbers come first, so that all begin at a multiple of their width.
-    """
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if max_size and shards[-1] and size + entry.nbytes > max_size:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
-    return [sorted(shard, key=lambda entry: -ITEMSIZE[entry.dtype]) for shard in shards]
-
-
-def _header(entries: list[Entry], aliases: tuple[tuple[str, str], ...], metadata: dict[str, str]) -> bytes:
+def _header(entries: list[Entry], plan: Plan) -> bytes:
     names = {entry.name for entry in entries}
-    metadata = {"format": "pt", **metadata, **{name: kept for name, kept in aliases if kept in names}}
+    metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
     lines = [f'"__metadata__":{_json(metadata)}']
     at = 0
     for entry in entries:  # line by line: a dictionary of all of them takes five times as much memory
-        shape = list(entry.shape)
+        shape = list(entry.tensor.shape)
         if entry.dtype == "float4_e2m1fn_x2" and shape:  # torch counts pairs, safetensors numbers
             shape[-1] *= 2
-        described = f'"dtype":"{_SAFETENSORS_DTYPES[entry.dtype]}","shape":[{",".join(map(str, shape))}]'
+        described = f'"dtype":"{SAFETENSORS_DTYPES[entry.dtype]}","shape":[{",".join(map(str, shape))}]'
         lines.append(f'{_json(entry.name)}:{{{described},"data_offsets":[{at},{(at := at + entry.nbytes)}]}}')
     text = f"{{{','.join(lines)}}}".encode()
     text += b" " * (-len(text) % 8)
@@ -144,7 +117,7 @@ def _locate(source: Descriptor, entries: list[Entry]) -> list[Location]:
     locations = []
     for entry in entries:
         tensor = tensors.pop(entry.name, None)
-        same = tensor is not None and (tensor.dtype, tensor.shape) == (entry.dtype, entry.shape)
+        same = tensor is not None and (tensor.dtype, tensor.shape) == (entry.dtype, entry.tensor.shape)
         if tensor is None or not same or (tensor.file_offset is None and entry.nbytes):
             raise _not_as_written(source.name, entry.name)
         locations.append(Location(entry, source.read, tensor.file_offset or 0))
@@ -157,62 +130,33 @@ def _locate(source: Descriptor, entries: list[Entry]) -> list[Location]:
 
 _MAX_RANK = 64  # dimensions that numpy takes, from 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
-_NUMPY_DTYPES = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "|i1",
-    "uint8": "|u1",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bool": "|b1",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
-_UNSAFE = re.compile(r'[\\:%"\x00-\x1f]')
 
 
-def is_opaque(dtype: str) -> bool:
-    """Whether numpy has no such dtype: bytes of that width are kept, as ``ml_dtypes`` saves its own."""
-    return dtype not in _NUMPY_DTYPES
+def write_npz(job: Job, plan: Plan) -> list[Location]:
+    """Write the archive, and look where Python's own ``zipfile`` finds the arrays."""
+    from zipfile import BadZipFile, ZipFile
 
-
-def member_name(name: str) -> str:
-    """The name of a tensor in the archive: one that no unpacker takes for a place outside of its folder.
-
-    numpy takes ``a.npy`` for the file of ``a``.
-
-    >>> member_name("fc.weight"), member_name("../a"), member_name("/b"), member_name("a.npy")
-    ('fc.weight', '%2E%2E/a', '%2Fb', 'a%2Enpy')
-    """
-    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", name)
-    steps = ["%2E" * len(step) if step in (".", "..") else step or "%2F" for step in safe.split("/")]
-    made = "/".join(steps).replace("%2F/", "%2F")
-    return f"{made.removesuffix('.npy')}%2Enpy" if made.endswith(".npy") else made
-
-
-def write_npz(job: Job, contents: TargetContents, data: Data) -> list[Location]:
-    """Write the archive."""
     file = job.bundle.add(job.dst)
-    writer = Writer(file.descriptor, job.progress)
+    writer = Writer(file.descriptor, job)
     directory: list[bytes] = []
     members: list[tuple[Entry, str, bytes]] = []
-    for entry in contents.entries:
-        name, head, at = f"{member_name(entry.name)}.npy", _array_header(entry), writer.written
-        encoded, size = name.encode(), len(head) + entry.nbytes
+    for entry in plan.entries:
+        name, shape, at = f"{member_name(entry.name)}.npy", entry.tensor.shape, writer.written
+        encoded = name.encode()
         if len(encoded) > _MAX_NAME:
             raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=job.dst)
-        if len(entry.shape) > _MAX_RANK:
-            what = f"{entry.name} has {len(entry.shape):,} dimensions: numpy allows {_MAX_RANK}"
+        if len(shape) > _MAX_RANK:
+            what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
             raise ConvertError(what, where=job.dst)
+        # The header of an array, as numpy writes it: the numbers begin at a multiple of 64.
+        dtype = NUMPY_DTYPES.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
+        text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+        text += b" " * (-(len(text) + 11) % 64) + b"\n"
+        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+        size, checksum = len(head) + entry.nbytes, crc32(head)
         writer.write(local_header(encoded, size, at, ALIGNMENT))
         writer.write(head)
-        checksum = crc32(head)
-        for piece in data.pieces(entry):
+        for piece in job.pieces(entry):
             checksum = crc32(piece, checksum)
             writer.write(piece)
         writer.write(descriptor(size, checksum, at))
@@ -222,23 +166,10 @@ def write_npz(job: Job, contents: TargetContents, data: Data) -> list[Location]:
     writer.write(table)
     writer.write(end_of_archive(len(directory), start, len(table)))
     writer.flush()
-    return _locate_members(Descriptor(file.descriptor, file.path), file.descriptor, members)
 
-
-def _array_header(entry: Entry) -> bytes:
-    """The header of an array, as numpy writes it: the numbers begin at a multiple of 64."""
-    dtype = _NUMPY_DTYPES.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {entry.shape!r}, }}".encode()
-    text += b" " * (-(len(text) + 11) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
-
-
-def _locate_members(source: Descriptor, file: int, members: list[tuple[Entry, str, bytes]]) -> list[Location]:
-    """Where Python's own ``zipfile`` finds the arrays."""
-    from zipfile import BadZipFile, ZipFile
-
+    source = Descriptor(file.descriptor, file.path)
     try:
-        with os.fdopen(os.dup(file), "rb") as opened, ZipFile(opened) as archive:
+        with os.fdopen(os.dup(file.descriptor), "rb") as opened, ZipFile(opened) as archive:
             found = archive.infolist()
     except BadZipFile as error:
         raise _not_as_written(source.name) from error
@@ -262,24 +193,19 @@ def _locate_members(source: Descriptor, file: int, members: list[tuple[Entry, st
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
-def write_raw(job: Job, contents: TargetContents, data: Data) -> list[Location]:
+def write_raw(job: Job, plan: Plan) -> list[Location]:
     """Write the files and their index."""
     folder = job.bundle.add_folder(job.dst).hidden
     tensors: dict[str, Any] = {}
     locations = []
-    for number, entry in enumerate(contents.entries):
+    for number, entry in enumerate(plan.entries):
         name = f"{number:06d}.bin"
         path = os.path.join(folder, name)
-        file = os.open(path, _OPEN, 0o666)
-        try:
-            writer = Writer(file, job.progress)
-            writer.put(entry, data)
+        with _new_file(path) as file:
+            writer = Writer(file, job)
+            writer.put(entry)
             writer.flush()
-            os.fsync(file)
-        finally:
-            os.close(file)
-        job.copied += writer.copied
-        shape = list(entry.shape)
+        shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
         if os.stat(path).st_size != entry.nbytes:
             raise _not_as_written(job.dst, entry.name)
@@ -290,15 +216,22 @@ def write_raw(job: Job, contents: TargetContents, data: Data) -> list[Location]:
         "byteorder": "little",
         "order": "row-major",
         "tensors": tensors,
-        "aliases": dict(contents.aliases),
+        "aliases": dict(plan.aliases),
     }
-    file = os.open(os.path.join(folder, "index.json"), _OPEN, 0o666)
-    try:
+    with _new_file(os.path.join(folder, "index.json")) as file:
         write_text(file, json.dumps(index, indent=1).encode() + b"\n")
+    return locations
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    """A new file, by its descriptor, which then reaches the disk."""
+    file = os.open(path, _OPEN, 0o666)
+    try:
+        yield file
         os.fsync(file)
     finally:
         os.close(file)
-    return locations
 
 
 def _read_file(path: str, offset: int, count: int) -> bytes:

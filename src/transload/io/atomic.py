@@ -32,7 +32,10 @@ __all__ = [
     "SystemFile",
     "clear_debris",
     "flush_directory",
+    "hidden_name",
+    "hidden_pattern",
     "is_atomic",
+    "lock",
     "place_of",
 ]
 
@@ -294,15 +297,14 @@ def _existing(path: str, target: str) -> os.stat_result | None:
 
 def _open_hidden(target: str) -> tuple[str, int]:
     """A new file beside the target, locked. Between the two steps another writer may have taken it for debris."""
-    folder, name = os.path.split(target)
     while True:
-        hidden = os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118 - as above
+        hidden = hidden_name(target)
         try:
             descriptor = os.open(hidden, _OPEN, 0o666)
         except FileExistsError:
             continue
         try:
-            if _lock(descriptor) is not False and (os.fstat(descriptor).st_nlink or os.name == "nt"):
+            if lock(descriptor) is not False and (os.fstat(descriptor).st_nlink or os.name == "nt"):
                 return hidden, descriptor
         except BaseException:
             _drop(descriptor, hidden)
@@ -317,12 +319,23 @@ def _drop(descriptor: int, hidden: str) -> None:
         os.unlink(hidden)  # noqa: PTH108 - as above
 
 
+def hidden_name(target: str) -> str:
+    """A name beside the target, for what takes its place later."""
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118 - as above
+
+
+def hidden_pattern(name: str) -> str:
+    """A regular expression of all hidden names for a file or directory; its first group is the process."""
+    return re.escape(_prefix(name)) + r"(\d{1,10})-[0-9a-f]{8}\.part"
+
+
 def _prefix(name: str) -> str:
     return f".{os.fsdecode(os.fsencode(name)[:_MAX_NAME])}."
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Whether the file is ours now; ``None`` where files cannot be locked."""
+def lock(descriptor: int) -> bool | None:
+    """Lock a file or a directory; whether it is ours now. ``None`` where it cannot be locked."""
     if fcntl is None:
         return None
     try:
@@ -362,7 +375,7 @@ def flush_directory(folder: str) -> None:
 def clear_debris(target: str) -> list[str]:
     """Remove what killed writers of a file have left beside it; their names."""
     folder, name = os.path.split(target)
-    pattern = re.compile(re.escape(_prefix(name)) + r"(\d{1,10})-[0-9a-f]{8}\.part", re.DOTALL)
+    pattern = re.compile(hidden_pattern(name), re.DOTALL)
     try:
         names = os.listdir(folder or ".")  # noqa: PTH208 - as above
     except OSError:
@@ -391,7 +404,7 @@ def _remove(path: str, pid: int) -> bool:
     except OSError:
         return False
     try:
-        ours = _lock(descriptor)
+        ours = lock(descriptor)
         if ours is False or (ours is None and _is_running(pid)):
             return False
         if os.name == "nt":

@@ -10,7 +10,7 @@ from typing import Any
 
 from transload.errors import DoesNotFitError
 
-__all__ = ["PAGE", "Pages", "copy", "huge_pages_pay", "in_huge_pages", "view"]
+__all__ = ["PAGE", "Pages", "copy", "huge_pages_pay", "in_huge_pages", "is_equal", "view"]
 
 
 PAGE = 4096
@@ -46,6 +46,11 @@ def copy(target: int, source: int, nbytes: int) -> None:
         _memmove(target, source, nbytes)
     else:
         _libc().memmove(target, source, nbytes)
+
+
+def is_equal(first: int, second: int, nbytes: int) -> bool:
+    """Whether the bytes at two addresses are equal; other threads run meanwhile."""
+    return not _libc().memcmp(first, second, nbytes)
 
 
 class Pages:
@@ -111,7 +116,7 @@ def in_huge_pages(address: int, nbytes: int) -> None:
 @cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
-    libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    libc.memmove.argtypes = libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     if hasattr(libc, "madvise"):
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc

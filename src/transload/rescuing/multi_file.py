@@ -89,8 +89,7 @@ def rescue_files(
         )
         if not made.done:
             return made
-        from transload.converting import convert_content
-        from transload.converting.selection import Options, format_of
+        from transload.converting import Options, convert_content, format_of
 
         files.content.checkpoint = replace(checkpoint, tensors=kept)
         done = convert_content(

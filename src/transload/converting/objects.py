@@ -1,0 +1,439 @@
+"""The source's own object, as inert nodes: a way through it, and what of it is no tensor, as plain data.
+
+``Leftovers`` turns what a target cannot hold into numbers, texts, lists and dictionaries for ``DST.leftovers.json``.
+Nothing is made of the file's own classes: an object becomes its attributes and the name of its class (``$class``), a
+module its parameters, buffers and children. What is not plain data is listed, and so is what a hostile file shares or
+nests too often. ``with_full_names`` restores names of tensors that the reader has cut off.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from math import isfinite
+from struct import calcsize, unpack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.errors import ConvertError
+from transload.formats.tensors import called, device_text, leaf_kind, short, short_key
+from transload.nodes import Call, Dict, Global, Set
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Checkpoint, Key, Tensor
+
+__all__ = [
+    "KEY_TYPES",
+    "NOTHING",
+    "BoundedWalk",
+    "Leftovers",
+    "Omission",
+    "call_items",
+    "last_pairs",
+    "node_at",
+    "tensor_attributes",
+    "with_full_names",
+]
+
+
+class Omission(NamedTuple):
+    """Something that is not in the target, and why. ``lost``: it belongs there, but the target cannot hold it."""
+
+    name: str
+    why: str
+    lost: bool = False
+
+
+class _Nothing:
+    """Where there is nothing to keep: a tensor, which is kept elsewhere, or what was listed."""
+
+
+NOTHING = _Nothing()
+KEY_TYPES = (str, int, float, bool, type(None))
+
+
+# -- a way through the object
+
+
+def node_at(root: object, path: tuple[Key, ...]) -> Any:
+    """The node at a path; ``None`` if there is none."""
+    node: Any = root
+    for step in path:
+        if type(node) in (list, tuple):
+            node = node[step] if type(step) is int and step < len(node) else None
+        else:
+            items = _items(node)
+            keys = range(len(items) // 2 * 2 - 2, -1, -2)  # of equal keys the last counts
+            node = next((items[index + 1] for index in keys if short_key(items[index]) == step), None)
+        if node is None:
+            return None
+    return node
+
+
+def last_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    """Keys and values; of a text key that occurs twice the last, as in a dictionary."""
+    pairs = list(zip(items[::2], items[1::2], strict=False))
+    last = {key: index for index, (key, _) in enumerate(pairs) if type(key) is str}
+    return [pair for index, pair in enumerate(pairs) if type(pair[0]) is not str or last[pair[0]] == index]
+
+
+def call_items(node: Call) -> list[Any]:
+    """Keys and values of a mapping: those it was made with (a counter's, or pairs, as Python 2 has it), then others."""
+    given = node.args[0] if type(node.args) is tuple and node.args else None
+    items: list[Any] = []
+    if type(given) is Dict:
+        items += given.items
+    elif type(given) is list:
+        for pair in given:
+            if type(pair) in (list, tuple) and len(pair) == 2:
+                items += pair
+    return [*items, *(node.items or [])]
+
+
+def _items(node: Any) -> list[Any]:
+    """Keys and values of a mapping, or the attributes of an object; nothing for anything else."""
+    if type(node) is Dict:
+        return node.items
+    if type(node) is not Call:
+        return []
+    state = node.states[-1] if node.states else None
+    attributes = state.items if type(state) is Dict and called(node) != "collections.OrderedDict" else []
+    return [*attributes, *call_items(node)]
+
+
+_WITH_STATE = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
+
+
+def tensor_attributes(node: Any) -> Dict:
+    """What somebody has set on a tensor: plain attributes, which ``torch.save`` keeps with it."""
+    args = node.args if type(node) is Call and called(node) in _WITH_STATE else ()
+    state = args[3] if type(args) is tuple and len(args) == 4 else None
+    items: list[Any] = []
+    for key, value in state.pairs() if type(state) is Dict else ():
+        tensor = type(value) is Call and called(value).startswith(("torch._utils._rebuild", "torch._tensor._rebuild"))
+        if not tensor:
+            items += [key, value]
+    return Dict(items)
+
+
+_MAX_DEPTH = 200  # a hostile object may have a million levels, and Python's stack has a thousand
+_MAX_REPEATS = 50_000  # a file can share one list under any number of names, for two bytes each
+
+
+class BoundedWalk:
+    """A walk through an object that may be hostile: nested without end, in a circle, or shared again and again."""
+
+    def __init__(self) -> None:
+        self.ancestors: set[int] = set()
+        self._seen: set[int] = set()
+        self._repeats = 0
+
+    def why_stop(self, node: Any, depth: int) -> str:
+        """Why not to go into a node; empty if nothing speaks against it.
+
+        Only what is shared counts as repeated: the size of the file limits everything else.
+        """
+        if id(node) in self.ancestors:
+            return "contains itself"
+        if id(node) in self._seen:
+            self._repeats += 1 + (len(node) if type(node) in (list, tuple) else 0)
+        self._seen.add(id(node))
+        too_much = depth >= _MAX_DEPTH or self._repeats > _MAX_REPEATS
+        return "nested too deeply or shared too often" if too_much else ""
+
+
+# -- names that the reader does not give as they are
+
+MAX_NAMES = 64 << 20
+"""Characters of all restored names together: a key of a megabyte can stand above any number of tensors."""
+
+_CUT = re.compile(r".{200}… \([0-9]{4,} characters\)", re.DOTALL)  # as formats.tensors.short writes it
+
+
+def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with whole names, however long; ``ConvertError`` where they are ambiguous or too much."""
+    if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
+        return checkpoint
+    roots = [(pickle.path, pickle.root) for pickle in checkpoint.pickles if pickle.main]
+    by_node: dict[int, dict[Key, list[tuple[Any, Any]]]] = {}
+    alike = Counter(tensor.path for tensor in checkpoint.tensors)
+    seen: Counter[tuple[Key, ...]] = Counter()
+    left = MAX_NAMES
+
+    def keys_of(node: Any, path: tuple[Key, ...], number: int, count: int) -> list[Any] | None:
+        """The keys that a path stands for; of ``count`` tensors with this path, those of the one with that number."""
+        keys = []
+        for index, step in enumerate(path):
+            if type(node) in (list, tuple):
+                matching = [(step, node[step])] if type(step) is int and step < len(node) else []
+            else:
+                if id(node) not in by_node:
+                    children = by_node[id(node)] = {}
+                    for key, child in last_pairs(_items(node)):
+                        children.setdefault(short_key(key), []).append((key, child))
+                matching = by_node[id(node)].get(step, [])
+            by_number = index == len(path) - 1 and len(matching) == count
+            if not matching or (len(matching) > 1 and not by_number):
+                return None
+            key, node = matching[number if by_number else 0]
+            keys.append(key)
+        return keys
+
+    tensors = []
+    for tensor in checkpoint.tensors:
+        if not any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
+            tensors.append(tensor)
+            continue
+        number = seen[tensor.path]
+        seen[tensor.path] += 1
+        below = [(root, tensor.path[len(start) :]) for start, root in roots if tensor.path[: len(start)] == start]
+        found = ((path, keys_of(root, path, number, alike[tensor.path])) for root, path in below)
+        path, keys = next(((path, keys) for path, keys in found if keys is not None), ((), None))
+        if keys is None:
+            what = f"a key is longer than 1,000 characters, and cannot be told apart from others: {tensor.name[-60:]}"
+            raise ConvertError(what, where=checkpoint.path, fix="Save it again with shorter keys.")
+        name, at = tensor.name, 0
+        for step, key in zip(path, keys, strict=True):
+            if type(key) is str and type(step) is str and key != step and (at := name.find(step, at)) >= 0:
+                name = f"{name[:at]}{key}{name[at + len(step) :]}"
+                at += len(key)
+                left -= len(key)
+            if left < 0:
+                raise ConvertError(f"its names add up to more than {MAX_NAMES >> 20} MiB", where=checkpoint.path)
+        tensors.append(_renamed(tensor, tensor.name, name))
+    return replace(checkpoint, tensors=tuple(tensors))
+
+
+def _renamed(tensor: Tensor, old: str, new: str) -> Tensor:
+    """A tensor and its parts, whose names begin with its own."""
+    parts = tuple(_renamed(part, old, new) for part in tensor.parts)
+    return tensor._replace(name=f"{new}{tensor.name[len(old) :]}", parts=parts)
+
+
+# -- plain data
+
+_MAX_TEXT = 64 << 20  # characters of all texts together: a file can share one as often. The same of all that is listed
+_MAX_LISTED = 10_000
+_MAX_BITS = 4096  # of an integer: Python takes long to write out longer ones
+_MAX_SHOWN_BITS = 128  # of an integer key in a path
+_MAX_BYTES = 1 << 20
+
+_MODULE_KEYS = {"_parameters": "parameters", "_buffers": "buffers", "_modules": "modules"}
+_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
+_MAPPINGS = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
+_SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset", "torch.Size"})
+
+
+class Leftovers(BoundedWalk):
+    """What was dropped, as plain data (``None`` if there is none); ``listed`` is what is not plain data.
+
+    ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are kept elsewhere. ``versions``: a state
+    dict has the versions of its modules with it. ``odd`` are tensors under keys that are neither text nor number, so
+    that their names may not tell them apart.
+    """
+
+    def __init__(self, dropped: Iterable[tuple[tuple[Key, ...], Any]], tensors: frozenset[tuple[Key, ...]]) -> None:
+        super().__init__()
+        self.listed: list[Omission] = []
+        self.versions = False
+        self.odd: list[str] = []
+        self._tensors = tensors
+        self._text_left = self._names_left = _MAX_TEXT
+        self._unlisted = self._below_odd = 0
+        data: dict[str, Any] = {}
+        for path, node in dropped:
+            value = self._plain(node, path, 0)
+            if value is NOTHING or (not path and value in ({}, [])):
+                continue
+            name = "/".join(map(str, path))
+            there = data.get(name)
+            if isinstance(there, dict) and isinstance(value, dict) and not there.keys() & value.keys():
+                there.update(value)  # one dictionary in several shards
+                continue
+            number, free = 2, name
+            while free in data:
+                free, number = f"{name}#{number}", number + 1
+            data[free] = value
+        self.data: Any = data[""] if set(data) == {""} else data or None
+        if self._unlisted:
+            self.listed.append(Omission("…", f"and {self._unlisted:,} more, too many to name"))
+
+    def _list(self, path: tuple[Key, ...], node: object, why: str = "") -> _Nothing:
+        name = "/".join(map(str, path))
+        self._names_left -= len(name)
+        if len(self.listed) < _MAX_LISTED and self._names_left >= 0:
+            text = f"{leaf_kind(node)}: {short(node)}"[:200]
+            self.listed.append(Omission(name, f"{text}, {why}" if why else text))
+        else:
+            self._unlisted += 1
+        return NOTHING
+
+    def _plain(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
+        """A node as plain data, or ``NOTHING``."""
+        if path in self._tensors:
+            if self._below_odd:
+                self.odd.append("/".join(map(str, path)))
+            attributes = tensor_attributes(node)
+            more = self._pairs(attributes, (*path, "$attributes"), depth + 1) if attributes.items else NOTHING
+            return {"$attributes": more} if more is not NOTHING else NOTHING
+        value = _scalar(node) if self._text_left >= 0 else NOTHING
+        if value is not NOTHING:
+            if type(value) is int:
+                self._text_left -= value.bit_length() // 3
+            elif type(value) in (str, dict):
+                self._text_left -= len(value if type(value) is str else value["$bytes"])
+            return value if self._text_left >= 0 else self._list(path, node, "with more text than is kept")
+        if why := self.why_stop(node, depth):
+            return self._list(path, node, why)
+        self.ancestors.add(id(node))
+        try:
+            return self._container(node, path, depth + 1)
+        finally:
+            self.ancestors.discard(id(node))
+
+    def _container(self, node: Any, path: tuple[Key, ...], depth: int) -> Any:
+        if type(node) is Dict:
+            return self._pairs(node, path, depth)
+        name = called(node) if type(node) is Call else ""
+        if name in _MAPPINGS:
+            data = self._pairs(Dict(call_items(node)), path, depth)
+            state = node.states[-1] if node.states else None
+            if type(state) is Dict and state.items[::2] == ["_metadata"]:
+                self.versions = True  # state_dict() has made it
+            elif state is not None and (more := self._plain(state, (*path, "$attributes"), depth)) is not NOTHING:
+                return {**(data if data is not NOTHING else {}), "$attributes": more}
+            return data
+        members = node.items if type(node) is Set else node
+        if name in _SEQUENCES and type(node.args) is tuple and len(node.args) == 1 and not node.states:
+            members = node.args[0]
+        elif type(node) is Call:
+            return self._object(node, path, depth)
+        if type(members) not in (list, tuple):
+            return self._list(path, node)
+        values = [self._plain(value, (*path, index), depth) for index, value in enumerate(members)]
+        if values and all(each is NOTHING for each in values):
+            return NOTHING
+        return [None if each is NOTHING else each for each in values]
+
+    def _pairs(self, items: Dict, path: tuple[Key, ...], depth: int) -> Any:
+        """A dictionary. Its tensors are kept elsewhere: with nothing else in it, it is nothing."""
+        data: dict[str, Any] = {}
+        pairs = items.pairs()
+        for key, node in pairs:
+            # The name of a tensor tells its key only if that is a text or a number, and not a huge one.
+            bits = key.bit_length() if type(key) is int else 0
+            odd = type(key) not in KEY_TYPES or bits > _MAX_SHOWN_BITS
+            step = short_key(key)
+            self._below_odd += odd
+            value = self._plain(node, (*path, step), depth)
+            self._below_odd -= odd
+            if value is NOTHING:
+                continue
+            if type(key) not in KEY_TYPES or bits > _MAX_BITS:
+                self._list((*path, step), value, "under a key that is neither a string nor a number")
+                continue
+            name = str(key)
+            if name in data:  # 1 and "1" have the same text: the first is listed
+                self._list((*path, name), data[name], "under a key that is written like another one")
+            data[name] = value
+            self._text_left -= len(name)
+        return data if data or not pairs else NOTHING
+
+    def _object(self, node: Call, path: tuple[Key, ...], depth: int) -> Any:
+        """An object that is nothing but its attributes; of a module, also its parameters, buffers and children."""
+        name, args = called(node), node.args
+        if name in _RECONSTRUCTORS:  # of a class, its base, and the value of that: None for object
+            bare = type(args) is tuple and len(args) == 3 and args[2] is None
+            if type(args) is tuple and args and type(args[0]) is Global:
+                name = args[0].full_name
+        else:
+            bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
+        made = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
+        states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
+        state = states[0] if len(states) == 1 else None
+        if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+            state = Dict([*state[0].items, *state[1].items])  # with slots
+        if not bare or not made or type(state) is not Dict:
+            return self._list(path, node)
+        tables: dict[str, Any] = {key: state.get(key) for key in _MODULE_KEYS}
+        if any(table is None for table in tables.values()):
+            data = self._pairs(state, path, depth)
+            if data is NOTHING:
+                return NOTHING if state.items else {"$class": name}
+            return {"$class": name, **data}
+        own = Dict([part for pair in state.pairs() if pair[0] not in _MODULE_KEYS for part in pair])
+        data = self._pairs(own, path, depth)
+        kept: dict[str, Any] = {
+            key: value
+            for key, value in (data.items() if data is not NOTHING else ())
+            # Every module has tables of hooks, nearly always empty.
+            if value or not ("_hook" in key or key == "_non_persistent_buffers_set")
+        }
+        for where, table in tables.items():
+            inside = Dict(call_items(table)) if type(table) is Call else table
+            if type(inside) is Dict and where != "_modules":  # tensors are kept elsewhere, what is set on them is not
+                with_more = [pair for pair in inside.pairs() if tensor_attributes(pair[1]).items]
+                inside = Dict([part for pair in with_more for part in pair])
+            if type(inside) is Dict and inside.items:
+                data = self._pairs(inside, (*path, where), depth)
+                plain_name = _MODULE_KEYS[where]
+                kept[plain_name if plain_name not in kept else where] = {} if data is NOTHING else data
+        return {"$class": name, **kept}
+
+
+# -- values without parts
+
+_PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "TorchVersion"})
+_NUMPY_SCALARS = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
+_STRUCT_CODES = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?"}
+_STRUCT_CODES |= {"u8": "Q", "u4": "I", "u2": "H", "u1": "B"}
+
+
+def _scalar(node: Any) -> Any:
+    """A value without parts as JSON has it: a number, text, bytes, a device, a path; else ``NOTHING``."""
+    kind = type(node)
+    if node is None or kind in (bool, str):
+        return node
+    if kind is int:
+        return node if node.bit_length() <= _MAX_BITS else NOTHING
+    if kind is float:
+        return node if isfinite(node) else str(node)
+    if kind in (bytes, bytearray):
+        return {"$bytes": b64encode(node).decode()} if len(node) <= _MAX_BYTES else NOTHING
+    if kind is Global and node.module == "torch":
+        return node.full_name
+    if kind is not Call or type(node.args) is not tuple:
+        return NOTHING
+    name, args = called(node), node.args
+    if name == "torch.device":
+        return device_text(node)
+    if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
+        raw = _bytes(args[0])
+        return NOTHING if raw is None else _scalar(raw)
+    if name.rpartition(".")[2] in _PATHS and all(type(part) is str for part in args):
+        return "/".join(args).replace("//", "/", 1)
+    if name in ("builtins.complex", "__builtin__.complex") and all(type(part) is float for part in args):
+        return [_scalar(part) for part in args]
+    if name in _NUMPY_SCALARS and len(args) == 2:
+        dtype, raw = args[0], _bytes(args[1])
+        code = dtype.args[0] if type(dtype) is Call and type(dtype.args) is tuple and dtype.args else None
+        form = _STRUCT_CODES.get(code) if type(code) is str else None
+        if form is not None and raw is not None and len(raw) == calcsize(f"<{form}"):
+            state = dtype.states[-1] if dtype.states else None
+            big_endian = type(state) is tuple and state[1:2] == (">",)
+            return _scalar(unpack(f"{'>' if big_endian else '<'}{form}", raw)[0])
+    return NOTHING
+
+
+def _bytes(node: Any) -> bytes | None:
+    """Bytes, also where they are written as a Latin-1 text; ``None`` for anything else."""
+    if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
+        node = node.args[0]
+    if type(node) is str:
+        try:
+            return node.encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    return node if type(node) is bytes else None
