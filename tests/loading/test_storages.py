@@ -17,7 +17,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
-from transload.io.progress import Progress, telling
+from transload.io.pool import Progress, telling
 from transload.loading import load
 
 FLOATS = {"w0": torch.arange(4.0), "w1": torch.arange(4.0, 8.0)}

@@ -25,7 +25,7 @@ from transload.saving.pickling import Stored
 from transload.saving.storages import CudaFetcher, Ring, Span, records_of
 
 
-class Device:
+class Device(CudaFetcher):
     """It has storages in a memory of its own, and copies them in the background, in order, not at once."""
 
     def __init__(self) -> None:
@@ -204,10 +204,11 @@ class Refusing:
         raise DriverError("the device is gone")
 
 
-def test_a_copy_that_fails_leaves_the_thread_where_it_was() -> None:
+def test_a_copy_that_fails_leaves_the_thread_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Refusing()
+    monkeypatch.setattr(contents, "cuda_driver", lambda: driver)
     fetcher = CudaFetcher.__new__(CudaFetcher)
     fetcher._device, fetcher.stream = torch.device("cuda:1"), types.SimpleNamespace(cuda_stream=0)
     with pytest.raises(SaveError, match="the device is gone"):
-        fetcher._by_driver(driver, torch.empty(8), [])  # type: ignore[arg-type]
+        fetcher.fetch(torch.empty(8), [])
     assert driver.context == 7

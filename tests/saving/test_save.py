@@ -250,9 +250,13 @@ def test_a_file_that_cannot_be_replaced_can_be_written_into(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(atomic, "_open_hidden" if number == errno.EACCES else "_adopt", refuse)
-    with pytest.raises(CannotWriteError, match="atomic=False writes into the file itself"):
-        save({"w": torch.ones(3)}, path)
+    with monkeypatch.context() as patched:
+        if number == errno.EACCES:
+            patched.setattr(atomic, "hidden_name", refuse)
+        else:
+            patched.setattr(os, "replace", refuse)
+        with pytest.raises(CannotWriteError, match="atomic=False writes into the file itself"):
+            save({"w": torch.ones(3)}, path)
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 1
     save({"w": torch.ones(3)}, path, atomic=False)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from transload.io import progress as loading
+from transload.io import pool as loading
 from transload.verifying import Progress
 
 

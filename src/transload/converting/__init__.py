@@ -186,7 +186,7 @@ def convert_content(
     If this raises, nothing is there that was not before.
     """
     from transload.formats import no_collecting
-    from transload.io.progress import telling
+    from transload.io.pool import telling
 
     begun = time.monotonic()
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"

@@ -282,8 +282,10 @@ class Leftovers(BoundedWalk):
         if value is not NOTHING:
             if type(value) is int:
                 self._text_left -= value.bit_length() // 3
-            elif type(value) in (str, dict):
-                self._text_left -= len(value if type(value) is str else value["$bytes"])
+            elif type(value) is str:
+                self._text_left -= len(value)
+            elif type(value) is dict:
+                self._text_left -= len(value["$bytes"])
             return value if self._text_left >= 0 else self._list(path, node, "with more text than is kept")
         if why := self.why_stop(node, depth):
             return self._list(path, node, why)

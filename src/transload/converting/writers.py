@@ -49,7 +49,10 @@ def write_safetensors(job: Job, plan: Plan) -> list[Location]:
     for shard in shards:  # wide numbers come first, so that all begin at a multiple of their width
         shard.sort(key=lambda entry: -ITEMSIZE[entry.dtype])
     headers = [_header(shard, plan) for shard in shards]  # all, before anything is written
-    names = shard_names(job.dst, len(shards))
+    names = [job.dst.removesuffix(".index.json")]
+    if (count := len(shards)) > 1:
+        stem = names[0].removesuffix(".safetensors")
+        names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     clear_parts(index_name(job.dst))
     locations: list[Location] = []
     for name, shard, header in zip(names, shards, headers, strict=True):
@@ -75,19 +78,6 @@ def write_safetensors(job: Job, plan: Plan) -> list[Location]:
         if os.path.isfile(job.dst) and job.dst not in job.bundle.paths:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
     return locations
-
-
-def shard_names(dst: str, count: int) -> list[str]:
-    """The names of the shards of a file.
-
-    >>> shard_names("m.safetensors", 1), shard_names("m.safetensors", 2)
-    (['m.safetensors'], ['m-00001-of-00002.safetensors', 'm-00002-of-00002.safetensors'])
-    """
-    file = dst.removesuffix(".index.json")
-    if count == 1:
-        return [file]
-    stem = file.removesuffix(".safetensors")
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _header(entries: list[Entry], plan: Plan) -> bytes:

@@ -389,11 +389,8 @@ def write_checkpoint(
 ) -> None:
     """Write the records of a checkpoint; ``nbytes`` is how many bytes its storages have, about."""
 
-    def closing(checksums: list[int]) -> Iterator[Record]:
-        if origin is not None:  # not part of the id: equal contents have equal ids
-            yield origin
+    def closing(checksums: list[int]) -> list[Record]:
         version = b"3\n"
-        yield Record(b"version", len(version), version)
         # Two numbers of 64 bits. The second is the one torch would compute of the contents. The first it makes from the
         # order of a hash table of its own; here the names are known by their number.
         content = 0
@@ -401,7 +398,8 @@ def write_checkpoint(
             if checksum:
                 content ^= (checksum + 0x9E3779B9 + (content << 6 & _ALL) + (content >> 2)) & _ALL
         name = int.from_bytes(blake2b(b"%d" % (len(checksums) + 1), digest_size=8).digest(), "little")
-        yield Record(b".data/serialization_id", 40, b"%020d%020d" % (name, content))
+        last = [Record(b"version", 2, version), Record(b".data/serialization_id", 40, b"%020d%020d" % (name, content))]
+        return last if origin is None else [origin, *last]  # it is not part of the id: equal contents have equal ids
 
     threads = min(cores() - 1, _MAX_THREADS) if nbytes >= _LITTLE else 0  # beside the one that writes
     records = chain(opening, storages)

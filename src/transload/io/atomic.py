@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import CannotWriteError, cannot_write
 
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is open cannot be removed anyway
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -56,29 +61,32 @@ class SystemFile:
     def write(self, buffers: Sequence[Any]) -> None:
         """Write all of them, in this order."""
         for start in range(0, len(buffers), _AT_ONCE):
-            self._write(list(buffers[start : start + _AT_ONCE]))
+            left = list(buffers[start : start + _AT_ONCE])
+            while left:  # the system may take fewer bytes than there are
+                if hasattr(os, "writev"):
+                    count = os.writev(self._descriptor, left)
+                else:
+                    count = os.write(self._descriptor, left[0])
+                self._written += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = memoryview(left[0])[count:]
         if self._push and self._written - self._pushed >= _BEHIND:
             # Only a hint: what the system answers does not matter.
-            call = _call()
-            if call is not None:
+            if call := _sync_file_range():
                 call(self._descriptor, self._pushed, self._written - self._pushed, _BEGIN_WRITING)
             self._pushed = self._written
 
-    def _write(self, buffers: list[Any]) -> None:
-        while buffers:
-            count = _write_some(self._descriptor, buffers)
-            self._written += count
-            while buffers and count >= len(buffers[0]):
-                count -= len(buffers.pop(0))
-            if count:
-                buffers[0] = memoryview(buffers[0])[count:]
 
-
-def _write_some(descriptor: int, buffers: list[Any]) -> int:
-    """Bytes written: the system may take fewer than there are."""
-    if hasattr(os, "writev"):
-        return os.writev(descriptor, buffers)
-    return os.write(descriptor, buffers[0])
+@cache
+def _sync_file_range() -> Any:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
 
 
 class FileObject:
@@ -102,22 +110,6 @@ class FileObject:
                 view = view[count:]
 
 
-@cache
-def _call() -> Any:
-    if sys.platform != "linux":
-        return None
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return call
-
-
-try:
-    import fcntl
-except ImportError:  # Windows, where a file that is open cannot be removed anyway
-    fcntl = None  # type: ignore[assignment]
-
-
 _MAX_NAME = 180  # bytes of the true name in the hidden one: 255 is what file systems take
 _LARGE = 32 << 20  # bytes from which giving a file back is worth a thread
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -135,11 +127,11 @@ def is_atomic(path: str) -> bool:
     So is a file that has no name of its own, to which ``/dev/fd/3`` may lead.
     """
     try:
-        found = os.stat(path)  # noqa: PTH116 - texts throughout, as given
+        found = os.stat(path)
     except OSError:
         return True
     try:
-        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(place_of(path)))  # noqa: PTH116 - as above
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(place_of(path)))
     except OSError:
         return False
 
@@ -189,21 +181,55 @@ class AtomicFile(DirectFile):
     ['a']
     """
 
+    _hidden = ""
+    descriptor = -1
+
     def __init__(self, path: str) -> None:
         self.path = path
         self._target = place_of(path)
-        _REPLACED.wait(self._target)
+        for thread, nbytes in _REPLACED:
+            if thread.is_alive() and _free(self._target) < 2 * nbytes:
+                thread.join()
         try:
-            before = _existing(path, self._target)
+            before = self._existing()
             clear_debris(self._target)
-            self._hidden, self.descriptor = _open_hidden(self._target)
-            try:
-                _adopt(self.descriptor, before)
-            except BaseException:
-                self.discard()
-                raise
-        except OSError as error:
-            raise cannot_write(error, path) from error
+            while self.descriptor < 0:
+                self._hidden = hidden_name(self._target)
+                with suppress(FileExistsError):
+                    self.descriptor = os.open(self._hidden, _OPEN, 0o666)
+                    # Before it was locked, another writer may have taken it for debris.
+                    if lock(self.descriptor) is False or not (os.fstat(self.descriptor).st_nlink or os.name == "nt"):
+                        os.close(self.descriptor)
+                        self.descriptor = -1
+            if before is not None and os.name != "nt":  # the rights of the old file, and its owner where we may
+                own = os.fstat(self.descriptor)
+                if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+                    try:
+                        os.fchown(self.descriptor, before.st_uid, before.st_gid)
+                    except OSError:  # only root gives files away; those who share a group keep it
+                        with suppress(OSError):
+                            os.fchown(self.descriptor, -1, before.st_gid)
+                with suppress(OSError):  # file systems without rights
+                    os.fchmod(self.descriptor, stat.S_IMODE(before.st_mode))
+        except BaseException as error:
+            self.discard()
+            if isinstance(error, OSError):
+                raise cannot_write(error, path) from error
+            raise
+
+    def _existing(self) -> os.stat_result | None:
+        """What is at the place now. What may not be written may not be replaced either, though the system lets us."""
+        if not os.path.basename(self.path):  # it ends with a slash, as only that of a directory may
+            raise IsADirectoryError(EISDIR, "is a directory")
+        try:
+            found = os.stat(self._target)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(EISDIR, "is a directory")
+        if not os.access(self._target, os.W_OK):
+            raise PermissionError(EACCES, "not writable")
+        return found
 
     def commit(self) -> None:
         """Flush, rename, and flush the directory."""
@@ -211,118 +237,65 @@ class AtomicFile(DirectFile):
             os.fsync(self.descriptor)
             if os.name == "nt":
                 os.close(self.descriptor)
-            with _REPLACED.held(self._target):
-                os.replace(self._hidden, self._target)  # noqa: PTH105 - as above
+            with _large_file_kept(self._target):
+                os.replace(self._hidden, self._target)
         except BaseException:
             self.discard()
             raise
         if os.name != "nt":
             os.close(self.descriptor)
-            flush_directory(os.path.dirname(self._target))  # noqa: PTH120 - as above
+            flush_directory(os.path.dirname(self._target))
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        _drop(self.descriptor, self._hidden)
+        with suppress(OSError):
+            os.close(self.descriptor)
+        with suppress(OSError):
+            os.unlink(self._hidden)
 
 
-class _Replaced:
-    """Large files that were replaced, given back to the system in a thread: 3 GB take it most of a second.
+_REPLACED: list[tuple[Thread, int]] = []
+"""The thread that gives the last large file that was replaced back to the system, and its size.
 
-    As long as one is open, replacing it is only a change of names. Where the disk is short of space, the next file is
-    not begun before that of the last is free.
+Where the disk is short of space, the next file is not begun before that of the last is free.
+"""
+
+
+@contextmanager
+def _large_file_kept(target: str) -> Iterator[None]:
+    """Keep a large file open while it is replaced, and close it in a thread: freeing 3 GB takes most of a second.
+
+    As long as it is open, replacing it is only a change of names.
     """
-
-    def __init__(self) -> None:
-        self._thread: Thread | None = None
-        self._nbytes = 0
-
-    @contextmanager
-    def held(self, target: str) -> Iterator[None]:
-        """Keep what is at a place open while it is replaced."""
-        descriptor = _opened_if_large(target)
-        try:
-            yield
-        finally:
-            if descriptor is not None:
-                self._nbytes = os.fstat(descriptor).st_size
-                thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the program is ending, or there can be no more threads
-                    os.close(descriptor)
-                else:
-                    self._thread = thread
-
-    def wait(self, target: str) -> None:
-        """Until the last one is gone, unless there is room for two more like it where the file goes."""
-        thread = self._thread
-        if thread is not None and thread.is_alive() and _free(target) < 2 * self._nbytes:
-            thread.join()
-
-
-_REPLACED = _Replaced()
+    descriptor = nbytes = -1
+    with suppress(OSError):
+        nbytes = os.stat(target).st_size
+        if nbytes >= _LARGE and os.name != "nt":  # a file that is open there cannot be replaced
+            descriptor = os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            thread = Thread(target=os.close, args=(descriptor,), name="transload replaced", daemon=True)
+            try:
+                thread.start()
+                _REPLACED[:] = [(thread, nbytes)]
+            except RuntimeError:  # the program is ending, or there can be no more threads
+                os.close(descriptor)
 
 
 def _free(target: str) -> int:
     """Free bytes on the file system of a path; none where the system does not say."""
     with suppress(OSError):
-        found = os.statvfs(os.path.dirname(target) or ".")  # noqa: PTH120 - as above
+        found = os.statvfs(os.path.dirname(target) or ".")
         return found.f_bavail * found.f_frsize
     return 0
-
-
-def _opened_if_large(target: str) -> int | None:
-    if os.name == "nt":  # a file that is open there cannot be replaced
-        return None
-    with suppress(OSError):
-        if os.stat(target).st_size >= _LARGE:  # noqa: PTH116 - as above
-            return os.open(target, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
-    return None
-
-
-def _existing(path: str, target: str) -> os.stat_result | None:
-    """What is at the place now. What may not be written may not be replaced either, though the system would let us."""
-    if not os.path.basename(path):  # noqa: PTH119 - it ends with a slash, as only that of a directory may
-        raise IsADirectoryError(EISDIR, "is a directory")
-    try:
-        found = os.stat(target)  # noqa: PTH116 - as above
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(EISDIR, "is a directory")
-    if not os.access(target, os.W_OK):
-        raise PermissionError(EACCES, "not writable")
-    return found
-
-
-def _open_hidden(target: str) -> tuple[str, int]:
-    """A new file beside the target, locked. Between the two steps another writer may have taken it for debris."""
-    while True:
-        hidden = hidden_name(target)
-        try:
-            descriptor = os.open(hidden, _OPEN, 0o666)
-        except FileExistsError:
-            continue
-        try:
-            if lock(descriptor) is not False and (os.fstat(descriptor).st_nlink or os.name == "nt"):
-                return hidden, descriptor
-        except BaseException:
-            _drop(descriptor, hidden)
-            raise
-        os.close(descriptor)
-
-
-def _drop(descriptor: int, hidden: str) -> None:
-    with suppress(OSError):
-        os.close(descriptor)
-    with suppress(OSError):
-        os.unlink(hidden)  # noqa: PTH108 - as above
 
 
 def hidden_name(target: str) -> str:
     """A name beside the target, for what takes its place later."""
     folder, name = os.path.split(target)
-    return os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")  # noqa: PTH118 - as above
+    return os.path.join(folder, f"{_prefix(name)}{os.getpid()}-{secrets.token_hex(4)}.part")
 
 
 def hidden_pattern(name: str) -> str:
@@ -347,21 +320,6 @@ def lock(descriptor: int) -> bool | None:
     return True
 
 
-def _adopt(descriptor: int, before: os.stat_result | None) -> None:
-    """Give the new file the rights of the old one, and its owner where we may."""
-    if before is None or os.name == "nt":
-        return
-    own = os.fstat(descriptor)
-    if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
-        try:
-            os.fchown(descriptor, before.st_uid, before.st_gid)
-        except OSError:  # only root gives files away; those who share a group keep it
-            with suppress(OSError):
-                os.fchown(descriptor, -1, before.st_gid)
-    with suppress(OSError):  # file systems without rights
-        os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
-
-
 def flush_directory(folder: str) -> None:
     """Let the new name reach the disk. Some file systems cannot be asked to; they have the file all the same."""
     with suppress(OSError):
@@ -372,16 +330,32 @@ def flush_directory(folder: str) -> None:
             os.close(descriptor)
 
 
-def clear_debris(target: str) -> list[str]:
-    """Remove what killed writers of a file have left beside it; their names."""
+def clear_debris(target: str) -> None:
+    """Remove what killed writers of a file have left beside it.
+
+    The lock tells whether a writer still has its file. Where files cannot be locked, its process does: it may be
+    another one of the same number.
+    """
     folder, name = os.path.split(target)
     pattern = re.compile(hidden_pattern(name), re.DOTALL)
-    try:
-        names = os.listdir(folder or ".")  # noqa: PTH208 - as above
-    except OSError:
-        return []
-    found = [(each, int(match[1])) for each in names if (match := pattern.fullmatch(each))]
-    return [each for each, pid in found if _remove(os.path.join(folder, each), pid)]  # noqa: PTH118 - as above
+    with suppress(OSError):
+        for each in os.listdir(folder or "."):
+            match = pattern.fullmatch(each)
+            if not match:
+                continue
+            path = os.path.join(folder, each)
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+                try:
+                    ours = lock(descriptor)
+                    if ours is False or (ours is None and _is_running(int(match[1]))):
+                        continue
+                    if os.name != "nt":
+                        os.unlink(path)
+                finally:
+                    os.close(descriptor)
+                if os.name == "nt":
+                    os.unlink(path)
 
 
 def _is_running(pid: int) -> bool:
@@ -394,26 +368,4 @@ def _is_running(pid: int) -> bool:
         return False
     except (OSError, OverflowError):
         return True
-    return True
-
-
-def _remove(path: str, pid: int) -> bool:
-    """Remove a hidden file unless its writer still has it, which the lock tells: numbers of processes come again."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
-    except OSError:
-        return False
-    try:
-        ours = lock(descriptor)
-        if ours is False or (ours is None and _is_running(pid)):
-            return False
-        if os.name == "nt":
-            os.close(descriptor)
-            descriptor = -1
-        os.unlink(path)  # noqa: PTH108 - as above
-    except OSError:
-        return False
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
     return True

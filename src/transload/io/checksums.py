@@ -110,7 +110,7 @@ def combined(first: int, second: int, length: int) -> int:
     >>> combined(crc32(b"trans"), crc32(b"load"), 4) == crc32(b"transload")
     True
     """
-    return times(_shift(length), first) ^ second
+    return times(power(8 * length), first) ^ second
 
 
 def times(left: int, right: int) -> int:
@@ -126,6 +126,7 @@ def times(left: int, right: int) -> int:
     return product
 
 
+@lru_cache(256)  # parts of a record have few different lengths
 def power(exponent: int) -> int:
     """x to that power."""
     out, square = ONE, ONE >> 1
@@ -135,9 +136,3 @@ def power(exponent: int) -> int:
         square = times(square, square)
         exponent >>= 1
     return out
-
-
-@lru_cache(256)
-def _shift(length: int) -> int:
-    """What so many bytes that follow do to a checksum."""
-    return power(8 * length)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from transload.errors import LoadError
 
@@ -29,66 +30,6 @@ class DriverError(LoadError):
     """A call of the driver that failed, and the number it answered."""
 
 
-class Driver(Protocol):
-    """What a lane to a device needs. Handles are integers."""
-
-    def current(self) -> int:
-        """What this thread speaks to: a context, to come back to."""
-        ...
-
-    def enter(self, device: int) -> None:
-        """Let this thread speak to a device."""
-        ...
-
-    def back(self, context: int) -> None:
-        """Let this thread speak to what it spoke to before."""
-        ...
-
-    def stream(self) -> int:
-        """A stream of its own on the device entered."""
-        ...
-
-    def event(self) -> int:
-        """An event on the device entered."""
-        ...
-
-    def discard(self, streams: Iterable[int], events: Iterable[int]) -> None:
-        """Give streams and events of the device entered back, on which nothing is under way."""
-        ...
-
-    def pin(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Lock memory, so that devices can read it by themselves."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``."""
-        ...
-
-    def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Start copies between pinned memory and the device: (target, source, bytes)."""
-        ...
-
-    def record(self, event: int, stream: int) -> None:
-        """Let an event happen when all that was started on a stream so far is done."""
-        ...
-
-    def wait(self, event: int) -> None:
-        """Wait until an event has happened."""
-        ...
-
-    def follow(self, stream: int, event: int) -> None:
-        """Let what is started on a stream from now on wait for an event."""
-        ...
-
-    def finish(self, stream: int) -> None:
-        """Wait until all that was started on a stream is done."""
-        ...
-
-    def can_pin_read_only(self, device: int) -> bool:
-        """Whether pages of a file can be pinned without a right to write them."""
-        ...
-
-
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
@@ -104,8 +45,8 @@ class _Attributes(ctypes.Structure):
     )
 
 
-class CudaDriver:
-    """libcuda, by its address and size-exact calls."""
+class Driver:
+    """The calls of libcuda that moving bytes takes. Handles of streams, events and contexts are integers."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -182,15 +123,10 @@ class CudaDriver:
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Start copies between pinned memory and the device: (target, source, bytes)."""
-        if self._batch is not None and len(copies) >= _MANY:
-            self._copy_batch(copies, stream)
+        if self._batch is None or len(copies) < _MANY:
+            for target, source, nbytes in copies:
+                _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
             return
-        for target, source, nbytes in copies:
-            _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
-
-    def _copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        from array import array
-
         columns = [array("Q", column) for column in zip(*copies, strict=True)]
         targets, sources, sizes = (ctypes.c_void_p(column.buffer_info()[0]) for column in columns)
         attributes, first = _Attributes(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
@@ -236,6 +172,6 @@ def cuda_driver() -> Driver | None:
     if sys.platform != "linux" or not torch.version.cuda:
         return None
     try:
-        return CudaDriver(ctypes.CDLL("libcuda.so.1"))
+        return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None

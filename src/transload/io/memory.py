@@ -83,26 +83,17 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
     than the small pages would have.
     """
     try:
-        with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
+        with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
             if "[madvise]" not in file.read():
                 return False
-        with open(f"{root}/proc/buddyinfo", encoding="ascii") as file:  # noqa: PTH123 - as above
-            return _free_in_huge(file.read()) >= nbytes
+        with open(f"{root}/proc/buddyinfo", encoding="ascii") as file:
+            free = 0  # bytes in blocks of at least a huge page, from the table of free blocks by size
+            for line in file:
+                blocks = ((int(count), PAGE << order) for order, count in enumerate(line.split()[4:]))
+                free += sum(count * size for count, size in blocks if size >= _HUGE)
+            return free >= nbytes
     except (OSError, ValueError):
         return False
-
-
-def _free_in_huge(buddyinfo: str) -> int:
-    """Free bytes in blocks of at least a huge page, from the table of free blocks by size.
-
-    >>> _free_in_huge("Node 0, zone Normal 9 8 7 6 5 4 3 2 1 1 2")
-    10485760
-    """
-    free = 0
-    for line in buddyinfo.splitlines():
-        counts = line.split()[4:]
-        free += sum(int(count) * (PAGE << order) for order, count in enumerate(counts) if PAGE << order >= _HUGE)
-    return free
 
 
 def in_huge_pages(address: int, nbytes: int) -> None:

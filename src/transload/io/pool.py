@@ -1,13 +1,15 @@
-"""How many threads are worth starting here, and a pool of them that does tasks."""
+"""Long work: how many threads are worth starting here, a pool of them that does tasks, and progress."""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock, Thread
-from typing import Generic, TypeVar
+from typing import Generic, TextIO, TypeVar
 
-__all__ = ["cores", "each", "threads"]
+__all__ = ["Progress", "cores", "each", "telling", "threads"]
 
 
 _GROUP = "/sys/fs/cgroup"
@@ -16,24 +18,17 @@ _GROUP = "/sys/fs/cgroup"
 def cores(root: str = "") -> int:
     """Processors this process may use: those it is bound to, and no more than the time its container is given."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota(root)
-    return max(1, min(bound, quota) if quota else bound)
-
-
-def _quota(root: str) -> int:
-    """Processors' worth of time the control group has, rounded up; 0 if it is not limited."""
-    first = _words(f"{root}{_GROUP}/cpu.max")
-    if len(first) != 2:
-        first = _words(f"{root}{_GROUP}/cpu/cpu.cfs_quota_us") + _words(f"{root}{_GROUP}/cpu/cpu.cfs_period_us")
-    if len(first) != 2 or not all(word.isdigit() for word in first):  # "max", or -1
-        return 0
-    time, period = map(int, first)
-    return -(-time // period) if period else 0
+    limit = _words(f"{root}{_GROUP}/cpu.max")
+    if len(limit) != 2:
+        limit = _words(f"{root}{_GROUP}/cpu/cpu.cfs_quota_us") + _words(f"{root}{_GROUP}/cpu/cpu.cfs_period_us")
+    if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
+        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # of the processors' time, rounded up
+    return max(1, bound)
 
 
 def _words(path: str) -> list[str]:
     try:
-        with open(path, encoding="ascii") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
+        with open(path, encoding="ascii") as file:
             return file.read().split()
     except (OSError, ValueError):
         return []
@@ -101,3 +96,69 @@ class _Pool(Generic[_Task]):
             for task in self._tasks:
                 return (task,)
         return None
+
+
+# -- progress, reported to the caller's function or on a terminal
+
+_EVERY = 0.1
+"""Seconds between two lines on a terminal."""
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+class Progress:
+    """A line on a terminal that is overwritten: bytes done, bytes in all, and the speed.
+
+    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
+    'loading 3.0 of 4.0 GB, 2.0 GB/s'
+    >>> Progress(None).text(560, 4500, 0.001)
+    'loading 0.6 of 4.5 kB, 560.0 kB/s'
+    """
+
+    def __init__(self, stream: TextIO | None, verb: str = "loading") -> None:
+        self._stream = stream
+        self._verb = verb
+        self._begun = self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Write the line, if it is time to, and end it when all is done."""
+        now = time.monotonic()
+        if self._stream is None or (done < total and now - self._told < _EVERY):
+            return
+        self._told = now
+        end = "\n" if done >= total else ""
+        self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
+        self._stream.flush()
+
+    def text(self, done: int, total: int, seconds: float) -> str:
+        """The line itself."""
+        unit, size = next(((name, size) for name, size in _UNITS if total >= size), _UNITS[-1])
+        speed = done / size / seconds if seconds > 0 else 0.0
+        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed:.1f} {unit}/s"
+
+
+def telling(
+    progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
+) -> Callable[[int], None] | None:
+    """A function to be called with each number of bytes that came; ``None`` where nobody wants to know.
+
+    ``progress`` gets the sum so far, and the total; on a terminal, ``verb`` says what is done with them.
+    """
+    if progress is None or progress is False:
+        return None
+    show = progress
+    if show is True:
+        try:
+            is_terminal = sys.stderr.isatty()
+        except (AttributeError, ValueError):  # a program without a console has no stderr, another may have closed it
+            is_terminal = False
+        if not is_terminal:
+            return None
+        show = Progress(sys.stderr, verb)
+    done = 0
+
+    def tell(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, total)
+
+    return tell

@@ -103,7 +103,7 @@ def load(
             device_map = DeviceMap(plan, map_location, checkpoint.path)
             tell = None
             if progress is not None:
-                from transload.io.progress import telling
+                from transload.io.pool import telling
 
                 tell = telling(progress, checkpoint.tensor_nbytes)
             options = ReadOptions(verify, mapped, tell, settings)

@@ -262,7 +262,7 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) 
 
 def _write(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
     from transload.io.atomic import AtomicFile, SystemFile
-    from transload.io.progress import telling
+    from transload.io.pool import telling
 
     tell = telling(progress, out.size, "writing")
     with AtomicFile(target) as file:

@@ -1,29 +1,36 @@
 """``transload.save`` and ``transload.save_async``: ``torch.save``, with a file that loads anywhere, written atomically.
 
-``_prepare`` checks the options, pickles the object (``pickling``) and collects the storages it refers to. ``_write``
-writes the archive (``storages``) to a file or a file object. ``save_async`` copies the storages in between, and leaves
-the writing to a thread (``background``). ``origin`` makes the record of where the file comes from.
+A ``_Save`` checks the options, pickles the object (``pickling``), collects the storages it refers to, and writes the
+archive (``storages``) to a file or a file object. ``save_async`` copies the storages in between, and leaves the writing
+to a thread (``background``).
+
+A record in the file says where it comes from: the software it was saved with, and the devices the tensors were on. It
+does not say who saved it, on which host, or to which path. torch ignores a record of this name.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
+import platform
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from datetime import datetime, timezone
 from errno import EACCES, EBUSY, EPERM, EROFS
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
+from transload._version import __version__
 from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
-from transload.io.progress import telling
-from transload.saving.origin import ORIGIN, Origin, origin_of
+from transload.io.pool import telling
 from transload.saving.pickling import Stored, pickled
 from transload.saving.storages import Snapshot, bloat_words, records_of, rings_for
 
@@ -35,32 +42,8 @@ __all__ = ["save", "save_async"]
 _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a number of 16 bits
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # reasons of a directory to refuse a new file
 
+Origin = bool | Mapping[str, Any]
 Progress = bool | Callable[[int, int], object] | None
-
-
-class _Options(NamedTuple):
-    """The arguments of a save."""
-
-    pickle_module: Any
-    pickle_protocol: int | None
-    device: str
-    origin: Origin
-    compact: bool
-    atomic: bool
-    progress: Progress
-
-
-class _Prepared(NamedTuple):
-    """What is written for an object, and the warning it deserves. ``total`` is the bytes of all storages."""
-
-    data: bytes
-    storages: list[Stored]
-    origin: bytes
-    alignment: int
-    warning: str
-    total: int
-    snapshot: Snapshot | None = None
-    """Copies of the storages, to be written instead."""
 
 
 def save(
@@ -95,10 +78,9 @@ def save(
 
     path = _path(f)
     background.settle(path or f)
-    options = _Options(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared = _prepare(obj, options)
-    _warn(prepared, path)
-    _write(prepared, f, path, options)
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    prepared.warn()
+    prepared.write()
 
 
 def save_async(
@@ -127,16 +109,16 @@ def save_async(
     from transload.saving.storages import snapshot_of
 
     path = _path(f)
-    # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory's name.
-    place = None if path is None else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
     background.raise_unnoticed()
     background.make_room()
-    options = _Options(pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared = _prepare(obj, options)
-    _warn(prepared, path)
-    prepared = prepared._replace(storages=[], snapshot=snapshot_of(prepared.storages))
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    prepared.warn()
+    if path is not None:
+        # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
+        prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
+    prepared.snapshot, prepared.storages = snapshot_of(prepared.storages), []
     fastest_crc32()  # it imports a package, which must not happen in a thread while the program ends
-    return background.submit(place or f, partial(_write, prepared, f, place, options))
+    return background.submit(prepared.path or f, prepared.write)
 
 
 def _path(f: Any) -> str | None:
@@ -151,34 +133,97 @@ def _path(f: Any) -> str | None:
     return None
 
 
-def _prepare(obj: Any, options: _Options) -> _Prepared:
-    """Check the options and pickle the object. Nothing is written yet."""
-    device, protocol, progress = options.device, options.pickle_protocol, options.progress
-    if device not in ("cpu", "keep"):
-        what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
-        raise UsageError(what, fix="`transload retag` writes other tags into a file.")
-    if protocol is None or protocol == -1:  # the two that pickle has names for
-        protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
-    elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # protocol 2 is the first with binary persistent ids
-        what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
-        raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
-    module = options.pickle_module
-    if module is not None and not callable(getattr(module, "Pickler", None)):
-        raise UsageError(f"pickle_module={module!r:.80} has no Pickler", fix="Give a module like pickle.")
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise UsageError(f"progress={progress!r:.80}: it is True, or a function of two numbers")
-    try:
-        import torch  # from here on it is needed
-    except ImportError as error:
-        raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
-    if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
-        what = "torch.serialization.skip_data() is in force"
-        raise SaveError(what, fix="Use torch.save for a file without contents.")
-    with no_collecting(strangers=True):
-        data, storages = pickled(obj, module, int(protocol), portable=device == "cpu", compact=options.compact)
-        warning = "" if options.compact else bloat_words(obj, storages)
-        record = origin_of(options.origin, storages)
-        return _Prepared(data, storages, record, _alignment(), warning, sum(each.nbytes for each in storages))
+class _Save:
+    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``."""
+
+    def __init__(
+        self,
+        obj: Any,
+        f: Any,
+        path: str | None,
+        module: Any,
+        protocol: int | None,
+        device: str,
+        origin: Origin,
+        compact: bool,
+        atomic: bool,
+        progress: Progress,
+    ) -> None:
+        if device not in ("cpu", "keep"):
+            what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
+            raise UsageError(what, fix="`transload retag` writes other tags into a file.")
+        if protocol is None or protocol == -1:  # the two that pickle has names for
+            protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
+        elif protocol not in range(
+            2, pickle.HIGHEST_PROTOCOL + 1
+        ):  # protocol 2 is the first with binary persistent ids
+            what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
+            raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
+        if module is not None and not callable(getattr(module, "Pickler", None)):
+            raise UsageError(f"pickle_module={module!r:.80} has no Pickler", fix="Give a module like pickle.")
+        if progress is not None and not isinstance(progress, bool) and not callable(progress):
+            raise UsageError(f"progress={progress!r:.80}: it is True, or a function of two numbers")
+        try:
+            import torch  # from here on it is needed
+        except ImportError as error:
+            raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
+        if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
+            what = "torch.serialization.skip_data() is in force"
+            raise SaveError(what, fix="Use torch.save for a file without contents.")
+        self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
+        self.snapshot: Snapshot | None = None  # copies of the storages, to be written instead
+        with no_collecting(strangers=True):
+            portable = device == "cpu"
+            self.data, self.storages = pickled(obj, module, int(protocol), portable=portable, compact=compact)
+            self.warning = "" if compact else bloat_words(obj, self.storages)
+            self.origin = b"" if origin is False or origin is None else _origin_of(origin, self.storages)
+            self.nbytes = sum(each.nbytes for each in self.storages)
+            self.alignment = _alignment()
+
+    def warn(self) -> None:
+        """Warn the caller of ``save`` of a name that torch mistakes, and of bytes that nobody uses."""
+        path = self.path
+        if path and path.lower().endswith(".safetensors"):
+            what = (
+                f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
+            )
+            warnings.warn(what, SaveWarning, stacklevel=3)
+        if self.warning:
+            warnings.warn(f"{path}: {self.warning}" if path else self.warning, SaveWarning, stacklevel=3)
+
+    def write(self) -> None:
+        """Write the file."""
+        if self.path is None:
+            self._write_into(FileObject(self.file))
+            if callable(getattr(self.file, "flush", None)):
+                self.file.flush()
+            return
+        whole = self.atomic and is_atomic(self.path)
+        try:
+            with (AtomicFile if whole else DirectFile)(self.path) as file:
+                self._write_into(SystemFile(file.descriptor, push=whole))
+        except CannotWriteError as error:
+            if whole and error.errno in _NO_NEW_FILES and os.access(self.path, os.W_OK):
+                error.fix = "The file cannot be replaced there; atomic=False writes into the file itself."
+            raise
+
+    def _write_into(self, sink: Sink) -> None:
+        rings = rings_for(self.storages)
+        with ExitStack() as last:
+            if self.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
+                last.enter_context(no_collecting(strangers=True))
+            for ring in rings.values():
+                last.callback(ring.fetcher.finish)
+            opening = opening_records(self.data, self.alignment, sys.byteorder)
+            write_checkpoint(
+                sink,
+                opening,
+                self.snapshot.records() if self.snapshot else records_of(self.storages, rings),
+                self.nbytes,
+                origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
+                alignment=self.alignment,
+                tell=telling(self.progress, self.nbytes + sum(record.size for record in opening), "saving"),
+            )
 
 
 def _alignment() -> int:
@@ -195,45 +240,81 @@ def _alignment() -> int:
     return int(configured)
 
 
-def _warn(prepared: _Prepared, path: str | None) -> None:
-    if path and path.lower().endswith(".safetensors"):
-        what = f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
-        warnings.warn(what, SaveWarning, stacklevel=3)
-    if prepared.warning:
-        warnings.warn(f"{path}: {prepared.warning}" if path else prepared.warning, SaveWarning, stacklevel=3)
+# -- where the file comes from
+
+_ORIGIN = b".transload/origin.json"
+_MAX_ENTRIES = 64 << 10  # bytes of JSON the caller may add: they are read whenever the file is inspected
+_MAX_DEPTH = 8
+_MAX_BITS = 64  # of a number: other readers of JSON support no longer ones
+_FIX = "It takes names with plain values: texts, numbers, True, False, None, and lists and dicts of these."
 
 
-def _write(prepared: _Prepared, f: Any, path: str | None, options: _Options) -> None:
-    """Write what was prepared, to a path or to the file object ``f``."""
-    if path is None:
-        _write_archive(prepared, FileObject(f), options)
-        if callable(getattr(f, "flush", None)):
-            f.flush()
-        return
-    whole = options.atomic and is_atomic(path)
+def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
+    """The record: ``True``, or the caller's entries."""
+    import torch
+
+    facts: dict[str, Any] = {"schema": 1, "transload": __version__}
+    facts |= {"torch": str(torch.__version__), "python": platform.python_version()}
+    facts |= {name: str(version) for name in ("cuda", "hip") if (version := getattr(torch.version, name, None))}
+    facts |= {"system": platform.system().lower(), "machine": platform.machine().lower(), **_gpus()}
+    facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    # The device of each storage in the order of their keys: a device, and how many storages in a row were on it.
+    cpu = torch.device("cpu")
+    rows = groupby(each.storage.device for each in storages)
+    facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
+    if origin is not True:
+        if not isinstance(origin, Mapping):
+            raise UsageError(f"origin is a {type(origin).__name__}; it is True, False or a dict", fix=_FIX)
+        facts["entries"] = _plain(origin, "origin", 0)
+        nbytes = len(json.dumps(facts["entries"], ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        if nbytes > _MAX_ENTRIES:
+            what = f"the entries of origin take {nbytes} bytes; {_MAX_ENTRIES} is the limit"
+            raise UsageError(what, fix="Leave some out.")
+    return json.dumps(facts, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _gpus() -> dict[str, Any]:
+    """The GPUs and their driver, if torch already uses them: saving tensors of the CPU must not initialise CUDA."""
+    import torch
+
     try:
-        with (AtomicFile if whole else DirectFile)(path) as file:
-            _write_archive(prepared, SystemFile(file.descriptor, push=whole), options)
-    except CannotWriteError as error:
-        if whole and error.errno in _NO_NEW_FILES and os.access(path, os.W_OK):
-            error.fix = "The file cannot be replaced there; atomic=False writes into the file itself."
-        raise
+        if not torch.cuda.is_initialized():
+            return {}
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [
+            {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
+            for each in devices
+        ]
+    except Exception:  # noqa: BLE001 - a device that does not answer is no reason not to save
+        return {}
+    with suppress(OSError, ValueError), open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
+        if driver := file.read(64).strip():
+            return {"gpus": gpus, "driver": driver}
+    return {"gpus": gpus}
 
 
-def _write_archive(prepared: _Prepared, sink: Sink, options: _Options) -> None:
-    rings = rings_for(prepared.storages)
-    with ExitStack() as last:
-        if prepared.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
-            last.enter_context(no_collecting(strangers=True))
-        for ring in rings.values():
-            last.callback(ring.fetcher.finish)
-        opening = opening_records(prepared.data, prepared.alignment, sys.byteorder)
-        write_checkpoint(
-            sink,
-            opening,
-            prepared.snapshot.records() if prepared.snapshot else records_of(prepared.storages, rings),
-            prepared.total,
-            origin=Record(ORIGIN, len(prepared.origin), prepared.origin) if prepared.origin else None,
-            alignment=prepared.alignment,
-            tell=telling(options.progress, prepared.total + sum(record.size for record in opening), "saving"),
-        )
+def _plain(value: Any, place: str, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"{place} lies too deep: {_MAX_DEPTH} levels is the limit", fix=_FIX)
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise UsageError(f"{place} has the name {wrong!r:.80}, which is no text", fix=_FIX)
+        return {_text(key, place): _plain(each, f"{place}[{key!r:.80}]", depth + 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, f"{place}[{index}]", depth + 1) for index, each in enumerate(value)]
+    if isinstance(value, str):
+        return _text(value, place)
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        raise UsageError(f"{place} is a number of more than {_MAX_BITS} bits", fix="Write it as a text.")
+    if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
+        return value
+    raise UsageError(f"{place} is {value!r:.80}, a {type(value).__name__}, which JSON does not hold", fix=_FIX)
+
+
+def _text(value: str, place: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{place} has a text that is not Unicode", fix=_FIX) from error
+    return str(value)

@@ -24,10 +24,6 @@ MAX_IN_FLIGHT = 2
 """Saves that are being written or wait: each is a copy of everything it saves. A further call waits for the first."""
 
 
-def _nothing() -> None:
-    """In place of the work of a save that is done."""
-
-
 class Saving(Future[None]):
     """The future of a save, which notes whether its error was seen, so that none gets lost.
 
@@ -64,7 +60,7 @@ class Saving(Future[None]):
             done = partial(self.set_exception, error)
         else:
             done = partial(self.set_result, None)
-        self._write = _nothing
+        del self._write
         with suppress(BaseException):  # of a callback: it must not stop the other saves
             done()
         del self, done  # an error refers to the frames it passed through: those must not refer to it
@@ -84,28 +80,25 @@ class Background:
         self._writer: int | None = None  # the thread that writes; 0 until it has begun
 
     def submit(self, target: object, write: Callable[[], None]) -> Saving:
-        """Append a save to the queue."""
+        """Append a save to the queue. Where no thread can be started, the caller does the work: no save is lost."""
         saving = Saving(target, write)
         with self._changed:
             self._pending.append(saving)
             begin = self._writer is None
             if begin:
                 self._writer = 0
-        if begin:
-            self._begin()
-        return saving
-
-    def _begin(self) -> None:
-        """Start the thread. Where that is impossible, the caller does the work: no save is lost."""
+        if not begin:
+            return saving
         if not main_thread().is_alive():  # the program is ending, and does not wait for further threads
             self._work()
             _tell_at_exit()
-            return
+            return saving
         try:
             # Not a daemon: a program does not end before its last save has.
             Thread(target=self._work, name="transload save", daemon=False).start()
         except RuntimeError:  # the system has no more threads
             self._work()
+        return saving
 
     def _work(self) -> None:
         self._writer = get_ident()

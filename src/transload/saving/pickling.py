@@ -18,6 +18,7 @@ from math import prod
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
+from transload.checkpoint import contiguous
 from transload.errors import CannotPickleError, SaveError
 
 __all__ = ["Stored", "merged", "pickled"]
@@ -237,6 +238,7 @@ class _TorchNames(NamedTuple):
     untyped: Any
     parts: frozenset[Any]  # functions whose arguments begin with storage, offset, size, stride
     utils: Any
+    cpu: Any
 
 
 _CLASSES = {
@@ -256,7 +258,9 @@ def _torch_names() -> _TorchNames:
     names = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
     parts = frozenset(getattr(utils, name) for name in names if hasattr(utils, name))
     storages = torch.storage.TypedStorage, torch.storage.UntypedStorage
-    return _TorchNames(kinds, torch.Tensor, torch.nn.Parameter, torch.strided, *storages, parts, utils)
+    return _TorchNames(
+        kinds, torch.Tensor, torch.nn.Parameter, torch.strided, *storages, parts, utils, torch.device("cpu")
+    )
 
 
 class _Reducer:
@@ -316,10 +320,8 @@ class _Reducer:
                 else:
                     stored.views.append(geometry)
         else:
-            offset, stride = piece.offset, piece.stride
-            stored = self.by_data.get(piece.name) or self._add(
-                piece.name, Stored("", kind, itemsize, piece.storage, piece.start, piece.nbytes)
-            )
+            name, part, start, nbytes, offset, stride = piece
+            stored = self.by_data.get(name) or self._add(name, Stored("", kind, itemsize, part, start, nbytes))
         if stored.nbytes:
             self.check(stored.storage.data_ptr(), dtype)
         if stored.kind is kind:
@@ -371,7 +373,9 @@ class _Reducer:
             inner, inside = self._adapted((inner, inside))
             return function, (inner, kind, inside, state), *rest
         if self.portable and name == "_rebuild_wrapper_subclass":
-            return function, tuple(map(_to_cpu, arguments)), *rest
+            cpu, device = t.cpu, type(t.cpu)
+            moved = (cpu if isinstance(each, device) and each.type != "meta" else each for each in arguments)
+            return function, tuple(moved), *rest
         if self.portable and name in _FROM_OTHER_DEVICES and len(arguments) == 4:
             return self._adapted(_FROM_OTHER_DEVICES[name](*arguments).__reduce_ex__(self.protocol))
         return reduced
@@ -382,12 +386,6 @@ def _itemsize(rest: list[Any]) -> int:
     import torch
 
     return next((torch.empty(0, dtype=each).element_size() for each in rest if isinstance(each, torch.dtype)), 1)
-
-
-def _to_cpu(value: Any) -> Any:
-    import torch
-
-    return torch.device("cpu") if isinstance(value, torch.device) and value.type != "meta" else value
 
 
 def _from_cpu(tensor: Any, dtype: Any, device: Any, requires_grad: bool) -> Any:  # noqa: ARG001 - as the file has them
@@ -459,17 +457,6 @@ def _plain_reducer(reducer: _Reducer) -> Callable[[Any], Any]:
 # -- views without the rest of their storage
 
 
-class _Piece(NamedTuple):
-    """What is written for a tensor instead of its storage, and the tensor's offset and stride in it."""
-
-    name: tuple[int, int]
-    storage: Any
-    start: int
-    nbytes: int
-    offset: int
-    stride: tuple[int, ...]
-
-
 class _Cuts:
     """For each storage the runs of bytes that its tensors use. It keeps the storages alive, so their ids stay unique.
 
@@ -497,36 +484,28 @@ class _Cuts:
                     runs.remove(run)
             self._runs[data] = runs
 
-    def piece(self, storage: Any, geometry: Geometry | None) -> _Piece | None:
-        """What to write for a tensor; ``None``: the whole storage."""
+    def piece(
+        self, storage: Any, geometry: Geometry | None
+    ) -> tuple[tuple[int, int], Any, int, int, int, tuple[int, ...]] | None:
+        """What to write for a tensor instead of its storage, and the tensor's offset and stride in it.
+
+        The first four are a name, a storage, where the bytes begin in it, and how many they are. ``None``: all of it.
+        """
         data = storage._cdata  # noqa: SLF001 - as above
         runs = self._runs.get(data)
         if runs is None or geometry is None:
             return None
         dense = self._dense.get((data, geometry))
         if dense is not None:
-            return _Piece((data, ~geometry.offset), dense, 0, dense.nbytes(), 0, _strides(geometry.size))
+            return ((data, ~geometry.offset), dense, 0, dense.nbytes(), 0, contiguous(geometry.size))
         used = geometry.run
         if not used.nbytes:
-            return _Piece((data, -1 << 62), storage, 0, 0, 0, geometry.stride)
+            return ((data, -1 << 62), storage, 0, 0, 0, geometry.stride)
         for run in runs:
             if run.start <= used.start and used.end <= run.end:
                 offset = geometry.offset - run.start // geometry.itemsize
-                return _Piece((data, run.start), storage, run.start, run.nbytes, offset, geometry.stride)
+                return ((data, run.start), storage, run.start, run.nbytes, offset, geometry.stride)
         return None
-
-
-def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor.
-
-    >>> _strides((2, 3, 5))
-    (15, 5, 1)
-    """
-    out, step = [], 1
-    for count in reversed(size):
-        out.append(step)
-        step *= max(count, 1)
-    return tuple(reversed(out))
 
 
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from transload.errors import CannotReadError, UsageError
 from transload.frozen import facts
-from transload.io import progress
+from transload.io import pool
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "files_in", "verify"]
 
 
-class Progress(progress.Progress):
+class Progress(pool.Progress):
     """A line on a terminal that is overwritten, and removed at the end: the report says everything.
 
     >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transload.errors import TransloadError
-from transload.io.cuda_driver import CudaDriver, DriverError, cuda_driver
+from transload.io.cuda_driver import Driver, DriverError, cuda_driver
 
 NAMES = (
     "cuDevicePrimaryCtxRetain",
@@ -69,7 +69,7 @@ def library() -> Library:
 
 
 def test_a_device_is_entered_and_left(library: Library) -> None:
-    cuda = CudaDriver(library)
+    cuda = Driver(library)
     library.gives.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
     before = cuda.current()
     cuda.enter(1)
@@ -84,7 +84,7 @@ def test_a_device_is_entered_and_left(library: Library) -> None:
 
 
 def test_what_is_made_is_given_back(library: Library) -> None:
-    cuda = CudaDriver(library)
+    cuda = Driver(library)
     library.gives.update(cuStreamCreate=0x10, cuEventCreate=0x20)
     cuda.discard([cuda.stream()], [cuda.event(), cuda.event()])
     assert library.calls == [
@@ -98,11 +98,11 @@ def test_what_is_made_is_given_back(library: Library) -> None:
 
 
 def test_a_thread_that_speaks_to_nobody(library: Library) -> None:
-    assert CudaDriver(library).current() == 0
+    assert Driver(library).current() == 0
 
 
 def test_memory_is_pinned_for_all_devices(library: Library) -> None:
-    cuda = CudaDriver(library)
+    cuda = Driver(library)
     cuda.pin(4096, 8192)
     cuda.pin(1 << 40, 4096, read_only=True)
     cuda.unpin(4096)
@@ -114,7 +114,7 @@ def test_memory_is_pinned_for_all_devices(library: Library) -> None:
 
 
 def test_work_is_started_and_waited_for(library: Library) -> None:
-    cuda = CudaDriver(library)
+    cuda = Driver(library)
     cuda.follow(7, 8)
     cuda.copy([(1 << 45, 2, 3), (4, 5, 6)], 7)
     cuda.record(9, 7)
@@ -144,7 +144,7 @@ def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
 
     library.cuMemcpyBatchAsync_v2 = batch  # type: ignore[attr-defined]
     copies = [((1 << 45) + index, 100 + index, 1 + index) for index in range(count)]
-    CudaDriver(library).copy(copies, 77)
+    Driver(library).copy(copies, 77)
     if count >= 8:
         assert [tuple(each) for each in zip(*found, strict=True)] == copies
         assert library.calls == []
@@ -153,7 +153,7 @@ def test_many_copies_are_one_call_where_the_driver_has_one(count: int) -> None:
 
 
 def test_no_copies(library: Library) -> None:
-    CudaDriver(library).copy([], 1)
+    Driver(library).copy([], 1)
     assert library.calls == []
 
 
@@ -161,14 +161,14 @@ def test_no_copies(library: Library) -> None:
 def test_whether_pages_of_files_can_be_pinned(answer: int, value: int, library: Library, *, can: bool) -> None:
     library.answers["cuDeviceGetAttribute"] = answer
     library.gives["cuDeviceGetAttribute"] = value
-    assert CudaDriver(library).can_pin_read_only(1) is can
+    assert Driver(library).can_pin_read_only(1) is can
     assert library.calls == [("cuDeviceGetAttribute", (113, 1))]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cuDeviceGetAttribute"])
 def test_an_answer_that_is_not_zero_is_an_error_of_ours(name: str, library: Library) -> None:
     library.answers[name] = 700
-    cuda = CudaDriver(library)
+    cuda = Driver(library)
     with pytest.raises(DriverError, match="700") as raised:
         _call_all(cuda)
     assert isinstance(raised.value, TransloadError)
@@ -176,7 +176,7 @@ def test_an_answer_that_is_not_zero_is_an_error_of_ours(name: str, library: Libr
     assert name.removesuffix("_v2") in str(raised.value)
 
 
-def _call_all(cuda: CudaDriver) -> None:
+def _call_all(cuda: Driver) -> None:
     cuda.current()
     cuda.enter(0)
     cuda.discard([cuda.stream()], [cuda.event()])
