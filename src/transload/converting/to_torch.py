@@ -339,6 +339,7 @@ class _TensorCalls:
     def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
         self._storages = storages
         self._globals: dict[str, Global] = {}
+        self._keys: dict[int, str] = {}
         self._source_storages = {storage.key: storage for storage in checkpoint.storages}
         self._carried: dict[str, str] = {}
 
@@ -346,7 +347,8 @@ class _TensorCalls:
         """The call for a tensor."""
         if slot.call is not None:
             return self._carry(slot.call)
-        tensor, dtype, key = slot.entry.tensor, slot.entry.dtype, str(slot.storage)
+        tensor, dtype = slot.entry.tensor, slot.entry.dtype
+        key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is written once
         parameter = tensor.cls == "Parameter" and not slot.state
         kind, nbytes = _CLASSES.get(dtype), self._storages[slot.storage].nbytes
         if kind is None:  # a dtype without a storage class of its own

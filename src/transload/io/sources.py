@@ -94,36 +94,27 @@ class FileSource:
             raise _cannot_read(self.name, error) from error
         return data
 
-    if hasattr(os, "pread"):
-
-        def _pread(self, count: int, offset: int) -> bytes:
+    def _pread(self, count: int, offset: int) -> bytes:
+        if hasattr(os, "pread"):
             return os.pread(self._fd, count, offset)
-    else:  # pragma: no cover (Windows)
+        with self._lock:  # Windows
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            return os.read(self._fd, count)
 
-        def _pread(self, count: int, offset: int) -> bytes:
-            with self._lock:
-                os.lseek(self._fd, offset, os.SEEK_SET)
-                return os.read(self._fd, count)
-
-    if hasattr(os, "preadv"):
-
-        def readinto(self, offset: int, buffer: memoryview) -> int:
-            """Fill a buffer from ``offset`` on; how many bytes there were."""
-            done, wanted = 0, max(0, min(len(buffer), self.size - offset))
-            try:
-                while done < wanted:
-                    count = os.preadv(self._fd, [buffer[done:wanted]], offset + done)
-                    if not count:
-                        break
-                    done += count
-            except OSError as error:
-                raise _cannot_read(self.name, error) from error
-            return done
-    else:  # pragma: no cover (Windows, old macOS)
-
-        def readinto(self, offset: int, buffer: memoryview) -> int:
-            """Fill a buffer from ``offset`` on; how many bytes there were."""
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        if not hasattr(os, "preadv"):  # Windows, old macOS
             return copied(self, offset, buffer)
+        done, wanted = 0, max(0, min(len(buffer), self.size - offset))
+        try:
+            while done < wanted:
+                count = os.preadv(self._fd, [buffer[done:wanted]], offset + done)
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            raise _cannot_read(self.name, error) from error
+        return done
 
     def close(self) -> None:
         """Close the descriptor; twice does no harm."""
@@ -247,15 +238,12 @@ def open_source(f: SourceLike) -> Source:
 
 
 def _cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
-    reason = getattr(error, "strerror", None) or str(error)
-    fix = _FIXES.get(type(error), "")
+    reason, fix = getattr(error, "strerror", None) or str(error), ""
+    if isinstance(error, FileNotFoundError):
+        fix = "Check the spelling and the current directory."
+    elif isinstance(error, PermissionError):
+        fix = "Ask its owner for read permission (ls -l shows who that is)."
     return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))
-
-
-_FIXES: dict[type[Exception], str] = {
-    FileNotFoundError: "Check the spelling and the current directory.",
-    PermissionError: "Ask its owner for read permission (ls -l shows who that is).",
-}
 
 
 def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:

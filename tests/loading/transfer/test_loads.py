@@ -312,7 +312,8 @@ def test_errors_of_the_driver_are_ours(saved: Path, cuda: FakeDriver, monkeypatc
 
     monkeypatch.setattr(_Reader, "_empty", served)
     monkeypatch.setattr(arrival.DeviceMap, "known", lambda *_: "cuda:0")
-    assert driver.cuda_driver() is cuda
+    found: Any = driver.cuda_driver()
+    assert found is cuda
     same(torch.load(saved), transload.load(saved, threads=2))
     cuda.fails["copy"] = [cuda.calls["copy"] + 3]
     with pytest.raises(TransloadError, match="copy was told to fail"):
