@@ -34,8 +34,18 @@ OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # the one in Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_what_is_new() -> Iterator[None]:
+    """Freeze what all the other tests have imported: the collector would look through it a hundred times here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
+def _no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("transload.formats._frozen_by_others", False)  # what a read finds out here ends here
     gc.collect()
     gc.disable()
     try:

@@ -307,7 +307,7 @@ def test_a_preloaded_library_that_shadows_the_wheels_own_is_named(other_cudnn: P
     diagnosis = judge_machine(machine)
     assert diagnosis.cause
     assert diagnosis.cause.code == "L01"
-    assert f"{other_cudnn.name} is taken from {other_cudnn}, by LD_PRELOAD" in diagnosis.cause.evidence
+    assert any(str(other_cudnn) in line and "LD_PRELOAD" in line for line in diagnosis.cause.evidence)
 
 
 def test_a_library_that_the_loader_passes_over_is_no_fault(other_cudnn: Path) -> None:

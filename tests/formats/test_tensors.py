@@ -172,7 +172,9 @@ def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) 
     ours = only(told)
     assert (ours.kind, ours.cls) == ("nested", "NestedTensor")
     assert {part.name: part.shape for part in ours.parts if part.numel} == {"values": (6, 3), "offsets": (3,)}
-    assert told.safety == "needs-trust"
+    rebuilt = "torch.nested._internal.nested_tensor._rebuild_njt"  # as torch 2.15 writes it, from tensors alone
+    known = any(use.full_name == rebuilt for use in told.globals)
+    assert told.safety == ("data-only" if known else "needs-trust")
 
 
 @FORMATS

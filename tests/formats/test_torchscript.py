@@ -226,7 +226,7 @@ def test_lite_interpreter_programs_are_named_and_searched(tmp_path: Path) -> Non
             return self.fc(x)
 
     path = tmp_path / "model.ptl"
-    with pytest.warns(DeprecationWarning, match="Lite Interpreter"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="Lite Interpreter"):  # the latter from torch 2.15 on
         torch.jit.freeze(torch.jit.script(Writes().eval()))._save_for_lite_interpreter(str(path))
     checkpoint = read(path)
     assert dict(checkpoint.facts)["lite interpreter"].startswith("bytecode version ")

@@ -41,11 +41,21 @@ def no_collecting(*, strangers: bool = False) -> Iterator[None]:
         yield
     finally:
         if collecting:
-            if not strangers and hasattr(gc, "freeze") and not gc.get_freeze_count():
+            if not (strangers or _others_freeze()):
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
             del _holding[-1:]
+
+
+_frozen_by_others = not hasattr(gc, "freeze")
+
+
+def _others_freeze() -> bool:
+    """Whether the program has frozen objects. Counting them takes long, so a program that has is not asked again."""
+    global _frozen_by_others  # noqa: PLW0603 - one answer for the process
+    _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
+    return _frozen_by_others
 
 
 _holding: list[None] = []
