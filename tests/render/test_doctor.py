@@ -33,9 +33,9 @@ from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.diagnose import report as doctor_chain
+from transload.diagnose.case import LAYERS
 from transload.diagnose.redact import redacted
 from transload.diagnose.report import as_text, facts, page, report, source_of
-from transload.diagnose.rules.rule import LAYERS
 from transload.diagnose.verdict import Diagnosis, Muted, Status
 from transload.findings import Finding
 from transload.machine import (

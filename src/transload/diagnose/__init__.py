@@ -30,7 +30,7 @@ def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Dia
 
 def judge_machine(machine: Machine) -> Diagnosis:
     """The diagnosis of a machine, wherever its facts were taken."""
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
     from transload.diagnose.verdict import decide
 
     return decide(machine, BY_CODE.values())

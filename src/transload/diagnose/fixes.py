@@ -29,6 +29,7 @@ __all__ = [
     "install",
     "install_driver",
     "install_torch",
+    "jetson_torch",
     "modprobe_option",
     "on_host",
     "reboot",
@@ -596,6 +597,19 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     default = default_build(release, wheel_platform(machine))
     index = "" if (default and default.build == build) or not build else f"{INDEX}/{build}"
     return install(machine, f"torch=={release}", index=index, force=True)
+
+
+_JETSON = "https://pypi.jetson-ai-lab.io"
+_JETSON_INDEXES = {36: f"{_JETSON}/jp6/cu126/+simple/", 38: f"{_JETSON}/sbsa/cu130/+simple/"}
+
+
+def jetson_torch(machine: Machine) -> Lines:
+    """Install the torch that NVIDIA builds for a Jetson, from the index for its release of Jetson Linux."""
+    found = re.search(r"\bR(\d{2})\b", machine.hardware.tegra)
+    index = _JETSON_INDEXES.get(int(found[1]) if found else 0)
+    if index is None:
+        return (f"Install the torch that NVIDIA builds for this board's JetPack: {_JETSON}",)
+    return install(machine, "torch", index=index, force=True)
 
 
 def _why(machine: Machine, choice: WheelChoice) -> Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from transload.diagnose.rules.rule import LAYERS
+from transload.diagnose.case import LAYERS
 from transload.machine import Machine, Unknown
 from transload.render.escape import printable
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, heading, layout, note, plain
@@ -190,7 +190,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
 
 def _layers(diagnosis: Diagnosis) -> Mapping[str, Sequence[Finding]]:
     """The findings of each layer."""
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
 
     out: dict[str, list[Finding]] = {}
     for finding in (*diagnosis.findings, *(muted.finding for muted in diagnosis.muted)):
@@ -251,7 +251,7 @@ def _unsure(cause: Finding) -> bool:
 
 def _is_symptom(finding: Finding) -> bool:
     """Whether it says what happened and not why."""
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
 
     return finding.code in BY_CODE and BY_CODE[finding.code].symptom
 

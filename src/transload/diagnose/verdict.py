@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from transload.diagnose.case import Case
-from transload.diagnose.rules.rule import LAYERS
+from transload.diagnose.case import LAYERS, Case
 from transload.findings import Finding
 from transload.machine import Machine, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.diagnose.rules.rule import Rule
+    from transload.diagnose.case import Rule
 
 __all__ = ["Diagnosis", "Muted", "Status", "decide"]
 

@@ -49,7 +49,7 @@ class LocalChecks:
         ``text`` is all that surrounds the error: where its frames are in another torch than the one examined, faults
         of this one are not the cause.
         """
-        from transload.diagnose.rules.catalogue import BY_CODE
+        from transload.diagnose.rules import BY_CODE
 
         found = self.diagnosis
         other = _other_torch(text, found.machine)
