@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
     from transload.render.lines import Block
 

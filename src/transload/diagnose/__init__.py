@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
 
 __all__ = ["doctor", "judge_machine"]

@@ -12,15 +12,23 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
     from transload.machine import Machine
 
 __all__ = ["Names", "names_here", "redacted", "redacted_machine"]
 
 T = TypeVar("T")
+
+
+class _Told(Protocol):
+    @property
+    def machine(self) -> Machine:
+        """The machine that it is about."""
+
+
+D = TypeVar("D", bound=_Told)  # a Diagnosis
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ def names_here() -> Names:
 _NONE = Names()
 
 
-def redacted(diagnosis: Diagnosis, names: Names = _NONE, *, runnable: bool = False) -> Diagnosis:
+def redacted(diagnosis: D, names: Names = _NONE, *, runnable: bool = False) -> D:
     """The diagnosis, redacted as a whole.
 
     ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A

@@ -2,86 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from transload.diagnose.case import LAYERS, Case
+from transload.diagnose.report import Diagnosis, Muted, Status
 from transload.findings import Finding
-from transload.machine import Machine, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transload.diagnose.case import Rule
+    from transload.machine import Machine
 
-__all__ = ["Diagnosis", "Muted", "Status", "decide"]
-
-Status = Literal["ok", "broken", "degraded", "no-gpu"]
+__all__ = ["decide"]
 
 _WORDS = 200  # of an error of ours
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
 _CHAIN = {layer.name: layer.chain for layer in LAYERS}
 # A fault in one of these layers leaves nothing to be said of whether the driver fits the build.
 _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
-
-
-@dataclass(frozen=True, slots=True)
-class Muted:
-    """A finding that follows from another, which ``because`` names."""
-
-    finding: Finding
-    because: str
-
-
-@dataclass(frozen=True, repr=False)
-class Diagnosis:
-    """What is wrong with a machine, if anything, and what to do about it.
-
-    ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
-    to fix them; ``muted`` are those that will go away by themselves. ``status`` is ``ok``, ``broken`` (CUDA or torch
-    does not work), ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch
-    works without one: nothing to repair).
-    """
-
-    status: Status
-    cause: Finding | None
-    findings: tuple[Finding, ...]
-    muted: tuple[Muted, ...]
-    machine: Machine
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is nothing to repair."""
-        return self.status in ("ok", "no-gpu")
-
-    @property
-    def cuda_usable(self) -> bool:
-        """Whether CUDA works: seen in torch itself, or without torch by the driver's word and no error against it."""
-        if self.machine.torch_run.answer.state != "unasked":
-            return self.machine.torch_run.cuda_works
-        return self.machine.driver.cuda.works and self.status != "broken"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, schema 1."""
-        return {
-            "schema": 1,
-            "status": self.status,
-            "cuda_usable": self.cuda_usable,
-            "cause": self.cause.to_dict() if self.cause else None,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "muted": [{**muted.finding.to_dict(), "because": muted.because} for muted in self.muted],
-            "machine": to_dict(self.machine),
-        }
-
-    def __repr__(self) -> str:
-        cause = f", cause={self.cause.code}" if self.cause else ""
-        return f"<Diagnosis {self.status}{cause}, {len(self.findings)} findings>"
-
-    def __str__(self) -> str:
-        """The report as ``transload doctor`` prints it, without colour."""
-        from transload.diagnose.report import as_text
-
-        return as_text(self)
 
 
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:

@@ -18,7 +18,7 @@ from transload.explaining.logs import flat
 from transload.explaining.result import FileHere, MachineHere
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.findings import Finding
     from transload.machine import Machine
 
