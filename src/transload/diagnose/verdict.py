@@ -26,24 +26,31 @@ _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "librari
 
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     """Judge a machine by all rules. One that raises is named in the machine's problems: the others still count."""
-    case = Case.of(machine)
+    case, run = Case.of(machine), machine.torch_run
+    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
     met: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}
     for rule in rules:
         try:
             found = rule.finding(case)
-        except Exception as error:  # noqa: BLE001, PERF203  said in the report, as a bug of ours
+        except Exception as error:  # noqa: BLE001  said in the report, as a bug of ours
             raised[f"rule {rule.code}"] = f"{type(error).__name__}: {error}"[:_WORDS]
-        else:
-            met += [(rule, _heeding(machine, rule, found))] if found else []
+            continue
+        if found is None:
+            continue
+        # no rule overrules an observation: what works is not broken, whatever else is odd about it
+        seen_at_work = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works
+        computes = rule.layer != "extensions" and run.cuda_works
+        if found.severity == "error" and (seen_at_work or computes) and not died:
+            found = replace(found, severity="note")
+        met.append((rule, found))
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the rules
     faults = [(rule, found) for rule, found in met if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
     for rule, found in faults:
-        because = _because(rule, causes)
-        if because:
+        if because := _because(rule, [cause for cause, _ in causes]):
             muted.append(Muted(found, because))
         else:
             causes.append((rule, found))
@@ -51,7 +58,7 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
     severities = {found.severity for found in findings}
     accelerated = machine.hardware.present and not case.withheld
-    accelerated = accelerated or machine.torch_run.cuda_works or any(other.usable for other in machine.accelerators)
+    accelerated = accelerated or run.cuda_works or any(other.usable for other in machine.accelerators)
     status: Status = "ok" if accelerated else "no-gpu"
     if "error" in severities:
         status = "broken"
@@ -62,22 +69,13 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     return Diagnosis(status, cause, findings, tuple(muted), judged)
 
 
-def _heeding(machine: Machine, rule: Rule, found: Finding) -> Finding:
-    """No rule overrules an observation: what works is not broken, whatever else is odd about it."""
-    run = machine.torch_run
-    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
-    seen_at_work = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works and not died
-    computes = rule.layer != "extensions" and run.cuda_works and not died
-    return replace(found, severity="note") if found.severity == "error" and (seen_at_work or computes) else found
-
-
-def _because(rule: Rule, causes: Iterable[tuple[Rule, Finding]]) -> str:
+def _because(rule: Rule, causes: Iterable[Rule]) -> str:
     """The code of the cause that already explains a fault, or nothing.
 
     Causes of its own chain come first, then what hides the cards.
     """
     chain = _CHAIN[rule.layer]
-    chains = [(_CHAIN[cause.layer], cause) for cause, _ in causes]
+    chains = [(_CHAIN[cause.layer], cause) for cause in causes]
     for earlier, cause in sorted(chains, key=lambda pair: (pair[0] != chain, pair[0] != "variables")):
         same = earlier == chain and chain != "extensions"
         unjudgeable = chain == "fit" and (cause.layer in _BEFORE_FIT or earlier == "torch")
