@@ -58,12 +58,6 @@ def _better(m: Case, lib: Library) -> str:
     return next((f"the driver's own is {each.path}" for each in others if not each.problem), "")
 
 
-def _versions(m: Case, lib: Library | None) -> str:
-    if lib is None or not (lib.version and m.kernel.version):
-        return ""
-    return f"it is version {lib.version}, but the kernel driver is {m.kernel.version}"
-
-
 def _search(m: Case, folder: str, file: str) -> Lines:
     """Let the loader look into a folder; for this shell only on NixOS, which has no file for it."""
     value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
@@ -133,68 +127,57 @@ def not_given(m: Case) -> Match | None:
 # -- the wrong libcuda.so.1
 
 
-@rule("U04", "libraries", "libcuda.so.1 is the toolkit's stub")
-def stub(m: Case) -> Match | None:
-    """The driver returned 34, or the library in use is a stub."""
-    lib = m.libcuda
-    if not m.refused or not (m.code == 34 or (lib is not None and lib.kind == "stub")):
-        return None
-    if lib is None:
-        return Match((m.answer,), ("Remove every stubs directory from LD_LIBRARY_PATH.",))
-    return Match((_library_line(lib), m.answer, _better(m, lib), m.relief), _drop_library(m, lib))
+@rules(
+    "libraries",
+    {
+        "U04": "libcuda.so.1 is the toolkit's stub",
+        "U02": "a CUDA compatibility library does not match the driver",
+        "U03": "forward compatibility does not work on this card",
+        "U01": "the driver's libraries and its kernel module have different versions",
+    },
+)
+def wrong_library(m: Case) -> Iterator[tuple[str, Match]]:
+    """The driver refuses to start with the libcuda.so.1 that the process gets."""
+    if not m.refused:
+        return
+    lib, kernel = m.libcuda, m.kernel.version
+    kind, line = lib.kind if lib else "", _library_line(lib)
+    versions = (
+        f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and lib.version and kernel else ""
+    )
+    drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
+    better = _better(m, lib) if lib else ""
+    if m.code == 34 or kind == "stub":
+        yield "U04", Match((line, m.answer, better, m.relief if lib else ""), drop)
+    if kind == "compat" and (m.code == 803 or (m.code != 804 and "LD_LIBRARY_PATH" in m.works_without)):
+        yield "U02", Match((line, versions, m.answer, better, m.relief), drop)
 
-
-@rule("U02", "libraries", "a CUDA compatibility library does not match the driver")
-def compat(m: Case) -> Match | None:
-    """A compat library, and 803 or a driver that starts without it."""
-    lib = m.libcuda
-    if lib is None or lib.kind != "compat" or not m.refused or m.code == 804:
-        return None
-    if m.code != 803 and "LD_LIBRARY_PATH" not in m.works_without:
-        return None
-    evidence = (_library_line(lib), _versions(m, lib), m.answer, _better(m, lib), m.relief)
-    return Match(evidence, _drop_library(m, lib))
-
-
-@rule("U03", "libraries", "forward compatibility does not work on this card")
-def forward(m: Case) -> Match | None:
-    """804, with a compat library or an unknown one."""
-    lib = m.libcuda
-    if not m.refused or m.code != 804 or m.fires("U01"):
-        return None
-    names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
-    plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
-    driver = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
-    if lib is None or lib.kind != "compat":
-        return Match((m.answer, _library_line(lib), plain, m.relief), (fixes.reboot(m), *driver), likely=True)
-    evidence = (_library_line(lib), _versions(m, lib), m.answer, plain, m.relief)
-    return Match(evidence, (*_drop_library(m, lib), *driver))
-
-
-@rule("U01", "libraries", "the driver's libraries and its kernel module have different versions")
-def mismatch(m: Case) -> Match | None:
-    """NVML 18, libraries of another release, or 803 without a compat library."""
-    lib, other = m.libcuda, m.mismatched
-    if not m.refused or m.surroundings.wsl or (lib is not None and lib.kind in ("compat", "stub")):
-        return None
+    # NVML 18, libraries of another release, or 803 without a compat library
     told = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
     # only the version explains the error: no variable does, or it is the one that names the directory
     telling = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
-    if not told and (other is None or not telling):
-        return None
-    evidence = (_library_line(lib), _versions(m, lib), m.answer, m.nvml_answer, m.relief)
-    lib = other or lib
-    kernel, library = numbers_of(m.kernel.version), numbers_of(lib.version) if lib else ()
-    if lib is not None and lib.via.startswith("LD_"):
-        return Match(evidence, _drop_library(m, lib))
-    if m.surroundings.container:
-        fix: Lines = ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
-    elif kernel and library and library < kernel:
-        older = f"The libraries are older than the loaded module {m.kernel.version}: install its version of them."
-        fix = (older, *fixes.install_driver(m, exactly=kernel[0]))
-    else:
-        fix = (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
-    return Match(evidence, fix)
+    mismatch = told or (m.mismatched is not None and telling)
+    if mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
+        used = m.mismatched or lib
+        module, library = numbers_of(kernel), numbers_of(used.version) if used else ()
+        if used is not None and used.via.startswith("LD_"):
+            fix = _drop_library(m, used)
+        elif m.surroundings.container:
+            fix = ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
+        elif module and library and library < module:
+            older = f"The libraries are older than the loaded module {kernel}: install its version of them."
+            fix = (older, *fixes.install_driver(m, exactly=module[0]))
+        else:
+            fix = (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
+        yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.relief), fix)
+    elif m.code == 804:
+        names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
+        plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
+        update = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
+        if kind == "compat":
+            yield "U03", Match((line, versions, m.answer, plain, m.relief), (*drop, *update))
+        else:
+            yield "U03", Match((m.answer, line, plain, m.relief), (fixes.reboot(m), *update), likely=True)
 
 
 @rule("U13", "libraries", "libcuda.so.1 is not a usable library")
