@@ -16,9 +16,9 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import transload.machine
-from transload.diagnose.rules.catalogue import BY_CODE
-from transload.diagnose.rules.rule import LAYERS, Rule
-from transload.diagnose.verdict import Status
+from transload.diagnose.case import LAYERS, Rule
+from transload.diagnose.report import Status
+from transload.diagnose.rules import BY_CODE
 from transload.findings import Severity
 from transload.machine import Machine, Unknown
 

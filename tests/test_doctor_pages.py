@@ -13,8 +13,8 @@ from tests.each import each
 from tests.test_docs import ROOT, load_script
 
 from transload.diagnose import judge_machine
-from transload.diagnose.rules.catalogue import BY_CODE
-from transload.diagnose.rules.rule import Rule
+from transload.diagnose.case import Rule
+from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
 from transload.machine import Experiment, Library, Machine, Variables
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Storage, Tensor
     from transload.converting import Conversion, convert
     from transload.diagnose import doctor
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.errors import (
         BrokenFileError,
         BusyFileError,
@@ -123,7 +123,7 @@ _HOMES = {
     "Compatibility": "transload.checking.compatibility",
     "Conversion": "transload.converting",
     "ConvertError": "transload.errors",
-    "Diagnosis": "transload.diagnose.verdict",
+    "Diagnosis": "transload.diagnose.report",
     "DoesNotFitError": "transload.errors",
     "Explanation": "transload.explaining.result",
     "Finding": "transload.findings",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transload.frozen import facts
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
 
 __all__ = ["KINDS", "Device", "Devices", "devices_of", "local_rank", "near_kind", "split"]

@@ -22,7 +22,7 @@ from tests.fake_driver import fake_libcuda, fake_nvml, hangs, returns
 
 from transload.diagnose import judge_machine
 from transload.diagnose.probe import probe
-from transload.diagnose.verdict import Diagnosis
+from transload.diagnose.report import Diagnosis
 from transload.machine import Machine
 
 LIB = "/usr/lib/x86_64-linux-gnu"

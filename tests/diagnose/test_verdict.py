@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
 from tests.each import each
 
-from transload.diagnose.case import Case
-from transload.diagnose.rules.rule import LAYERS, Match, Rule
-from transload.diagnose.verdict import Diagnosis, decide
+from transload.diagnose.case import LAYERS, Case, Match, Rule
+from transload.diagnose.report import Diagnosis
+from transload.diagnose.verdict import decide
 from transload.findings import Severity
 
 

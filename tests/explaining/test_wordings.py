@@ -11,7 +11,7 @@ from tests.explaining.wordings import WORDINGS, Wording
 
 import transload
 from transload.cli import COMMANDS
-from transload.diagnose.rules.catalogue import BY_CODE as DOCTOR
+from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining.hooks import HOOKS
 from transload.explaining.matching import KnownError, known_errors, subjects, variant
 from transload.explaining.result import Answer

@@ -43,7 +43,7 @@ from tests.explaining.wordings import WORDINGS, sections  # noqa: E402 - the pat
 
 from transload import check  # noqa: E402
 from transload.cli.main import main  # noqa: E402
-from transload.diagnose.rules.catalogue import BY_CODE  # noqa: E402
+from transload.diagnose.rules import BY_CODE  # noqa: E402
 from transload.diagnose.saved import machine_from  # noqa: E402
 
 ANSWERS, WORDS = HERE / "answers.json", HERE / "words.json"

@@ -33,10 +33,9 @@ from tests.each import each
 
 from transload.diagnose import judge_machine
 from transload.diagnose import report as doctor_chain
+from transload.diagnose.case import LAYERS
 from transload.diagnose.redact import redacted
-from transload.diagnose.report import as_text, facts, page, report, source_of
-from transload.diagnose.rules.rule import LAYERS
-from transload.diagnose.verdict import Diagnosis, Muted, Status
+from transload.diagnose.report import Diagnosis, Muted, Status, facts, page, report, source_of
 from transload.findings import Finding
 from transload.machine import (
     Accelerator,
@@ -390,7 +389,7 @@ def test_colour_tells_nothing_that_words_do_not(monkeypatch: pytest.MonkeyPatch)
 def test_a_diagnosis_prints_itself_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/alice")
     found = replace(STUB, evidence=("in /home/alice/lib",))
-    text = as_text(diagnosed(STUBBED, found))
+    text = str(diagnosed(STUBBED, found))
     assert text == str(diagnosed(STUBBED, found))
     assert "  in ~/lib\n" in text
     assert "\x1b" not in text

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transload.checking.packages import Package
     from transload.checking.torch_says import Said
     from transload.checkpoint import Checkpoint
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.loading.placement import Devices, Plan
     from transload.machine import Machine
     from transload.nodes import Global

@@ -22,7 +22,7 @@ from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.loading.placement import Devices
     from transload.nodes import Persistent, Pickle
 

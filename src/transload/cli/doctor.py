@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator
 
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
     from transload.render.lines import Block
 
@@ -171,7 +171,7 @@ def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
 def _explain(word: str, colour: str) -> int:
     from transload.diagnose.pages import page
     from transload.diagnose.report import page as shown
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
 
     code = word.strip().upper()
     if code not in BY_CODE:

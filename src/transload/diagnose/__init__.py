@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
 
 __all__ = ["doctor", "judge_machine"]
@@ -30,7 +30,7 @@ def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Dia
 
 def judge_machine(machine: Machine) -> Diagnosis:
     """The diagnosis of a machine, wherever its facts were taken."""
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
     from transload.diagnose.verdict import decide
 
     return decide(machine, BY_CODE.values())

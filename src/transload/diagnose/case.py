@@ -1,4 +1,4 @@
-"""A machine with what follows from its facts: what the driver returned, what torch reported, which cards are in use.
+"""What a rule is, and what it judges: a machine with what follows from its facts.
 
 Rules read a ``Case`` as they read a ``Machine``. Every property is computed once, when it is first used, and
 so is every rule: ``fires`` tells one rule whether another one matches.
@@ -7,31 +7,163 @@ so is every rule: ``fires`` tells one rule whether another one matches.
 from __future__ import annotations
 
 import re
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from transload.diagnose import fixes
-from transload.diagnose.rules.rule import RULES, Lines, Match, Rule
 from transload.diagnose.tables import chip_of, cu_result, numbers_of, nvml_result
+from transload.findings import Finding, Severity
 from transload.machine import Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transload.findings import Severity
     from transload.machine import Library, Node, PciDevice, Step
 
-__all__ = ["CONTROL", "CVD", "UVM", "Card", "Case", "is_nvidia_library", "quoted"]
+__all__ = [
+    "CONTROL",
+    "CVD",
+    "LAYERS",
+    "RULES",
+    "UVM",
+    "Card",
+    "Case",
+    "Layer",
+    "Lines",
+    "Match",
+    "Rule",
+    "is_nvidia_library",
+    "page_only",
+    "quoted",
+    "rule",
+    "rules",
+]
+
+Lines = tuple[str, ...]
+T = TypeVar("T")
 
 CONTROL, UVM = "/dev/nvidiactl", "/dev/nvidia-uvm"
 CVD = "CUDA_VISIBLE_DEVICES"
-_NO_DEVICE = 100
 _SHOWN = 300
-_MATCH_SHOWN = 160
-_CARD_NODE = re.compile(r"/dev/nvidia\d+")
 _RELEASE = re.compile(r"\d{3}\.\d+(?:\.\d+)*")
 _LOG_NOISE = re.compile(r"\[\s*\d+\.\d+\]|\bNVRM:|\\x0a|\s+")
 _NVIDIA_LIBRARY = re.compile(r"lib(?:cu(?!rl|ps)|nv(?!di)|nccl|caffe2_nvrtc)\w*\.so[.\d]*")
+
+
+class Layer(NamedTuple):
+    """One link of the chain from the card to the kernel that runs on it.
+
+    Faults of one chain follow from one another: the first broken layer is the cause of the others. Faults of
+    different chains are independent.
+    """
+
+    name: str
+    words: str
+    chain: str
+
+
+LAYERS: tuple[Layer, ...] = (
+    Layer("python", "Python environment", "torch"),
+    Layer("build", "installed torch", "torch"),
+    Layer("torch-libraries", "libraries torch loads", "torch"),
+    Layer("hardware", "GPU", "machine"),
+    Layer("kernel", "kernel driver", "machine"),
+    Layer("surroundings", "container, scheduler, service", "machine"),
+    Layer("nodes", "device nodes", "machine"),
+    Layer("libraries", "driver libraries", "machine"),
+    Layer("driver", "CUDA driver", "machine"),
+    Layer("variables", "environment variables", "variables"),
+    Layer("fit", "compatibility", "fit"),
+    Layer("run", "running torch", "run"),
+    Layer("extensions", "packages using torch", "extensions"),
+)
+"""In the order in which to fix them."""
+
+
+class Match(NamedTuple):
+    """What a rule saw on one machine. Empty lines are left out.
+
+    ``fix`` are lines in order: a command begins with ``$ ``, anything else is a sentence. ``title`` replaces the
+    rule's if the check knows more. ``likely`` says that the evidence fits but does not prove it.
+    """
+
+    evidence: Lines
+    fix: Lines = ()
+    title: str = ""
+    severity: Severity = "error"
+    likely: bool = False
+
+
+Check = Callable[["Case"], Match | None]
+Checks = Callable[["Case"], Iterator[tuple[str, Match]]]
+
+
+class Rule(NamedTuple):
+    """A cause: its stable code and the layer it breaks. Its page is docs/doctor/CODE.md.
+
+    A ``symptom`` is reported only if no fault explains it: it says what happened, not why. ``check`` is ``None`` for
+    what a machine cannot show (a program's own fault, another system): the page is all there is.
+    """
+
+    code: str
+    layer: str
+    title: str
+    check: Check | None = None
+    symptom: bool = False
+    likely: bool = False
+
+    @property
+    def fix(self) -> str:
+        """What its page says to do."""
+        from transload.diagnose.pages import section
+
+        return section(self.code, "Fix")
+
+    def finding(self, case: Case) -> Finding | None:
+        """What it says about a machine."""
+        match = case.once(self.check) if self.check else None
+        if match is None:
+            return None
+        title = f"{'probably: ' if self.likely or match.likely else ''}{match.title or self.title}"
+        evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, match.fix))
+        return Finding(self.code, match.severity, title, evidence, fix)
+
+
+RULES: dict[str, Rule] = {}
+"""Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` fill it."""
+
+
+def rule(code: str, layer: str, title: str, *, symptom: bool = False, likely: bool = False) -> Callable[[Check], Check]:
+    """Make the decorated function the check of a new rule. In a layer the first that matches is the cause."""
+
+    def add(check: Check) -> Check:
+        RULES[code] = Rule(code, layer, title, check, symptom, likely)
+        return check
+
+    return add
+
+
+def rules(layer: str, titles: dict[str, str], likely: Lines = ()) -> Callable[[Checks], Checks]:
+    """Make the decorated generator the check of several rules, by their codes: it yields those that match."""
+
+    def add(checks: Checks) -> Checks:
+        def found(case: Case) -> dict[str, Match]:
+            return dict(checks(case))
+
+        for code, title in titles.items():
+            check = partial(_one_of, found, code)
+            RULES[code] = Rule(code, layer, title, check, likely=code in likely)
+        return checks
+
+    return add
+
+
+def _one_of(found: Callable[[Case], dict[str, Match]], code: str, case: Case) -> Match | None:
+    return case.once(found).get(code)
+
+
+def page_only(code: str, layer: str, title: str) -> None:
+    """Add a cause that the facts of a machine cannot show: only its page exists."""
+    RULES[code] = Rule(code, layer, title)
 
 
 class Card(NamedTuple):
@@ -53,21 +185,21 @@ class Case(Machine):
         """The case of a machine, with nothing computed yet."""
         case = cls.__new__(cls)
         case.__dict__.update((name, machine.__dict__[name]) for name in Machine.__dataclass_fields__)
-        case.__dict__["_matches"] = {}
+        case.__dict__["_known"] = {}
         return case
 
     # -- rules
 
-    def match(self, rule: Rule) -> Match | None:
-        """What a rule says about this machine; each check runs once."""
-        matches: dict[str, Match | None] = self.__dict__["_matches"]
-        if rule.code not in matches:
-            matches[rule.code] = rule.check(self) if rule.check else None
-        return matches[rule.code]
+    def once(self, find: Callable[[Case], T]) -> T:
+        """What a function finds in this case; it runs once."""
+        known: dict[Callable[[Case], T], T] = self.__dict__["_known"]
+        if find not in known:
+            known[find] = find(self)
+        return known[find]
 
     def fires(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
-        return any(self.match(RULES[code]) is not None for code in codes)
+        return any(self.once(check) is not None for code in codes if (check := RULES[code].check))
 
     # -- the driver
 
@@ -79,20 +211,17 @@ class Case(Machine):
     @cached_property
     def fails(self) -> bool:
         """Whether the CUDA driver was asked and has no GPU; or it could not be asked, and files show why it fails."""
-        asked = self.driver.cuda.answer.state != "unasked"
-        return (asked or (self.driver_unasked and self._no_way_to_gpu)) and not self.works
+        if self.works or self.driver.cuda.answer.state != "unasked":
+            return not self.works
+        # no process can use a GPU without the kernel module or a device node
+        elsewhere = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
+        return self.driver_unasked and not elsewhere and (self.kernel.loaded is False or self.nodes_absent)
 
     @property
     def driver_unasked(self) -> bool:
         """Whether the CUDA driver should have been asked, but the child process could not be run."""
         answer = self.driver.cuda.answer
         return answer.state == "unasked" and bool(answer.detail or "cuda" in self.problems)
-
-    @property
-    def _no_way_to_gpu(self) -> bool:
-        """Whether files alone show that no process can use a GPU: there is no kernel module, or no device node."""
-        elsewhere = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
-        return not elsewhere and (self.kernel.loaded is False or self.nodes_absent)
 
     @cached_property
     def works_without(self) -> Lines:
@@ -126,7 +255,7 @@ class Case(Machine):
             return -1
         if cuda.init:
             return cuda.init
-        return cuda.count_code if cuda.count_code > 0 else _NO_DEVICE if cuda.count == 0 else 0
+        return cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
 
     @cached_property
     def nvml_works(self) -> bool:
@@ -190,7 +319,7 @@ class Case(Machine):
     @cached_property
     def card_nodes(self) -> tuple[Node, ...]:
         """The nodes of single cards, /dev/nvidia0 and so on, that exist."""
-        return tuple(node for node in self.nodes.found if node.exists and _CARD_NODE.fullmatch(node.path))
+        return tuple(node for node in self.nodes.found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
 
     @cached_property
     def nodes_absent(self) -> bool:
@@ -284,7 +413,7 @@ class Case(Machine):
     def logged(self, pattern: str) -> str:
         """What matches in the kernel log, whose messages may span several lines."""
         found = re.search(pattern, self._log) if self._log else None
-        return f"the kernel log says: {found[0][:_MATCH_SHOWN].strip()}" if found else ""
+        return f"the kernel log says: {found[0][:160].strip()}" if found else ""
 
     @cached_property
     def _log(self) -> str:
@@ -355,14 +484,12 @@ class Case(Machine):
             for gpu in told
             if len(gpu.capability) == 2
         )
-        return known or tuple(self._cards_by_id())
-
-    def _cards_by_id(self) -> Iterator[Card]:
-        for gpu in self.hardware.gpus:
-            chip = chip_of(gpu.device)
-            if chip and chip.capability and gpu.driver != "vfio-pci":
-                name = f"the card at {gpu.address} ({chip.code}, {chip.generation})"
-                yield Card(name, chip.capability, sure=not chip.inferred)
+        chips = ((gpu, chip_of(gpu.device)) for gpu in self.hardware.gpus if gpu.driver != "vfio-pci")
+        return known or tuple(
+            Card(f"the card at {gpu.address} ({chip.code}, {chip.generation})", chip.capability, not chip.inferred)
+            for gpu, chip in chips
+            if chip and chip.capability
+        )
 
     # -- shortcuts
 

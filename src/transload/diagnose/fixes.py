@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from transload.diagnose.tables import INDEX, chip_of, default_build, first_branch, generation, releases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transload.diagnose.tables import Generation
     from transload.diagnose.tables import Platform as WheelPlatform
     from transload.diagnose.tables.wheels import WheelChoice
@@ -29,6 +27,7 @@ __all__ = [
     "install",
     "install_driver",
     "install_torch",
+    "jetson_torch",
     "modprobe_option",
     "on_host",
     "reboot",
@@ -150,27 +149,27 @@ def unset(machine: Machine, *names: str) -> Lines:
     '$ set -e CUDA_VISIBLE_DEVICES'
     """
     shell = machine.platform.shell
+    command = f"unset {' '.join(names)}"
     if shell == "fish":
         command = "; ".join(f"set -e {name}" for name in names)
     elif shell in ("csh", "tcsh"):
         command = "; ".join(f"unsetenv {name}" for name in names)
     elif machine.platform.system == "Windows":
         command = "; ".join(f"Remove-Item Env:{name}" for name in names)
-    else:
-        command = f"unset {' '.join(names)}"
     return (f"$ {command}", *_where_set(machine, names))
 
 
 def set_variable(machine: Machine, name: str, value: str) -> Lines:
     """Set a variable in this shell."""
     shell = machine.platform.shell
+    command = f"export {name}={quote(value)}"
     if shell == "fish":
-        return (f"$ set -gx {name} {quote(value)}", *_where_set(machine, (name,)))
-    if shell in ("csh", "tcsh"):
-        return (f"$ setenv {name} {quote(value)}", *_where_set(machine, (name,)))
-    if machine.platform.system == "Windows":
-        return (f'$ $env:{name} = "{value}"', *_where_set(machine, (name,)))
-    return (f"$ export {name}={quote(value)}", *_where_set(machine, (name,)))
+        command = f"set -gx {name} {quote(value)}"
+    elif shell in ("csh", "tcsh"):
+        command = f"setenv {name} {quote(value)}"
+    elif machine.platform.system == "Windows":
+        command = f'$env:{name} = "{value}"'
+    return (f"$ {command}", *_where_set(machine, (name,)))
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
@@ -180,18 +179,15 @@ def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     >>> drop_folder(Machine(variables=Variables({"LD_LIBRARY_PATH": "/a:/b"})), "LD_LIBRARY_PATH", "/b")[0]
     '$ export LD_LIBRARY_PATH=/a'
     """
-    value = machine.variables.get(variable) or ""
-    bad = normpath(folder)
-    left = ":".join(each for each in value.split(":") if not _leads(each, bad))
-    return set_variable(machine, variable, left) if left.strip(":") else unset(machine, variable)
-
-
-def _leads(element: str, folder: str) -> bool:
-    """Whether an element of a search path is the folder; a relative one, if the folder ends in it."""
-    plain = normpath(element) if element else ""
-    if plain.startswith(("/", "..")) or plain in ("", "."):
-        return plain == folder
-    return folder.endswith(f"/{plain}")
+    bad, left = normpath(folder), []
+    for element in (machine.variables.get(variable) or "").split(":"):
+        plain = normpath(element) if element else ""
+        absolute = plain.startswith(("/", "..")) or plain in ("", ".")
+        # a relative element leads to the folder if that ends in it
+        if not (plain == bad if absolute else bad.endswith(f"/{plain}")):
+            left.append(element)
+    rest = ":".join(left)
+    return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
 
 
 def _where_set(machine: Machine, names: Lines) -> Lines:
@@ -277,7 +273,8 @@ class Wanted(NamedTuple):
     """A driver: of branch ``low`` or newer and no newer than ``high``, 0 where any will do.
 
     ``first`` is the branch that first drove the newest of the cards, and ``low`` what something else asks for.
-    ``open_module`` is ``None`` where either kernel module drives the cards.
+    ``open_module`` is ``None`` where either kernel module drives the cards. ``dropped`` are generations of cards that
+    no driver serves beside the others, which are ``kept``.
     """
 
     low: int = 0
@@ -285,13 +282,7 @@ class Wanted(NamedTuple):
     first: int = 0
     open_module: bool | None = None
     dropped: Lines = ()
-    """Generations of cards that no driver serves beside the others."""
     kept: Lines = ()
-
-    @property
-    def branch(self) -> int:
-        """The one branch that it must be; 0 where there is a choice."""
-        return self.high
 
     @property
     def words(self) -> str:
@@ -302,48 +293,37 @@ class Wanted(NamedTuple):
         return f"{which}{flavour[self.open_module]}"
 
 
-class _Card(NamedTuple):
-    generation: Generation
-    first: int
-
-
-def _cards(machine: Machine) -> list[_Card]:
-    """The cards on the bus that a driver of this machine is to drive."""
-    chips = (chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    known = ((generation(chip.generation), chip.capability) for chip in chips if chip)
-    return [_Card(found, first_branch(capability) if capability else 0) for found, capability in known if found]
-
-
-def _together(card: _Card, newest: _Card) -> bool:
-    """Whether one driver drives both."""
-    flavours = {card.generation.open_module, newest.generation.open_module}
-    last = card.generation.last_branch
-    return flavours != {"impossible", "required"} and (not last or last >= newest.first)
-
-
 def wanted(machine: Machine, at_least: int = 0, exactly: int = 0) -> Wanted:
     """The driver for the cards of this machine; where no driver serves all of them, for the newest ones."""
-    cards = _cards(machine)
-    newest = max(cards, key=lambda card: (card.first, not card.generation.last_branch), default=None)
-    served = [card for card in cards if newest and _together(card, newest)]
-    last = min((card.generation.last_branch for card in served if card.generation.last_branch), default=0)
+    chips = (chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
+    known = ((generation(chip.generation), chip.capability) for chip in chips if chip)
+    cards = [(found, first_branch(capability) if capability else 0) for found, capability in known if found]
+    served: list[Generation] = []
+    first = 0
+    if cards:
+        newest, first = max(cards, key=lambda card: (card[1], not card[0].last_branch))
+        served = [
+            card
+            for card, _ in cards
+            if {card.open_module, newest.open_module} != {"impossible", "required"}
+            and (not card.last_branch or card.last_branch >= first)
+        ]
+    branch = exactly or min((card.last_branch for card in served if card.last_branch), default=0)
+    flavours = {card.open_module for card in served}
+    # of a card that is not known, the module that is loaded tells which flavour drives it
+    open_module = None if flavours else {"open": True, "proprietary": False}.get(machine.kernel.flavour)
+    if "impossible" in flavours or 0 < branch < _FIRST_OPEN:
+        open_module = False
+    elif "required" in flavours:
+        open_module = True
     return Wanted(
         at_least,
-        exactly or last,
-        max((card.first for card in served), default=0),
-        _flavour(machine, {card.generation.open_module for card in served}, exactly or last),
-        dropped=tuple(sorted({card.generation.name for card in cards if card not in served})),
-        kept=tuple(sorted({card.generation.name for card in served})),
+        branch,
+        first,
+        open_module,
+        dropped=tuple(sorted({card.name for card, _ in cards if card not in served})),
+        kept=tuple(sorted({card.name for card in served})),
     )
-
-
-def _flavour(machine: Machine, flavours: set[str], branch: int) -> bool | None:
-    if "impossible" in flavours or 0 < branch < _FIRST_OPEN:
-        return False
-    if "required" in flavours:
-        return True
-    # of a card that is not known, the module that is loaded tells which flavour drives it
-    return {"open": True, "proprietary": False}.get(machine.kernel.flavour) if not flavours else None
 
 
 def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
@@ -364,139 +344,89 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
         return (f"{last}: branch {at_least} and newer do not support it.",)
     if machine.surroundings.container:
         return (*on_host(machine), f"Install or update NVIDIA's driver{want.words}, then reboot the host.")
-    steps = _DRIVER.get(_distribution(machine), _other)(machine, want)
-    return (*_both(want), *steps, reboot(machine))
-
-
-def _both(want: Wanted) -> Lines:
-    if not want.dropped:
-        return ()
     kept, dropped = " and ".join(want.kept), " and ".join(want.dropped)
-    return (f"No driver supports both {kept} and {dropped}. This is the one for {kept}:",)
+    both = f"No driver supports both {kept} and {dropped}. This is the one for {kept}:"
+    how = _driver_packages(machine, want)
+    steps = how if isinstance(how, tuple) else (f"Install NVIDIA's driver{want.words}: {how}",)
+    return (*((both,) if dropped else ()), *steps, reboot(machine))
 
 
-def _distribution(machine: Machine) -> str:
-    names = (machine.platform.distribution, *machine.platform.distribution_like)
-    return next((name for name in names if name in _DRIVER), "")
-
-
-def _in_words(want: Wanted, how: str) -> Lines:
-    return (f"Install NVIDIA's driver{want.words}: {how}",)
-
-
-def _other(machine: Machine, want: Wanted) -> Lines:
-    del machine
-    return _in_words(want, f"with your distribution's packages, or from {DOWNLOAD}")
-
-
-def _ubuntu(machine: Machine, want: Wanted) -> Lines:
-    if not want.low and not want.high and not want.open_module:
-        return (sudo(machine, "apt install ubuntu-drivers-common"), sudo(machine, "ubuntu-drivers install"))
-    branch = want.high or max(want.low, want.first, _CURRENT)
-    flavour = "" if want.open_module is False else "-open"
-    return (sudo(machine, "apt update"), sudo(machine, f"apt install nvidia-driver-{branch}{flavour}"))
-
-
-_DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
-
-
-def _debian(machine: Machine, want: Wanted) -> Lines:
-    if 0 < want.high < _FIRST_OPEN:
-        return _in_words(want, f"Debian 11 and 12 have 470 as nvidia-tesla-470-driver; others are at {DOWNLOAD}")
-    if not want.low and not want.open_module and want.first <= _DEBIANS:
-        return (
-            "With the components contrib, non-free and non-free-firmware enabled in Debian's apt sources:",
-            sudo(machine, "apt install linux-headers-$(uname -r) nvidia-driver firmware-misc-nonfree"),
-        )
-    package = _of_nvidia(want) + (f"-{want.high}" if want.high else "")
-    return (
-        "From NVIDIA's own repository (developer.nvidia.com/cuda-downloads):",
-        sudo(machine, f"apt install {package}"),
-    )
-
-
-def _of_nvidia(want: Wanted) -> str:
-    return "cuda-drivers" if want.open_module is False else "nvidia-open"
-
-
-def _fedora(machine: Machine, want: Wanted) -> Lines:
-    legacy = {390: "-390xx", 470: "-470xx"}
-    if want.high and want.high not in legacy:
-        return _in_words(
-            want,
-            f"RPM Fusion's akmod-nvidia while that is {want.high}, later most likely akmod-nvidia-{want.high}xx",
-        )
-    suffix = legacy.get(want.high, "")
-    packages = f"akmod-nvidia{suffix} xorg-x11-drv-nvidia{suffix}-cuda"
-    return (
-        "With the RPM Fusion repositories enabled:",
-        sudo(machine, f"dnf install {packages}"),
-        "Wait until 'modinfo nvidia' prints a version: the module is being built.",
-    )
-
-
-def _rhel(machine: Machine, want: Wanted) -> Lines:
-    if want.high:
-        return _in_words(want, "from NVIDIA's repository (developer.nvidia.com/cuda-downloads), held at that branch")
-    return (
-        "With NVIDIA's repository enabled (developer.nvidia.com/cuda-downloads):",
-        sudo(machine, f"dnf install {_of_nvidia(want)}"),
-    )
-
-
-def _arch(machine: Machine, want: Wanted) -> Lines:
-    if want.high in (390, 470, 580):
-        return (f"From the AUR: nvidia-{want.high}xx-dkms and nvidia-{want.high}xx-utils",)
-    if want.high or want.open_module is False:
-        return _in_words(want, f"from the AUR, or from {DOWNLOAD}")
-    return (sudo(machine, "pacman -Syu nvidia-open nvidia-utils"),)
-
-
-def _suse(machine: Machine, want: Wanted) -> Lines:
-    if max(want.low, want.first) > _CURRENT or 0 < want.high < _CURRENT:
-        older = "G05 packages are of branch 470" if want.high == 470 else "repository has it"
-        return _in_words(want, f"NVIDIA's {older}, or {DOWNLOAD}")
-    closed = want.open_module is False
-    package = "nvidia-driver-G06-kmp-default" if closed else "nvidia-open-driver-G06-signed-kmp-default"
-    return (
-        "With NVIDIA's repository for openSUSE or SLES enabled:",
-        sudo(machine, f"zypper install {package} nvidia-compute-utils-G06"),
-    )
-
-
-def _nixos(machine: Machine, want: Wanted) -> Lines:
-    name = {470: "legacy_470", 535: "legacy_535"}.get(want.high, "")
-    package = f" hardware.nvidia.package = config.boot.kernelPackages.nvidiaPackages.{name};" if name else ""
-    flavour = "false" if want.open_module is False else "true"
-    held = f"And hardware.nvidia.package of branch {want.high}: production while that is one, later a legacy package."
-    return (
-        "In configuration.nix:",
-        f'| services.xserver.videoDrivers = [ "nvidia" ]; hardware.nvidia.open = {flavour};{package}',
-        *((held,) if want.high and not name else ()),
-        sudo(machine, "nixos-rebuild switch"),
-    )
-
-
-def _alpine(machine: Machine, want: Wanted) -> Lines:
-    del machine, want
-    return ("NVIDIA publishes no driver for musl: use a distribution with glibc on this machine.",)
-
-
-_DRIVER: dict[str, Callable[[Machine, Wanted], Lines]] = {
-    "ubuntu": _ubuntu,
-    "debian": _debian,
-    "amzn": _rhel,
-    "ol": _rhel,
-    "fedora": _fedora,
-    "rhel": _rhel,
-    "centos": _rhel,
-    "arch": _arch,
-    "suse": _suse,
-    "opensuse": _suse,
-    "sles": _suse,
-    "nixos": _nixos,
-    "alpine": _alpine,
+_FAMILIES = {
+    **{name: name for name in ("ubuntu", "debian", "fedora", "arch", "nixos", "alpine")},
+    **dict.fromkeys(("amzn", "ol", "rhel", "centos"), "rhel"),
+    **dict.fromkeys(("suse", "opensuse", "sles"), "suse"),
 }
+"""The distributions whose packages of the driver are known."""
+_DEBIANS = 535  # Debian's own package is of this branch or newer since Debian 12, with the proprietary module
+_RPM_FUSION = {0: "", 390: "-390xx", 470: "-470xx"}
+_CUDA_REPOSITORY = "developer.nvidia.com/cuda-downloads"
+
+
+def _driver_packages(machine: Machine, want: Wanted) -> Lines | str:
+    """The steps with the distribution's package manager; or, where no command is known to do it, the way in words."""
+    names = (machine.platform.distribution, *machine.platform.distribution_like)
+    family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
+    closed, branch = want.open_module is False, want.high
+    nvidias = "cuda-drivers" if closed else "nvidia-open"
+    if family == "ubuntu":
+        if not want.low and not branch and not want.open_module:
+            return (sudo(machine, "apt install ubuntu-drivers-common"), sudo(machine, "ubuntu-drivers install"))
+        number = branch or max(want.low, want.first, _CURRENT)
+        package = f"nvidia-driver-{number}{'' if closed else '-open'}"
+        return (sudo(machine, "apt update"), sudo(machine, f"apt install {package}"))
+    if family == "debian":
+        if 0 < branch < _FIRST_OPEN:
+            return f"Debian 11 and 12 have 470 as nvidia-tesla-470-driver; others are at {DOWNLOAD}"
+        if not want.low and not want.open_module and want.first <= _DEBIANS:
+            return (
+                "With the components contrib, non-free and non-free-firmware enabled in Debian's apt sources:",
+                sudo(machine, "apt install linux-headers-$(uname -r) nvidia-driver firmware-misc-nonfree"),
+            )
+        package = f"{nvidias}{f'-{branch}' if branch else ''}"
+        return (f"From NVIDIA's own repository ({_CUDA_REPOSITORY}):", sudo(machine, f"apt install {package}"))
+    if family == "fedora":
+        if branch not in _RPM_FUSION:
+            return f"RPM Fusion's akmod-nvidia while that is {branch}, later most likely akmod-nvidia-{branch}xx"
+        suffix = _RPM_FUSION[branch]
+        return (
+            "With the RPM Fusion repositories enabled:",
+            sudo(machine, f"dnf install akmod-nvidia{suffix} xorg-x11-drv-nvidia{suffix}-cuda"),
+            "Wait until 'modinfo nvidia' prints a version: the module is being built.",
+        )
+    if family == "rhel":
+        if branch:
+            return f"from NVIDIA's repository ({_CUDA_REPOSITORY}), held at that branch"
+        return (f"With NVIDIA's repository enabled ({_CUDA_REPOSITORY}):", sudo(machine, f"dnf install {nvidias}"))
+    if family == "arch":
+        if branch in (390, 470, 580):
+            return (f"From the AUR: nvidia-{branch}xx-dkms and nvidia-{branch}xx-utils",)
+        if branch or closed:
+            return f"from the AUR, or from {DOWNLOAD}"
+        return (sudo(machine, "pacman -Syu nvidia-open nvidia-utils"),)
+    if family == "suse":
+        if max(want.low, want.first) > _CURRENT or 0 < branch < _CURRENT:
+            return (
+                f"NVIDIA's {'G05 packages are of branch 470' if branch == 470 else 'repository has it'}, or {DOWNLOAD}"
+            )
+        package = "nvidia-driver-G06-kmp-default" if closed else "nvidia-open-driver-G06-signed-kmp-default"
+        return (
+            "With NVIDIA's repository for openSUSE or SLES enabled:",
+            sudo(machine, f"zypper install {package} nvidia-compute-utils-G06"),
+        )
+    if family == "nixos":
+        legacy = f"legacy_{branch}" if branch in (470, 535) else ""
+        package = f" hardware.nvidia.package = config.boot.kernelPackages.nvidiaPackages.{legacy};" if legacy else ""
+        held = f"And hardware.nvidia.package of branch {branch}: production while that is one, later a legacy package."
+        flavour = "false" if closed else "true"
+        return (
+            "In configuration.nix:",
+            f'| services.xserver.videoDrivers = [ "nvidia" ]; hardware.nvidia.open = {flavour};{package}',
+            *((held,) if branch and not legacy else ()),
+            sudo(machine, "nixos-rebuild switch"),
+        )
+    if family == "alpine":
+        return ("NVIDIA publishes no driver for musl: use a distribution with glibc on this machine.",)
+    return f"with your distribution's packages, or from {DOWNLOAD}"
 
 
 # -- Python packages, with the tool of the environment that was examined; and which torch to install at all
@@ -532,24 +462,16 @@ def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
         chips = (chip_of(gpu.device) for gpu in machine.hardware.gpus)
         capabilities = {chip.capability for chip in chips if chip is not None and chip.capability is not None}
     driver = machine.driver.nvml.driver or machine.kernel.version
+    python = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
     return choose_wheel(
         driver=driver or None,
         driver_cuda=max(machine.driver.cuda.version, 0) or max(machine.driver.nvml.cuda, 0) or None,
         capabilities=sorted(capabilities),
         platform=wheel_platform(machine),
-        python=_python_version(machine),
+        python=(int(python[1]), int(python[2])) if python else (3, 12),
         torch=torch,
         driver_sees_cards=bool(told),
     )
-
-
-def _preferred(machine: Machine) -> WheelChoice:
-    """The installed release, for which other packages are made, in a build that fits; else the newest."""
-    newest = wheel_choice(machine)
-    first = machine.torch.first
-    release = first.version.partition("+")[0] if first else ""
-    same = wheel_choice(machine, release) if release in releases() else newest
-    return same if same.torch_version and (not same.needs_driver or newest.needs_driver) else newest
 
 
 def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) -> Lines:
@@ -558,19 +480,65 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     It is of the release ``torch``; else of the one that is installed, where that has a build that fits. Without
     ``driver`` another finding says how to install the driver that it may need.
     """
-    choice = wheel_choice(machine, torch) if torch else _preferred(machine)
+    first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
+    installed = first.version.partition("+")[0] if first else ""
+    if torch or installed in releases():
+        # the installed release, for which other packages are made
+        choice = wheel_choice(machine, torch or installed)
+        if not torch and (not choice.torch_version or (choice.needs_driver and not newest.needs_driver)):
+            choice = newest
+    else:
+        choice = newest
     if not choice.torch_version:
         return (choice.reason,)
-    beside = [name for name in _TRIO if name in machine.python.packages]
-    lines = (*_reinstall(machine, choice, beside), *_why(machine, choice))
+    cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126
+    # where conda's torch is the right one, it only has to be put in its place once more
+    again = conda and first is not None and installed == choice.torch_version and _major(first.cuda) == _major(cuda)
+    likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
+    why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
+    if not conda:
+        why = f"Why this build{likely}: {choice.reason}"
+    lines = (*_torch_commands(machine, choice, cuda, again=again), *(() if again else (why,)))
     if not choice.needs_driver:
-        return (*lines, *_newer(machine, choice))
+        same = installed == choice.torch_version != newest.torch_version
+        if not same or newest.needs_driver or conda:
+            return lines
+        better = f"{newest.torch_version} {newest.build}"
+        return (*lines, f"You have this release; the newest that works on this machine is {better}.")
     if not driver:
         return ("Once the driver is changed:", *lines)
-    branch = int(choice.needs_driver.partition(".")[0])
-    older = choice.direction == "older"
+    branch, older = int(_major(choice.needs_driver)), choice.direction == "older"
     update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
     return ("First install the driver:", *update, "Then install torch:", *lines)
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+def _torch_commands(machine: Machine, choice: WheelChoice, cuda: str, *, again: bool) -> Lines:
+    """Replace torch and its companions by a chosen build."""
+    tool, project = _tool(machine), _project(machine)
+    beside = [name for name in _TRIO if name in machine.python.packages]
+    if tool in _CONDAS:
+        if again:  # conda keeps what already meets the request, and so what is broken
+            return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
+        return _conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
+    wanted = (f"torch=={choice.torch_version}", *beside)
+    if tool == "poetry" and choice.index:
+        source = f"pytorch-{choice.build}"
+        return (
+            f"$ poetry source add --priority=explicit {source} {choice.index}",
+            f"$ poetry add --source {source} {' '.join(wanted)}",
+        )
+    if project == "uv":
+        source = f" --index pytorch-{choice.build}={choice.index}" if choice.index else ""
+        return (f"$ uv add{source} {' '.join(wanted)}",)
+    # NVIDIA's packages for another CUDA put other files into the same folders; a project's tool removes them itself
+    found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
+    others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
+    remove = uninstall(machine, "torch", *beside, *others)
+    return (*remove, *(line for line in install(machine, *wanted, index=choice.index) if line not in remove))
 
 
 def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
@@ -598,66 +566,17 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
     return install(machine, f"torch=={release}", index=index, force=True)
 
 
-def _why(machine: Machine, choice: WheelChoice) -> Lines:
-    likely = " (likely, but not certain, to work)" if choice.how_sure == "guess" else ""
-    if _tool(machine) not in _CONDAS:
-        return (f"Why this build{likely}: {choice.reason}",)
-    if _conda_again(machine, choice):
-        return ()
-    return (f"Why CUDA {_cuda(choice)}, judged by PyTorch's wheels{likely}: {choice.reason}",)
+_JETSON = "https://pypi.jetson-ai-lab.io"
+_JETSON_INDEXES = {36: f"{_JETSON}/jp6/cu126/+simple/", 38: f"{_JETSON}/sbsa/cu130/+simple/"}
 
 
-def _newer(machine: Machine, choice: WheelChoice) -> Lines:
-    first, newest = machine.torch.first, wheel_choice(machine)
-    same = first is not None and first.version.partition("+")[0] == choice.torch_version != newest.torch_version
-    if not same or newest.needs_driver or _tool(machine) in _CONDAS:
-        return ()
-    return (f"You have this release; the newest that works on this machine is {newest.torch_version} {newest.build}.",)
-
-
-def _reinstall(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
-    tool = _tool(machine)
-    if tool in _CONDAS:
-        return _conda_torch(machine, choice, beside)
-    wanted = (f"torch=={choice.torch_version}", *beside)
-    if tool == "poetry" and choice.index:
-        source = f"pytorch-{choice.build}"
-        return (
-            f"$ poetry source add --priority=explicit {source} {choice.index}",
-            f"$ poetry add --source {source} {' '.join(wanted)}",
-        )
-    if _project(machine) == "uv":
-        source = f" --index pytorch-{choice.build}={choice.index}" if choice.index else ""
-        return (f"$ uv add{source} {' '.join(wanted)}",)
-    others = () if _project(machine) else _of_other_cuda(machine, choice)  # a project's tool removes them itself
-    remove = uninstall(machine, "torch", *beside, *others)
-    return (*remove, *(line for line in install(machine, *wanted, index=choice.index) if line not in remove))
-
-
-def _of_other_cuda(machine: Machine, choice: WheelChoice) -> Lines:
-    """NVIDIA's packages for another CUDA than the chosen build's: they put other files into the same folders."""
-    major = _cuda(choice).partition(".")[0]
-    found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
-    return tuple(sorted(name for name, of in found if of and of[1] != major))
-
-
-def _cuda(choice: WheelChoice) -> str:
-    """``12.6`` of ``cu126``."""
-    return f"{choice.build[2:-1]}.{choice.build[-1]}"
-
-
-def _conda_again(machine: Machine, choice: WheelChoice) -> bool:
-    """Whether conda's torch is the right one, and only has to be put in its place once more."""
-    first = machine.torch.first
-    release = first.version.partition("+")[0] if first else ""
-    major = first.cuda.partition(".")[0] if first else ""
-    return release == choice.torch_version and major == _cuda(choice).partition(".")[0]
-
-
-def _conda_torch(machine: Machine, choice: WheelChoice, beside: list[str]) -> Lines:
-    if _conda_again(machine, choice):  # conda keeps what already meets the request, and so what is broken
-        return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
-    return _conda(machine, "pytorch-gpu", f'"cuda-version={_cuda(choice)}"', *beside)
+def jetson_torch(machine: Machine) -> Lines:
+    """Install the torch that NVIDIA builds for a Jetson, from the index for its release of Jetson Linux."""
+    found = re.search(r"\bR(\d{2})\b", machine.hardware.tegra)
+    index = _JETSON_INDEXES.get(int(found[1]) if found else 0)
+    if index is None:
+        return (f"Install the torch that NVIDIA builds for this board's JetPack: {_JETSON}",)
+    return install(machine, "torch", index=index, force=True)
 
 
 def _conda(machine: Machine, *names: str, force: bool = False) -> Lines:
@@ -778,8 +697,3 @@ def wheel_platform(machine: Machine) -> WheelPlatform:
     if system == "Darwin":
         return "macos-arm64" if arm else "macos-x86_64"
     return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
-
-
-def _python_version(machine: Machine) -> tuple[int, int]:
-    found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})", machine.python.version)
-    return (int(found[1]), int(found[2])) if found else (3, 12)

@@ -84,7 +84,7 @@ class _Survey:
             machine = self.files(examined)
             # Imported while the children are at work: the rules are a third of the time of a run.
             import transload.diagnose.redact
-            import transload.diagnose.rules.catalogue
+            import transload.diagnose.rules
             import transload.diagnose.verdict  # noqa: F401
 
             self.say("waiting for the driver")

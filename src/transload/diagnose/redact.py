@@ -12,15 +12,23 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
     from transload.machine import Machine
 
 __all__ = ["Names", "names_here", "redacted", "redacted_machine"]
 
 T = TypeVar("T")
+
+
+class _Told(Protocol):
+    @property
+    def machine(self) -> Machine:
+        """The machine that it is about."""
+
+
+D = TypeVar("D", bound=_Told)  # a Diagnosis
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ def names_here() -> Names:
 _NONE = Names()
 
 
-def redacted(diagnosis: Diagnosis, names: Names = _NONE, *, runnable: bool = False) -> Diagnosis:
+def redacted(diagnosis: D, names: Names = _NONE, *, runnable: bool = False) -> D:
     """The diagnosis, redacted as a whole.
 
     ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A
@@ -153,19 +161,29 @@ class _Redactor:
     def __init__(self, machine: Machine, names: Names) -> None:
         texts: dict[str, str] = {}
         _mapped(machine, lambda text, _: texts.setdefault(text, text))
-        self.own, self.others = _homes(machine, texts, names)
-        found = (_last(home) for home in (*self.own, *self.others))
-        self.users = frozenset(name for name in (*names.users, *found) if name.lower() not in _PLAIN)
-        self.spaced = _any_of(
-            (name for name in self.users if " " in name), before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"
-        )
+        # the paths of the user's own home, and every other home with the word for it
+        found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
+        strange = [home for home in found if _last(home).lower() not in _NOBODY]
+        home = machine.variables.get("HOME") or ""
+        foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
+        own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
+        if not own:  # the packages of its user tell whose it is
+            likely = _HOME.match(machine.python.user_site)
+            own = [likely[0]] if likely else strange[:1]
+        own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
+        others = (home for home in strange if home not in own)
+        self.others = {home: f"~user{place}" for place, home in enumerate(others, 2)}
+        self.home = _any_of(own, before=_BEGIN, after=_END)
+
+        users = (*names.users, *map(_last, own), *map(_last, self.others))
+        self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
+        spaced = (name for name in self.users if " " in name)
+        self.spaced = _any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)")
         self.login = _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)")
-        self.step = _any_of(
-            (name for name in self.users if len(name) >= _SHORTEST), before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)"
-        )
+        long = (name for name in self.users if len(name) >= _SHORTEST)
+        self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
         self.program = _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])")
         self.hosts = _hosts(names.hosts)
-        self.home = _any_of(self.own, before=_BEGIN, after=_END)
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
         self.fakes = _Fakes()
@@ -269,46 +287,24 @@ class _Fakes:
         return out
 
 
-def _homes(machine: Machine, texts: Iterable[str], names: Names) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The paths of the user's own home, and every other home with the word for it."""
-    found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
-    strange = [home for home in found if _last(home).lower() not in _NOBODY]
-    home = machine.variables.get("HOME") or ""
-    foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
-    own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
-    if not own:  # the packages of its user tell whose it is
-        likely = _HOME.match(machine.python.user_site)
-        own = [likely[0]] if likely else strange[:1]
-    own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
-    others = (home for home in strange if home not in own)
-    return tuple(own), {home: f"~user{place}" for place, home in enumerate(others, 2)}
-
-
 def _last(path: str) -> str:
     return re.split(r"[/\\]", path)[-1]
 
 
 def _hosts(names: tuple[str, ...]) -> re.Pattern[str]:
     """Hosts by name. One that may be a word, such as ``desktop``, counts only where nothing but a host can be."""
-    forms = {form for name in names for form in (name, name.partition(".")[0]) if _is_host(form)}
+    short = (form for name in names for form in (name, name.partition(".")[0]) if len(form) >= _SHORTEST)
+    forms = {form for form in short if form.lower() not in _PLAIN and not _TECHNICAL.fullmatch(form)}
     words = {form for form in forms if form.isalpha()}
     domains = {domain for name in names if "." in (domain := name.partition(".")[2])}
     alone = r"(?<![\w.-])"
-    return re.compile(
-        "|".join(
-            pattern.pattern
-            for pattern in (
-                _any_of(forms - words, before=alone, after=r"(?:\.[A-Za-z][\w-]*)*(?![\w-])"),
-                _any_of(domains, before=rf"{alone}(?:[\w-]+\.)+", after=r"(?![\w-])"),
-                _any_of(words, before=r"(?:(?<=@)|(?<=//)|(?<=\\\\))", after=r"(?![\w-])"),
-                _any_of(words, before=alone, after=r"(?=:\d{2,5}(?![\d:])|:/(?!/)| kernel:)"),
-            )
-        )
+    patterns = (
+        _any_of(forms - words, before=alone, after=r"(?:\.[A-Za-z][\w-]*)*(?![\w-])"),
+        _any_of(domains, before=rf"{alone}(?:[\w-]+\.)+", after=r"(?![\w-])"),
+        _any_of(words, before=r"(?:(?<=@)|(?<=//)|(?<=\\\\))", after=r"(?![\w-])"),
+        _any_of(words, before=alone, after=r"(?=:\d{2,5}(?![\d:])|:/(?!/)| kernel:)"),
     )
-
-
-def _is_host(name: str) -> bool:
-    return len(name) >= _SHORTEST and name.lower() not in _PLAIN and not _TECHNICAL.fullmatch(name)
+    return re.compile("|".join(pattern.pattern for pattern in patterns))
 
 
 def _any_of(words: Iterable[str], *, before: str, after: str) -> re.Pattern[str]:

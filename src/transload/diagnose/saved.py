@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -55,61 +56,36 @@ def machine_from(data: dict[str, Any]) -> Machine:
 
 
 def _value(kind: Any, data: Any, where: str) -> Any:
-    origin = get_origin(kind) or kind
-    if origin in _MAKERS:
-        return _MAKERS[origin](get_args(kind), data, where)
-    if origin is Literal:
-        return data if data in get_args(kind) else _wrong(data, where)
-    if is_dataclass(kind):
-        return _object(kind, data, where)
-    if kind in (int, float) and type(data) in (int, kind):
-        far = _MANY if where.endswith(".count") else _FAR
-        return kind(data) if -far < data < far else _wrong(data, where)
+    """The value of a field of this kind; what it cannot be raises ``ValueError``."""
+    origin, kinds = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):  # at most one of the kinds is neither ``Unknown`` nor ``None``
+        if data is None and type(None) in kinds:
+            return None
+        if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
+            return Unknown(str(data["unknown"])[:_TEXT])
+        return _value(next(each for each in kinds if each not in (Unknown, type(None))), data, where)
+    if origin is tuple and isinstance(data, list):
+        return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data[:_LIST]))
+    if origin is dict and isinstance(data, dict):
+        given = list(data.items())[:_LIST]
+        return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
+    if origin is Literal and data in kinds:
+        return data
+    if is_dataclass(kind) and isinstance(data, dict):
+        hints = get_type_hints(kind)
+        names = [each.name for each in fields(kind) if each.name in data]
+        values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names}
+        with suppress(TypeError):  # a field without a default is not there
+            return kind(**values)  # type: ignore[operator]
+    far = _MANY if where.endswith(".count") else _FAR
+    if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
+        return kind(data)
     if kind is str and type(data) is str:
         return data[:_TEXT]
-    return data if type(data) is kind is bool else _wrong(data, where)
-
-
-def _one_of(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """The value of the one kind it can be: at most one is neither ``Unknown`` nor ``None``."""
-    if data is None and type(None) in kinds:
-        return None
-    if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
-        return Unknown(str(data["unknown"])[:_TEXT])
-    return _value(next(kind for kind in kinds if kind not in (Unknown, type(None))), data, where)
-
-
-def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        _wrong(data, where)
-    return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data[:_LIST]))
-
-
-def _dict(kinds: tuple[Any, ...], data: Any, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        _wrong(data, where)
-    given = list(data.items())[:_LIST]
-    return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
-
-
-def _object(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        _wrong(data, where)
-    hints = get_type_hints(kind)
-    given = {each.name: data[each.name] for each in fields(kind) if each.name in data}
-    values = {name: _value(hints[name], each, f"{where}.{name}") for name, each in given.items()}
-    try:
-        return kind(**values)
-    except TypeError:  # a field without a default is not there
-        return _wrong(data, where)
-
-
-def _wrong(data: Any, where: str) -> Any:
+    if kind is bool and type(data) is bool:
+        return data
     try:
         shown = json.dumps(data)[:60]
     except ValueError:  # Python writes no integer of more than 4300 digits
         shown = "so large a number"
     raise ValueError(f"{where} cannot be {shown}")
-
-
-_MAKERS = {tuple: _tuple, dict: _dict, Union: _one_of, UnionType: _one_of}

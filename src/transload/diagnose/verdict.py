@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from transload.diagnose.case import Case
-from transload.diagnose.rules.rule import LAYERS
+from transload.diagnose.case import LAYERS, Case
+from transload.diagnose.report import Diagnosis, Muted, Status
 from transload.findings import Finding
-from transload.machine import Machine, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.diagnose.rules.rule import Rule
+    from transload.diagnose.case import Rule
+    from transload.machine import Machine
 
-__all__ = ["Diagnosis", "Muted", "Status", "decide"]
-
-Status = Literal["ok", "broken", "degraded", "no-gpu"]
+__all__ = ["decide"]
 
 _WORDS = 200  # of an error of ours
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
@@ -26,85 +24,33 @@ _CHAIN = {layer.name: layer.chain for layer in LAYERS}
 _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "libraries"})
 
 
-@dataclass(frozen=True, slots=True)
-class Muted:
-    """A finding that follows from another, which ``because`` names."""
-
-    finding: Finding
-    because: str
-
-
-@dataclass(frozen=True, repr=False)
-class Diagnosis:
-    """What is wrong with a machine, if anything, and what to do about it.
-
-    ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
-    to fix them; ``muted`` are those that will go away by themselves. ``status`` is ``ok``, ``broken`` (CUDA or torch
-    does not work), ``degraded`` (it works, but something is wrong) or ``no-gpu`` (there is no accelerator, and torch
-    works without one: nothing to repair).
-    """
-
-    status: Status
-    cause: Finding | None
-    findings: tuple[Finding, ...]
-    muted: tuple[Muted, ...]
-    machine: Machine
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is nothing to repair."""
-        return self.status in ("ok", "no-gpu")
-
-    @property
-    def cuda_usable(self) -> bool:
-        """Whether CUDA works: seen in torch itself, or without torch by the driver's word and no error against it."""
-        if self.machine.torch_run.answer.state != "unasked":
-            return self.machine.torch_run.cuda_works
-        return self.machine.driver.cuda.works and self.status != "broken"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, schema 1."""
-        return {
-            "schema": 1,
-            "status": self.status,
-            "cuda_usable": self.cuda_usable,
-            "cause": self.cause.to_dict() if self.cause else None,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "muted": [{**muted.finding.to_dict(), "because": muted.because} for muted in self.muted],
-            "machine": to_dict(self.machine),
-        }
-
-    def __repr__(self) -> str:
-        cause = f", cause={self.cause.code}" if self.cause else ""
-        return f"<Diagnosis {self.status}{cause}, {len(self.findings)} findings>"
-
-    def __str__(self) -> str:
-        """The report as ``transload doctor`` prints it, without colour."""
-        from transload.diagnose.report import as_text
-
-        return as_text(self)
-
-
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     """Judge a machine by all rules. One that raises is named in the machine's problems: the others still count."""
-    case = Case.of(machine)
+    case, run = Case.of(machine), machine.torch_run
+    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
     met: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}
     for rule in rules:
         try:
             found = rule.finding(case)
-        except Exception as error:  # noqa: BLE001, PERF203  said in the report, as a bug of ours
+        except Exception as error:  # noqa: BLE001  said in the report, as a bug of ours
             raised[f"rule {rule.code}"] = f"{type(error).__name__}: {error}"[:_WORDS]
-        else:
-            met += [(rule, _heeding(machine, rule, found))] if found else []
+            continue
+        if found is None:
+            continue
+        # no rule overrules an observation: what works is not broken, whatever else is odd about it
+        seen_at_work = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works
+        computes = rule.layer != "extensions" and run.cuda_works
+        if found.severity == "error" and (seen_at_work or computes) and not died:
+            found = replace(found, severity="note")
+        met.append((rule, found))
     met.sort(key=lambda pair: _ORDER[pair[0].layer])  # stable: in a layer, the order of the rules
     faults = [(rule, found) for rule, found in met if found.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
     for rule, found in faults:
-        because = _because(rule, causes)
-        if because:
+        if because := _because(rule, [cause for cause, _ in causes]):
             muted.append(Muted(found, because))
         else:
             causes.append((rule, found))
@@ -112,7 +58,7 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
     severities = {found.severity for found in findings}
     accelerated = machine.hardware.present and not case.withheld
-    accelerated = accelerated or machine.torch_run.cuda_works or any(other.usable for other in machine.accelerators)
+    accelerated = accelerated or run.cuda_works or any(other.usable for other in machine.accelerators)
     status: Status = "ok" if accelerated else "no-gpu"
     if "error" in severities:
         status = "broken"
@@ -123,22 +69,13 @@ def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     return Diagnosis(status, cause, findings, tuple(muted), judged)
 
 
-def _heeding(machine: Machine, rule: Rule, found: Finding) -> Finding:
-    """No rule overrules an observation: what works is not broken, whatever else is odd about it."""
-    run = machine.torch_run
-    died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
-    seen_at_work = _CHAIN[rule.layer] == "machine" and machine.driver.cuda.works and not died
-    computes = rule.layer != "extensions" and run.cuda_works and not died
-    return replace(found, severity="note") if found.severity == "error" and (seen_at_work or computes) else found
-
-
-def _because(rule: Rule, causes: Iterable[tuple[Rule, Finding]]) -> str:
+def _because(rule: Rule, causes: Iterable[Rule]) -> str:
     """The code of the cause that already explains a fault, or nothing.
 
     Causes of its own chain come first, then what hides the cards.
     """
     chain = _CHAIN[rule.layer]
-    chains = [(_CHAIN[cause.layer], cause) for cause, _ in causes]
+    chains = [(_CHAIN[cause.layer], cause) for cause in causes]
     for earlier, cause in sorted(chains, key=lambda pair: (pair[0] != chain, pair[0] != "variables")):
         same = earlier == chain and chain != "extensions"
         unjudgeable = chain == "fit" and (cause.layer in _BEFORE_FIT or earlier == "torch")

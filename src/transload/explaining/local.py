@@ -18,7 +18,7 @@ from transload.explaining.logs import flat
 from transload.explaining.result import FileHere, MachineHere
 
 if TYPE_CHECKING:
-    from transload.diagnose.verdict import Diagnosis
+    from transload.diagnose.report import Diagnosis
     from transload.findings import Finding
     from transload.machine import Machine
 
@@ -49,7 +49,7 @@ class LocalChecks:
         ``text`` is all that surrounds the error: where its frames are in another torch than the one examined, faults
         of this one are not the cause.
         """
-        from transload.diagnose.rules.catalogue import BY_CODE
+        from transload.diagnose.rules import BY_CODE
 
         found = self.diagnosis
         other = _other_torch(text, found.machine)

@@ -81,7 +81,7 @@ class Answer(_Result):
 
 def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
     """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
-    from transload.diagnose.rules.catalogue import BY_CODE
+    from transload.diagnose.rules import BY_CODE
 
     rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
     if len(rows) == 1:

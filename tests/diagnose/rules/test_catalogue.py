@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from transload.diagnose.case import LAYERS
 from transload.diagnose.pages import page, parts
-from transload.diagnose.rules.catalogue import BY_CODE
-from transload.diagnose.rules.rule import LAYERS
+from transload.diagnose.rules import BY_CODE
 
 FAMILIES = {
     "A": 5,

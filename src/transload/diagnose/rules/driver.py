@@ -1,26 +1,279 @@
-"""The start of the CUDA driver: what must be ready before, what prevents it, and what remains unexplained."""
+"""The CUDA driver: which libcuda.so.1 a process gets, and what prevents it from starting."""
 
 from __future__ import annotations
 
 import re
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case
-from transload.diagnose.rules.libraries import drop_library, library_line
-from transload.diagnose.rules.rule import Lines, Match, page_only, rule
-from transload.diagnose.tables import cu_result, is_nvswitch, numbers_of, nvml_result
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, page_only, rule, rules
+from transload.diagnose.tables import cu_result, is_data_centre, is_nvswitch, numbers_of, nvml_result
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
-    from transload.machine import Node
+    from collections.abc import Iterator
+
+    from transload.machine import Library, Node
+
+_VERSION_MISMATCH = 18  # of NVML
+_NO_JIT = 221
+_UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
+
+
+def _folder(lib: Library) -> str:
+    return lib.path.rpartition("/")[0]
+
+
+def _library_line(lib: Library | None) -> str:
+    """Which libcuda.so.1 a process gets, and how the loader finds it."""
+    if lib is None:
+        return ""
+    leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
+    return f"libcuda.so.1 is {lib.path}{leads}, found through {lib.via or 'the loader'}"
+
+
+def _drop_library(m: Case, lib: Library) -> Lines:
+    """Prevent the loader from using a library."""
+    folder = _folder(lib)
+    systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
+    if lib.via == "LD_LIBRARY_PATH":
+        return fixes.drop_folder(m, "LD_LIBRARY_PATH", folder)
+    if lib.via == "LD_PRELOAD":
+        return fixes.unset(m, "LD_PRELOAD")
+    if lib.via == "ld.so.preload":
+        return (f"Remove {lib.path} from /etc/ld.so.preload, and keep the other lines (needs root).",)
+    if lib.via == "ld.so.cache" and not systems:
+        return (
+            f"Remove {folder} from the loader's configuration; this finds it:",
+            f"$ grep -rn {quote(folder)} /etc/ld.so.conf /etc/ld.so.conf.d",
+            fixes.sudo(m, "ldconfig"),
+        )
+    return (fixes.sudo(m, f"rm {quote(lib.path)}"), fixes.sudo(m, "ldconfig"))
+
+
+def _better(m: Case, lib: Library) -> str:
+    """Where the driver's own library is, as evidence that dropping the other one leaves a good one."""
+    others = (each for each in m.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
+    return next((f"the driver's own is {each.path}" for each in others if not each.problem), "")
+
+
+def _search(m: Case, folder: str, file: str) -> Lines:
+    """Let the loader look into a folder; for this shell only on NixOS, which has no file for it."""
+    value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
+    shell = fixes.set_variable(m, "LD_LIBRARY_PATH", value)
+    if m.platform.distribution == "nixos":
+        return shell
+    write = fixes.write_line(m, folder, file=f"/etc/ld.so.conf.d/{file}")
+    return (write, fixes.sudo(m, "ldconfig"), "Or, for this shell only:", *shell)
+
+
+# -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
+
+
+@rule("U11", "libraries", "WSL 1 does not support GPUs")
+def first_wsl(m: Case) -> Match | None:
+    """WSL 1: a note, since whether Windows has a card cannot be seen."""
+    if m.surroundings.wsl != 1 or m.works:
+        return None
+    fix = ("If Windows has an NVIDIA card, in PowerShell:", "$ wsl -l -v", "$ wsl --set-version DISTRIBUTION 2")
+    return Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
+
+
+@rule("U09", "libraries", "a Linux driver inside WSL hides the Windows driver")
+def second_driver(m: Case) -> Match | None:
+    """WSL 2, and the libcuda.so.1 in use is that of a Linux driver."""
+    lib = m.libcuda
+    if m.surroundings.wsl != 2 or not m.fails or lib is None or lib.kind != "driver":
+        return None
+    own = (f"the Windows driver's own is {each.path}" for each in m.driver.libraries.cuda or () if each.kind == "wsl")
+    purge = {
+        "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
+        "dnf": "dnf remove '*nvidia*'",
+    }
+    command = purge.get(m.platform.package_manager, f"rm {lib.path}")
+    fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
+    if lib.via == "LD_LIBRARY_PATH":
+        fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
+    return Match(
+        (f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}", next(own, ""), m.answer, m.relief), fix
+    )
+
+
+@rule("U08", "libraries", "WSL does not get the GPU from Windows")
+def not_given(m: Case) -> Match | None:
+    """WSL 2 outside a container: a library the loader does not find, no /dev/dxg, or a driver without a device."""
+    if m.surroundings.wsl != 2 or m.surroundings.container or not m.broken or m.fires("U09"):
+        return None
+    own = next((lib for lib in m.driver.libraries.cuda or () if lib.kind == "wsl"), None)
+    update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
+    steps = (update, *_UPDATE_WSL)
+    if m.no_libcuda and own:
+        there = f"{own.path} exists, but the loader does not search {_folder(own)}"
+        return Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
+    if m.no_libcuda:  # only an error if torch was installed to use one
+        meant = m.torch.first is not None and not m.torch.first.cpu_only
+        title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
+        evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
+        fix = ("If Windows has an NVIDIA card:", *steps)
+        return Match(evidence, fix, title, "error" if meant else "note", likely=meant)
+    if not m.hardware.dxg:
+        return Match(("/dev/dxg does not exist", m.answer), steps)
+    if m.code == 100:
+        return Match(("/dev/dxg exists", m.answer), steps, likely=True)
+    return None
+
+
+# -- the wrong libcuda.so.1
+
+
+@rules(
+    "libraries",
+    {
+        "U04": "libcuda.so.1 is the toolkit's stub",
+        "U02": "a CUDA compatibility library does not match the driver",
+        "U03": "forward compatibility does not work on this card",
+        "U01": "the driver's libraries and its kernel module have different versions",
+    },
+)
+def wrong_library(m: Case) -> Iterator[tuple[str, Match]]:
+    """The driver refuses to start with the libcuda.so.1 that the process gets."""
+    if not m.refused:
+        return
+    lib, kernel = m.libcuda, m.kernel.version
+    kind, line = lib.kind if lib else "", _library_line(lib)
+    versions = (
+        f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and lib.version and kernel else ""
+    )
+    drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
+    better = _better(m, lib) if lib else ""
+    if m.code == 34 or kind == "stub":
+        yield "U04", Match((line, m.answer, better, m.relief if lib else ""), drop)
+    if kind == "compat" and (m.code == 803 or (m.code != 804 and "LD_LIBRARY_PATH" in m.works_without)):
+        yield "U02", Match((line, versions, m.answer, better, m.relief), drop)
+
+    # NVML 18, libraries of another release, or 803 without a compat library
+    told = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
+    # only the version explains the error: no variable does, or it is the one that names the directory
+    telling = not m.works_without or "LD_LIBRARY_PATH" in m.works_without
+    mismatch = told or (m.mismatched is not None and telling)
+    if mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
+        used = m.mismatched or lib
+        module, library = numbers_of(kernel), numbers_of(used.version) if used else ()
+        if used is not None and used.via.startswith("LD_"):
+            fix = _drop_library(m, used)
+        elif m.surroundings.container:
+            fix = ("Recreate the container, so that it gets the host's libraries:", *fixes.give_gpu(m))
+        elif module and library and library < module:
+            older = f"The libraries are older than the loaded module {kernel}: install its version of them."
+            fix = (older, *fixes.install_driver(m, exactly=module[0]))
+        else:
+            fix = (fixes.reboot(m), "Or, while no program and no desktop uses the GPU:", *fixes.reload_module(m))
+        yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.relief), fix)
+    elif m.code == 804:
+        names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
+        plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
+        update = ("Or update the host's driver, so that no compat library is needed:", *fixes.install_driver(m))
+        if kind == "compat":
+            yield "U03", Match((line, versions, m.answer, plain, m.relief), (*drop, *update))
+        else:
+            yield "U03", Match((m.answer, line, plain, m.relief), (fixes.reboot(m), *update), likely=True)
+
+
+@rule("U13", "libraries", "libcuda.so.1 is not a usable library")
+def unusable(m: Case) -> Match | None:
+    """The library cannot be loaded or lacks its functions; or the driver works once its directory is not searched."""
+    lib, answer = m.libcuda, m.driver.cuda.answer
+    if not m.fails or m.no_gpu or m.withheld:
+        return None
+    if answer.state not in ("not-loadable", "no-symbol"):
+        proven = "LD_LIBRARY_PATH" in m.works_without and lib is not None and lib.via == "LD_LIBRARY_PATH"
+        if lib is None or not proven or m.fires("U04", "U02", "U03", "U01"):
+            return None
+        title = "another libcuda.so.1 is loaded instead of the driver's"
+        return Match((_library_line(lib), m.answer, m.relief), _drop_library(m, lib), title)
+    problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
+    evidence = (_library_line(lib), problem, m.answer, m.relief)
+    if lib is None:
+        return Match(evidence, fixes.install_driver(m))
+    if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
+        # the driver's own, and complete: something else is missing
+        noexec = (
+            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids running code from it."
+        )
+        return Match(evidence, (noexec,) if "map segment" in answer.detail else _packages(m, again=True))
+    left = _better(m, lib)
+    own = m.kernel.loaded is True or m.surroundings.container
+    inside = _packages(m, again=True) if own else fixes.install_driver(m)
+    return Match((*evidence, left), (*_drop_library(m, lib), *(() if left else inside)))
+
+
+# -- no libcuda.so.1
+
+
+@rules(
+    "libraries",
+    {
+        "U05": "libcuda.so.1 is installed where the loader does not look",
+        "U06": "only part of the driver is installed",
+    },
+)
+def not_found(m: Case) -> Iterator[tuple[str, Match]]:
+    """The loader finds no libcuda.so.1; or CUDA works without libnvidia-ml.so.1, a note."""
+    no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
+    if m.works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
+        missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
+        title = "the driver's NVML library is not installed"
+        yield "U06", Match((missing, "CUDA works"), _packages(m), title, "note")
+    if not m.no_libcuda or not m.broken or m.no_gpu or m.surroundings.wsl or m.withheld:
+        return
+    for lib in m.driver.libraries.cuda or ():
+        if lib.via == "disk" and lib.kind == "driver" and not lib.problem:
+            there = f"{lib.path} exists, but the loader does not search {_folder(lib)}"
+            # a torch of NixOS or conda may have that directory in its own RUNPATH
+            yield "U05", Match((there, m.answer), _search(m, _folder(lib), "nvidia.conf"), likely=m.torch_not_run)
+            return
+    if m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
+        title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
+        loaded = f"the kernel driver {m.kernel.version} is loaded"
+        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), _packages(m), title)
+
+
+def _packages(m: Case, *, again: bool = False) -> Lines:
+    """Install the driver's libraries, or do so again where files of an installed package are missing."""
+    if m.surroundings.container:
+        return ("The container runtime provides the libraries:", *fixes.give_gpu(m))
+    number = next(iter(numbers_of(m.kernel.version)), "BRANCH")
+    debian = m.platform.distribution == "debian"
+    names = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{number} nvidia-utils-{number}"
+    packages = fixes.system_package(
+        m,
+        apt=f"--reinstall {names}" if again else names,
+        dnf="xorg-x11-drv-nvidia-cuda",
+        pacman="nvidia-utils",
+        zypper="nvidia-compute-utils-G06",
+    )
+    return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
+
+
+@rule("U07", "libraries", "the driver's PTX compiler is missing")
+def no_compiler(m: Case) -> Match | None:
+    """There is no compiler: a note, or an error if something failed without it."""
+    errors = " ".join(step.error for step in m.torch_run.steps)
+    failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
+    gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
+    if not failed and (not gone or m.surroundings.wsl):
+        return None
+    nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
+    died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
+    return Match((nowhere, died), _packages(m), severity="error" if failed else "note")
+
+
+# -- the start of the CUDA driver
 
 _OUT_OF_MEMORY = 2
-_NOT_READY = 802
-_MPS = range(805, 811)
 _ENOUGH = 64 << 30  # seen on a card of 140 GB: with 16 GB of address space cuInit works and the first kernel does not
 _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
-_UPDATE_WSL = ("$ wsl --update", "$ wsl --shutdown")
 
 
 @rule("C11", "driver", "the sandbox does not pass the GPU through", likely=True)
@@ -47,50 +300,40 @@ def sandboxed(m: Case) -> Match | None:
 # -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
 
 
-def _not_ready(m: Case) -> bool:
-    return m.broken and m.code == _NOT_READY and not m.surroundings.wsl
-
-
-@rule("S03", "driver", "the GPU is not set ready for confidential computing")
-def confidential(m: Case) -> Match | None:
-    """802, and confidential computing on and not ready."""
-    if not _not_ready(m) or m.driver.nvml.confidential != "not-ready":
-        return None
-    ready = m.on_host("nvidia-smi conf-compute -srs 1")
-    evidence = (m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready")
-    return Match(evidence, ("After the attestation of the GPU, and after each start:", *ready))
-
-
-@rule("S02", "driver", "the fabric manager and the driver have different versions")
-def other_version(m: Case) -> Match | None:
-    """802, and an installed fabric manager of another version than the module."""
+@rules(
+    "driver",
+    {
+        "S03": "the GPU is not set ready for confidential computing",
+        "S02": "the fabric manager and the driver have different versions",
+        "S01": "the NVSwitch fabric is down: the fabric manager is not running",
+    },
+)
+def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
+    """CuInit 802. For the fabric it is certain if a switch, the fabric's state or the stopped service shows it."""
+    if not m.broken or m.code != 802 or m.surroundings.wsl:
+        return
+    if m.driver.nvml.confidential == "not-ready":
+        ready = m.on_host("nvidia-smi conf-compute -srs 1")
+        evidence: Lines = (m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready")
+        yield "S03", Match(evidence, ("After the attestation of the GPU, and after each start:", *ready))
+        return
     manager, version = m.kernel.fabric_manager, m.kernel.version
-    if not _not_ready(m) or not manager or not version or manager == version or m.fires("S03"):
-        return None
-    versions = f"the fabric manager is version {manager}, the kernel driver {version}"
-    restart = m.on_host("systemctl restart nvidia-fabricmanager")
-    return Match((m.answer, versions), (*_install_manager(m), *restart))
-
-
-def _install_manager(m: Case) -> Lines:
-    version = m.kernel.version
     branch = numbers_of(version)[:1]
     if m.surroundings.container or not branch:
-        install = f"Install nvidia-fabricmanager {version}, the driver's version.".replace("  ", " ")
-        return (*fixes.on_host(m), install)
-    name = f"nvidia-fabricmanager-{branch[0]}"
-    return fixes.system_package(m, apt=f"'{name}={version}*'", dnf=f"nvidia-fabric-manager-{version}")
-
-
-@rule("S01", "driver", "the NVSwitch fabric is down: the fabric manager is not running")
-def fabric(m: Case) -> Match | None:
-    """802 without another reason; certain if a switch, the fabric's state or the stopped service shows it."""
-    if not _not_ready(m) or m.fires("S03", "S02"):
-        return None
+        by_hand = f"Install nvidia-fabricmanager {version}, the driver's version.".replace("  ", " ")
+        install = (*fixes.on_host(m), by_hand)
+    else:
+        apt = f"'nvidia-fabricmanager-{branch[0]}={version}*'"
+        install = fixes.system_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
+    if manager and version and manager != version:
+        versions = f"the fabric manager is version {manager}, the kernel driver {version}"
+        restart = m.on_host("systemctl restart nvidia-fabricmanager")
+        yield "S02", Match((m.answer, versions), (*install, *restart))
+        return
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_nvswitch(d.device)]
     states = {gpu.fabric for gpu in m.driver.nvml.gpus} & {"not-started", "in-progress"}
-    runs, installed = "nv-fabricmanager" in m.kernel.daemons, bool(m.kernel.fabric_manager)
-    stopped = installed and not runs and not m.surroundings.container
+    runs = "nv-fabricmanager" in m.kernel.daemons
+    stopped = bool(manager) and not runs and not m.surroundings.container
     evidence = (
         m.answer,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
@@ -99,20 +342,20 @@ def fabric(m: Case) -> Match | None:
         "nv-fabricmanager is running" if runs else "",
     )
     fix = (
-        *(() if runs or installed else _install_manager(m)),
+        *(() if runs or manager else install),
         *m.on_host(f"systemctl {'restart' if runs else 'enable --now'} nvidia-fabricmanager"),
         "If it does not start, its log says why:",
         *m.on_host("journalctl -u nvidia-fabricmanager"),
         "In a cloud VM the service runs on the provider's host: report it to the provider.",
     )
     title = "the NVSwitch fabric is down, although the fabric manager is running" if runs else ""
-    return Match(evidence, fix, title, likely=not (switches or states or stopped))
+    yield "S01", Match(evidence, fix, title, likely=not (switches or states or stopped))
 
 
 @rule("S04", "driver", "the MPS daemon does not serve this process")
 def mps(m: Case) -> Match | None:
     """805 to 810."""
-    if not m.fails or m.code not in _MPS:
+    if not m.fails or m.code not in range(805, 811):
         return None
     variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
     value = m.env(variable)
@@ -259,8 +502,8 @@ def hangs(m: Case) -> Match | None:
     evidence = (m.answer if cuda else "", too, *stuck)
     lib = m.libcuda
     if cuda and lib is not None and lib.via.startswith("LD_"):
-        drop = (f"{lib.path} may not be the driver's library. Try without it:", *drop_library(m, lib))
-        return Match((library_line(lib), *evidence), drop)
+        drop = (f"{lib.path} may not be the driver's library. Try without it:", *_drop_library(m, lib))
+        return Match((_library_line(lib), *evidence), drop)
     persist = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
     awake = ("If it is only slow, keep the driver loaded:", *m.on_host("systemctl enable --now nvidia-persistenced"))
     fix = (
@@ -292,10 +535,14 @@ def nvml_only(m: Case) -> Match | None:
 @rule("X08", "driver", "the CUDA driver does not start, for an unknown reason", symptom=True)
 def unexplained(m: Case) -> Match | None:
     """CUDA fails although there is a GPU; reported only if no other rule explains it."""
-    state, lib = m.driver.cuda.answer.state, m.libcuda
-    if not m.fails or state in ("hung", "unasked") or not _expected(m) or m.withheld:
+    state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel
+    if not m.fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):
         return None
-    if m.no_libcuda and m.surroundings.wsl:
+    # where the bus could not be read, any error but "no device" indicates a GPU
+    nodes = bool(m.nodes.found) and not m.nodes_absent
+    gpu = m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.code not in (-1, 0, 100)
+    crashes_torch = state == m.torch_run.answer.state == "crashed"
+    if not crashes_torch and (m.no_gpu or not gpu):
         return None
     told = cu_result(m.code).text
     title = {
@@ -303,16 +550,25 @@ def unexplained(m: Case) -> Match | None:
         "no-library": "libcuda.so.1 is not found, for an unknown reason",
     }.get(state, "")
     crashed = lib if state == "crashed" else None
+    needed = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
+    sound = m.nodes.found and m.card_nodes and all(node.exists and not node.error for node in needed)
+    unread = kernel.log.reason if isinstance(kernel.log, Unknown) else ""
     evidence = (
-        library_line(crashed),
+        _library_line(crashed),
         m.answer,
         f"CUDA describes it as: {told}" if told else "",
-        *_ruled_out(m),
-        *_unknown(m),
+        # what was examined and is in order
+        f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
+        "the device nodes exist and can be opened" if sound else "",
+        "libcuda.so.1 has the kernel driver's version" if lib and lib.version and lib.version == kernel.version else "",
+        m.nvml_answer if m.driver.nvml.answer.state != "unasked" else "",
+        # what could not be examined and might have explained it
+        f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else "",
+        *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]),
         m.relief,
     )
     if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
-        return Match(evidence, ("Try without it:", *drop_library(m, crashed)), title)
+        return Match(evidence, ("Try without it:", *_drop_library(m, crashed)), title)
     if m.surroundings.wsl:
         return Match(evidence, ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL), title)
     fix = (
@@ -323,34 +579,3 @@ def unexplained(m: Case) -> Match | None:
         "If the problem remains, report it with the output of: transload doctor --json",
     )
     return Match(evidence, fix, title)
-
-
-def _expected(m: Case) -> bool:
-    """Whether there is a GPU; if the bus could not be read, any error but "no device" indicates one."""
-    if m.driver.cuda.answer.state == m.torch_run.answer.state == "crashed":
-        return True  # whatever is loaded as the driver crashes torch too
-    if m.no_gpu:
-        return False
-    nodes = bool(m.nodes.found) and not m.nodes_absent
-    return bool(m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.code not in (-1, 0, 100))
-
-
-def _ruled_out(m: Case) -> Lines:
-    """What was examined and is in order."""
-    kernel, lib = m.kernel, m.libcuda
-    nodes = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
-    sound = m.nodes.found and m.card_nodes and all(node.exists and not node.error for node in nodes)
-    same = lib is not None and lib.version and lib.version == kernel.version
-    return (
-        f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
-        "the device nodes exist and can be opened" if sound else "",
-        "libcuda.so.1 has the kernel driver's version" if same else "",
-        m.nvml_answer if m.driver.nvml.answer.state != "unasked" else "",
-    )
-
-
-def _unknown(m: Case) -> Lines:
-    """What could not be examined and might have explained it."""
-    unread = m.kernel.log.reason if isinstance(m.kernel.log, Unknown) else ""
-    log = f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else ""
-    return (log, *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]))

@@ -201,10 +201,7 @@ def chip_of(device_id: int) -> Chip | None:
     at = bisect(order, device_id)
     if not 0 < at < len(order) or order[at] - order[at - 1] > _BLOCK:
         return None
-    return _between(known[order[at - 1]], known[order[at]])
-
-
-def _between(below: Chip, above: Chip) -> Chip | None:
+    below, above = known[order[at - 1]], known[order[at]]
     if below.generation != above.generation:
         return None
     code = below.code if below.code == above.code else f"{below.code} or {above.code}"
@@ -387,27 +384,17 @@ def runs_on(code: str, capability: Capability, build_cuda: tuple[int, int] | Non
     parts = _CODE.fullmatch(code)
     if parts is None:
         return False
-    kind, suffix = parts[1], parts[4]
-    made = _renamed((int(parts[2]), int(parts[3])))
-    card = _renamed(capability)
-    if suffix == "a":
+    # Thor was 10.1 until CUDA 13 renamed it
+    made, card = ((11, 0) if each == (10, 1) else each for each in ((int(parts[2]), int(parts[3])), capability))
+    same_family = made[0] == card[0] and made[1] <= card[1]
+    if parts[4] == "a":
         return made == card
-    if kind == "compute" and not suffix:
+    if parts[1] == "compute" and not parts[4]:
         return made <= card
-    if kind == "sm" and (card in TEGRA or made in TEGRA) and made != card:
-        return _desktop_code_on_tegra(made, card, build_cuda)
-    return made[0] == card[0] and made[1] <= card[1]
-
-
-def _renamed(capability: Capability) -> Capability:
-    # Thor was 10.1 until CUDA 13 renamed it.
-    return (11, 0) if capability == (10, 1) else capability
-
-
-def _desktop_code_on_tegra(made: Capability, card: Capability, build_cuda: tuple[int, int] | None) -> bool:
-    if made in TEGRA or card not in _TEGRA_WITH_DESKTOP_CODE or build_cuda is None:
-        return False
-    return build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE and made[0] == card[0] and made[1] <= card[1]
+    if parts[1] == "sm" and (card in TEGRA or made in TEGRA) and made != card:
+        shares = card in _TEGRA_WITH_DESKTOP_CODE and made not in TEGRA
+        return shares and same_family and build_cuda is not None and build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE
+    return same_family
 
 
 def covers(codes: Iterable[str], capability: Capability, build_cuda: tuple[int, int] | None = None) -> bool:
@@ -428,22 +415,18 @@ PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 class Build(NamedTuple):
     """One build of one release for one platform; ``sure`` is how the list of architectures is known.
 
-    ``cuda`` is the CUDA version as people write it, empty for a build without; ``toolkit`` has all the numbers that are
-    known. ``cudnn``, ``nccl`` and ``triton`` are empty where not known or not there.
+    ``cuda`` is the CUDA version as people write it, empty for a build without; ``cudnn`` is empty where not known.
     """
 
     torch: str
     platform: str
     build: str
     cuda: str
-    toolkit: str
     archs: tuple[str, ...]
     on_pypi: bool
     python: tuple[Version, Version]
     free_threaded: tuple[str, ...]
     cudnn: str
-    nccl: str
-    triton: str
     sure: Sure
 
     def supports_python(self, python: Version) -> bool:
@@ -453,16 +436,13 @@ class Build(NamedTuple):
     def supports_card(self, capability: Capability) -> bool:
         """Whether the build has code for a card, and a cuDNN that still runs on it."""
         cuda = parse_version(self.cuda or "0.0")
-        return covers(self.archs, capability, (cuda[0], cuda[1])) and _cudnn_runs(self.cudnn, capability)
-
-
-def _cudnn_runs(cudnn: str, capability: Capability) -> bool:
-    return not any(
-        cudnn
-        and parse_version(cudnn) >= parse_version(row["cudnn"])
-        and capability < parse_capability(row["capability"])
-        for row in table("torch_builds")["cudnn_floors"]
-    )
+        dropped = any(
+            self.cudnn
+            and parse_version(self.cudnn) >= parse_version(row["cudnn"])
+            and capability < parse_capability(row["capability"])
+            for row in table("torch_builds")["cudnn_floors"]
+        )
+        return covers(self.archs, capability, (cuda[0], cuda[1])) and not dropped
 
 
 @cache
@@ -480,51 +460,37 @@ def releases() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
-def _release(torch_version: str) -> str:
-    """The release meant by ``2.13.0``, ``2.13.0+cu130`` or ``2.13`` (its newest); empty if not in the table."""
-    wanted = numbers_of(torch_version)
-    same = (release for release in reversed(_rows()) if parse_version(release)[: len(wanted)] == wanted)
-    return next(same, "") if wanted else ""
-
-
-@cache
-def _builds(release: str, platform: str) -> tuple[Build, ...]:
-    row = _rows()[release]
-    found = [
-        _build(release, row, platform, entry) for entry in row["builds"] + row["others"] if platform in entry["on"]
-    ]
-    return tuple(found)
-
-
-def _build(release: str, row: dict[str, Any], platform: str, entry: dict[str, Any]) -> Build:
-    toolkit = entry.get("cuda", "")
-    low, high = row["python"]
-    linux_cuda = bool(toolkit) and platform.startswith("linux")
-    return Build(
-        torch=release,
-        platform=platform,
-        build=entry["build"],
-        cuda=".".join(toolkit.split(".")[:2]),
-        toolkit=toolkit,
-        archs=tuple(f"sm_{number}" for number in entry.get("archs", "").split()),
-        on_pypi=row["pypi"].get(platform) == entry["build"],
-        python=(parse_version(low), parse_version(high)),
-        free_threaded=tuple(row["free_threaded"]),
-        cudnn=entry.get("cudnn", ""),
-        nccl=row["nccl"] if linux_cuda else "",
-        triton=row["triton"] if linux_cuda else "",
-        sure=entry["sure"],
-    )
-
-
 def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Build, ...]:
     """Every build of a release for a platform, CUDA ones first; none for a release or platform not in the table.
+
+    The release is ``2.13.0``, ``2.13.0+cu130``, or ``2.13`` for its newest.
 
     >>> [build.build for build in index_builds("2.15.0")]
     ['cu126', 'cu130', 'cu132', 'cpu', 'xpu']
     """
-    release = _release(torch_version)
-    return _builds(release, platform) if release else ()
+    wanted, rows = numbers_of(torch_version), _rows()
+    same = (release for release in reversed(rows) if wanted and parse_version(release)[: len(wanted)] == wanted)
+    release = next(same, "")
+    if not release:
+        return ()
+    row = rows[release]
+    low, high = map(parse_version, row["python"])
+    return tuple(
+        Build(
+            torch=release,
+            platform=platform,
+            build=entry["build"],
+            cuda=".".join(entry.get("cuda", "").split(".")[:2]),
+            archs=tuple(f"sm_{number}" for number in entry.get("archs", "").split()),
+            on_pypi=row["pypi"].get(platform) == entry["build"],
+            python=(low, high),
+            free_threaded=tuple(row["free_threaded"]),
+            cudnn=entry.get("cudnn", ""),
+            sure=entry["sure"],
+        )
+        for entry in row["builds"] + row["others"]
+        if platform in entry["on"]
+    )
 
 
 @lru_cache(maxsize=512)

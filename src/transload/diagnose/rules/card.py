@@ -1,0 +1,443 @@
+"""The card and NVIDIA's kernel driver: whether they are there, fit each other, and work."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from transload.diagnose import fixes
+from transload.diagnose.case import UVM, Case, Lines, Match, quoted, rule, rules
+from transload.diagnose.tables import chip_of, first_branch, generation, nvml_result
+from transload.machine import Unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transload.diagnose.tables import Chip, Generation
+    from transload.findings import Severity
+
+_VENDORS = {0x1002: "AMD", 0x8086: "Intel", 0x10DE: "NVIDIA"}
+_LOST = (15, 16)  # GPU_IS_LOST, RESET_REQUIRED
+_ECC = 214
+
+
+def _bus(m: Case) -> str:
+    """What is on the PCI bus, in one line."""
+    pci = m.hardware.pci
+    if isinstance(pci, Unknown):
+        return f"the PCI bus could not be read: {pci.reason}"
+    shown = [f"{each.address} {_VENDORS.get(each.vendor, f'{each.vendor:04x}')}" for each in pci if each.display]
+    return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
+
+
+@rule("N01", "hardware", "this notebook's runtime has no GPU")
+def notebook(m: Case) -> Match | None:
+    """A notebook service that provides GPUs on request, and no GPU."""
+    where = m.surroundings.notebook
+    steps = {
+        "colab": "Choose Runtime › Change runtime type › a GPU, and connect again.",
+        "kaggle": "Choose Settings › Accelerator › a GPU; the session restarts.",
+    }
+    if where not in steps or not m.no_gpu:
+        return None
+    return Match((f"this is {where.title()}", _bus(m)), (steps[where],), severity="note")
+
+
+@rule("H06", "hardware", "the laptop's NVIDIA card is switched off")
+def switched_off(m: Case) -> Match | None:
+    """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
+    built = m.platform.kernel in (m.kernel.built_for or ())
+    off = m.platform.prime in ("intel", "amd", "off") and m.kernel.loaded is False
+    if not off or not (built or m.no_gpu) or m.works:
+        return None
+    first = m.torch.first
+    fix = (fixes.sudo(m, "prime-select on-demand"), fixes.reboot(m))
+    severity: Severity = "note" if first is None or first.cpu_only else "error"
+    return Match((f"prime-select is set to {m.platform.prime}", _bus(m)), fix, severity=severity)
+
+
+@rule("H02", "hardware", "a GPU has fallen off the bus")
+def fallen_off_bus(m: Case) -> Match | None:
+    """A card that reads all ones or that NVML calls lost; if CUDA fails, also a message in the kernel log."""
+    dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
+    lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
+    gone = (f"NVML returns {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
+    evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
+    if not any(evidence):
+        return None
+    again = "If it happens again: check the card's power cables, seat, temperature and riser."
+    fix = (*fixes.on_host(m), fixes.reboot(m), again)
+    return Match(evidence, fix, severity="warning" if m.works else "error")
+
+
+@rules(
+    "hardware",
+    {
+        "H05": "the firmware assigned no address space to the card",
+        "H04": "the driver cannot initialize the card",
+    },
+)
+def not_started(m: Case) -> Iterator[tuple[str, Match]]:
+    """NVIDIA's module is loaded and supports the card, but NVML does not see it."""
+    waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works
+    if not waits or m.driver_misfit:
+        return
+    said = m.logged(r"BAR\d is 0M")
+    bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
+    if said or bare:
+        fix = (
+            "Enable 'Above 4G Decoding' and 'Resizable BAR' in the firmware (BIOS) settings, and restart.",
+            "In a virtual machine, the hypervisor must give the guest a large enough MMIO window.",
+        )
+        yield "H05", Match((*bare, said, m.nvml_answer), (*fixes.on_host(m), *fix))
+        return
+    # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
+    said = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
+    nodes, nvml = m.card_nodes, m.driver.nvml
+    eio = [f"opening {node.path} fails with EIO" for node in nodes if node.error == "EIO"]
+    sound = bool(nodes) and all(node.kind == "char" and node.major == 195 and not node.error for node in nodes)
+    listed = sound and nvml.init == 0 and nvml.count == 0 and [g for g in m.kernel.gpus if not g.excluded]
+    if said or eio or listed:
+        known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
+        fix = (
+            "Turn the machine off, wait, and turn it on again: a reboot does not cut the card's power.",
+            "If that does not help, try another driver branch, newer firmware for mainboard and card, or another slot.",
+        )
+        evidence = (said, *eio, *known, m.nvml_answer, m.answer)
+        yield "H04", Match(evidence, (*fixes.on_host(m), *fix), likely=not (said or eio))
+
+
+@rule("H03", "hardware", "the GPU's memory has uncorrectable errors")
+def ecc(m: Case) -> Match | None:
+    """A pending or failed remapping or retirement; an error if a program already failed because of it."""
+    marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
+    died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
+    if not (marked or died or m.code == _ECC):
+        return None
+    evidence = []
+    for gpu in marked:
+        states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
+        states["page retirement pending"] = gpu.retired_pending
+        evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
+    if died:
+        evidence.append("torch reported an uncorrectable ECC error")
+    which = ",".join(str(gpu.index) for gpu in marked)
+    reset = m.on_host(f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
+    failed = any(gpu.remap_failure for gpu in marked)
+    replace = "A card whose remapping failed should be replaced." if failed else ""
+    fatal = died or (m.code == _ECC and not m.works)
+    fix = ("While no program uses the card (or reboot instead):", *reset, replace)
+    return Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
+
+
+@rule("H01", "hardware", "there is no NVIDIA GPU in this machine")
+def no_gpu(m: Case) -> Match | None:
+    """No sign of a card; if the bus could not be read, a note that says so."""
+    around = m.surroundings
+    if around.wsl or m.platform.system == "Darwin" or m.works or m.fires("N01", "H06"):
+        return None
+    present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
+    if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
+        title = "could not determine whether this machine has an NVIDIA GPU"
+        return Match((_bus(m), m.answer), (), title, "note")
+    if not m.no_gpu:
+        return None
+    title = f"no NVIDIA GPU is visible from this {around.sandbox} sandbox" if around.sandbox else ""
+    return Match((_bus(m),), fixes.give_gpu(m) if around.slurm else (), title, "note")
+
+
+# -- a kernel driver that does not support the card: first, since it explains why none is loaded
+
+_NOUVEAU = ("nouveau", "nova_core", "nova-core", "nova", "nova_drm")
+_BLACKLIST = "/etc/modprobe.d/blacklist-nouveau.conf"
+_REJECTED = r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
+_INITRAMFS = {
+    "apt": "update-initramfs -u",
+    "dnf": "dracut --force",
+    "zypper": "dracut --force",
+    "pacman": "mkinitcpio -P",
+}
+
+
+def _needs_driver(m: Case) -> bool:
+    """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
+    return bool(m.hardware.gpus) and m.broken and not m.surroundings.wsl
+
+
+def _branch(m: Case) -> int:
+    """The branch of the installed driver: of the loaded module, else of its libraries; 0 if unknown."""
+    lib = m.libcuda
+    beside = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
+    found = re.match(r"[0-9]{3}(?![0-9])", m.kernel.version) or re.match(r"[0-9]{3}(?![0-9])", beside)
+    return int(found[0]) if found else 0
+
+
+def _rebuild_initramfs(m: Case) -> str:
+    command = _INITRAMFS.get(m.platform.package_manager)
+    return fixes.sudo(m, command) if command else "Rebuild the initial RAM disk."
+
+
+def _unsupported(m: Case) -> Iterator[tuple[str, Chip, Generation]]:
+    """The cards that the driver does not handle: described in a line, and what is known of each."""
+    for card in m.unseen_cards:
+        chip = chip_of(card.device)
+        known = generation(chip.generation) if chip else None
+        if chip and known and card.driver != "vfio-pci":
+            sure = "judging by neighbouring ids " if chip.inferred else ""
+            of = f"{chip.code} of the {chip.generation} generation"
+            yield f"{card.address} is 10de:{card.device:04x}, {sure}{of}", chip, known
+
+
+@rule("K06", "kernel", "the driver is too new for this card and ignores it")
+def driver_too_new(m: Case) -> Match | None:
+    """The driver's branch is newer than the last one for the card's generation."""
+    branch = _branch(m)
+    for card, chip, known in _unsupported(m):
+        if not (known.last_branch and branch > known.last_branch and (m.works or _needs_driver(m))):
+            continue
+        said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
+        last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {branch} is installed"
+        want = fixes.wanted(m)
+        if known.name in want.dropped:
+            fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
+        else:
+            kepler = (
+                "only the K80 (3.7) is supported, by torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
+            )
+            code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
+            spared = "The other cards work. To use this one as well:" if m.works else ""
+            fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
+        inferred = chip.inferred and not said
+        return Match((card, last, said), fix, severity="note" if m.works else "error", likely=inferred)
+    return None
+
+
+_NO_GSP = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
+_NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
+
+
+@rules(
+    "kernel",
+    {
+        "K07": "the open kernel module cannot drive this card",
+        "K08": "this card needs the open kernel module",
+    },
+)
+def wrong_flavour(m: Case) -> Iterator[tuple[str, Match]]:
+    """The open module and a card older than Turing; the proprietary one and a card of Blackwell or later."""
+    for code, flavour, open_module, message in (
+        ("K07", "open", "impossible", _NO_GSP),
+        ("K08", "proprietary", "required", _NEEDS_OPEN),
+    ):
+        said = m.logged(message)
+        for card, chip, known in _unsupported(m) if _needs_driver(m) else ():
+            if known.open_module == open_module and (m.kernel.flavour == flavour or said):
+                fix = fixes.install_driver(m, at_least=_branch(m) if open_module == "required" else 0)
+                yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
+                break
+
+
+@rule("K09", "kernel", "the driver is too old for this card")
+def driver_too_old(m: Case) -> Match | None:
+    """The driver's branch is older than the first one for the card, or the kernel log says so."""
+    if not _needs_driver(m):
+        return None
+    branch = _branch(m)
+    for card, chip, _ in _unsupported(m):
+        first = first_branch(chip.capability) if chip.capability else 0
+        if 0 < branch < first:
+            since = f"its first driver branch is {first}, and branch {branch} is installed"
+            return Match((card, since), fixes.install_driver(m), likely=chip.inferred)
+    said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
+    return Match((*m.card_lines, said), fixes.install_driver(m)) if said else None
+
+
+@rule("K12", "kernel", "the driver's firmware file is missing")
+def firmware(m: Case) -> Match | None:
+    """The kernel log names the file; or its directory does not exist and the card is not initialized."""
+    said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
+    kernel = m.kernel
+    gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
+    loaded = any(card.firmware == kernel.version for card in kernel.gpus)
+    if not _needs_driver(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
+        return None
+    missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
+    fix = fixes.install_driver(m)
+    if not m.surroundings.container:
+        package = f"nvidia-firmware-{_branch(m)}-{kernel.version}"
+        again = fixes.system_package(m, apt=f"--reinstall {package}", pacman="nvidia-utils", dnf="nvidia-kmod-common")
+        fix = (*again, _rebuild_initramfs(m), fixes.reboot(m))
+    return Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
+
+
+# -- a kernel driver that is not installed, or not loaded
+
+
+@rule("K04", "kernel", "the card is bound to nouveau, not to NVIDIA's driver")
+def nouveau(m: Case) -> Match | None:
+    """No card is bound to nvidia, but one to nouveau or nova."""
+    drivers = {card.driver for card in m.hardware.gpus}
+    held = drivers.intersection(_NOUVEAU)
+    if not _needs_driver(m) or not held or "nvidia" in drivers:
+        return None
+    if m.surroundings.container or m.platform.kernel not in (m.kernel.built_for or ()):
+        return Match(m.card_lines, fixes.install_driver(m))
+    blacklist = (
+        "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
+        fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
+        _rebuild_initramfs(m),
+        fixes.reboot(m),
+    )
+    return Match(m.card_lines, blacklist)
+
+
+@rule("K05", "kernel", "the card is reserved for virtual machines (vfio-pci)")
+def vfio(m: Case) -> Match | None:
+    """Every NVIDIA card is bound to vfio-pci."""
+    if not _needs_driver(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
+        return None
+    ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
+    fix = (
+        "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
+        f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
+        "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
+        "Then rebuild the initial RAM disk and reboot (needs root).",
+    )
+    return Match(m.card_lines, (*fixes.on_host(m), *fix), severity=m.no_gpu_severity)
+
+
+@rules(
+    "kernel",
+    {
+        "K02": "the NVIDIA module is built for another kernel, not the running one",
+        "K03": "Secure Boot rejects NVIDIA's module",
+        "K01": "NVIDIA's kernel driver is not installed",
+    },
+)
+def module_missing(m: Case) -> Iterator[tuple[str, Match]]:
+    """The module is not loaded, without a reason that the rules above report."""
+    held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
+    if not _needs_driver(m) or m.kernel.loaded is not False or held or m.driver_misfit:
+        return
+    built, running = m.kernel.built_for, m.platform.kernel
+    here = running in (built or ())
+    there = f"nvidia.ko exists for the running kernel {running}"
+    said = m.logged(
+        r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
+    )
+    other_kernel, rejected = bool(built and running and not here), bool(m.kernel.secure_boot and (here or said))
+    if other_kernel:
+        yield "K02", _other_kernel(m)
+    if rejected:
+        keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
+        fix: Lines = (
+            "Look at what the kernel says; 'Key was rejected by service' confirms it:",
+            *m.on_host("modprobe nvidia"),
+            "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
+            *m.on_host(f"mokutil --import {keys.get(m.platform.distribution, '/var/lib/dkms/mok.pub')}"),
+            fixes.reboot(m),
+            "Or disable Secure Boot in the firmware settings.",
+        )
+        yield "K03", Match(("Secure Boot is on", m.kernel_line, there if here else "", said), fix, likely=not said)
+    if other_kernel or rejected:
+        return
+    evidence = (*m.card_lines, m.kernel_line)
+    load = (
+        "Load it, and read its messages (needs root):",
+        fixes.sudo(m, "modprobe nvidia"),
+        fixes.sudo(m, "dmesg | grep -iE 'nvidia|NVRM' | tail -n 20"),
+        "If nothing happens, check whether it is blacklisted:",
+        "$ grep -rn nvidia /etc/modprobe.d /usr/lib/modprobe.d",
+    )
+    install = fixes.install_driver(m)
+    if m.surroundings.container:
+        fix = ("Run transload doctor on the host, where it can find out why.", *install)
+        yield "K01", Match(evidence, fix, "NVIDIA's kernel driver is not loaded on the host")
+    elif built == ():
+        yield "K01", Match((*evidence, "there is no nvidia.ko under /lib/modules"), install)
+    elif isinstance(built, Unknown):
+        unclear = f"could not determine whether it is installed: {built.reason}"
+        fix = (*load, "If there is no such module:", *install)
+        yield "K01", Match((*evidence, unclear), fix, "NVIDIA's kernel driver is not loaded")
+    else:
+        yield "K01", Match((*evidence, there), load, "NVIDIA's kernel driver is installed but not loaded")
+
+
+def _other_kernel(m: Case) -> Match:
+    """Reboot into the kernel that has the module, or build it for the running one with the distribution's tools."""
+    built, running, platform = m.kernel.built_for or (), m.platform.kernel, m.platform
+    evidence = (m.kernel_line, f"the running kernel is {running}, but nvidia.ko exists for {', '.join(built[:3])}")
+    newer = [version for version in built if _numbers(version) > _numbers(running)]
+    if newer:
+        title = "the kernel was updated, and the old one that is still running has no NVIDIA module"
+        return Match(
+            evidence, (f"Reboot into the new kernel {newer[0]}, which has the module:", fixes.reboot(m)), title
+        )
+    headers = fixes.system_package(
+        m,
+        apt="linux-headers-$(uname -r)",
+        dnf="kernel-devel-$(uname -r)",
+        zypper="kernel-default-devel",
+        pacman="linux-headers",
+    )
+    build = fixes.sudo(m, "akmods --force" if platform.distribution == "fedora" else "dkms autoinstall")
+    steps: Lines = (*headers, build, fixes.sudo(m, "modprobe nvidia"))
+    if "ubuntu" in (platform.distribution, *platform.distribution_like):
+        steps = (
+            "If the module is built on this machine (package nvidia-dkms-…):",
+            *steps,
+            "If Ubuntu's prebuilt module is used (linux-modules-nvidia-…), install it for this kernel. Its name:",
+            "$ apt search --names-only linux-modules-nvidia | grep $(uname -r)",
+        )
+    return Match(evidence, (*steps, f"Or reboot into the kernel {built[0]} for now."))
+
+
+def _numbers(kernel: str) -> tuple[int, ...]:
+    """The numbers of a kernel's version, for comparing: ``6.8.0-45-generic`` is before ``6.12.4``."""
+    return tuple(int(number) for number in re.findall(r"[0-9]{1,9}", kernel.partition("+")[0]))
+
+
+# -- a kernel driver that is loaded, but does not work
+
+
+@rule("K10", "kernel", "heterogeneous memory management (HMM) prevents the CUDA driver from starting")
+def hmm(m: Case) -> Match | None:
+    """CuInit 3, a working NVML, the open module with HMM, and KASLR not known to be off."""
+    kernel = m.kernel
+    on = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
+    if not m.broken or m.code != 3 or not m.nvml_works or not on:
+        return None
+    said = m.logged(r"request_free_mem_region\(\) err -?\d+")
+    parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
+    fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
+    return Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
+
+
+@rule("K11", "kernel", "the nvidia_uvm module is broken after a suspend", likely=True)
+def suspended(m: Case) -> Match | None:
+    """CuInit 999, a working NVML, a correct /dev/nvidia-uvm, and a suspend since boot."""
+    node, times = m.nodes.at(UVM), m.platform.suspends
+    sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
+    if not m.broken or m.code != 999 or not m.nvml_works or not sound or not times:
+        return None
+    since = f"the machine was suspended {times} time{'' if times == 1 else 's'} since it booted"
+    fix = (
+        "While no program uses the GPU:",
+        *m.on_host("modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
+        "To prevent it:",
+        *m.on_host("systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
+        "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
+        "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
+    )
+    return Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
+
+
+@rule("W01", "kernel", "Windows has no NVIDIA driver", likely=True)
+def windows_driver(m: Case) -> Match | None:
+    """On Windows the driver's library is not found; only a note if no card is known."""
+    first = m.torch.first
+    if m.platform.system != "Windows" or not m.no_libcuda or first is None or not first.cuda:
+        return None
+    step = m.failed("init")
+    evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
+    return Match(evidence, fixes.install_driver(m), severity="error" if m.has_nvidia else "note")
