@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -55,6 +56,9 @@ def machine_from(data: dict[str, Any]) -> Machine:
     return made
 
 
+_hints = cache(get_type_hints)  # which would be most of the time of reading a report
+
+
 def _value(kind: Any, data: Any, where: str) -> Any:
     """The value of a field of this kind; what it cannot be raises ``ValueError``."""
     origin, kinds = get_origin(kind) or kind, get_args(kind)
@@ -71,12 +75,12 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
     if origin is Literal and data in kinds:
         return data
-    if is_dataclass(kind) and isinstance(data, dict):
-        hints = get_type_hints(kind)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
+        hints = _hints(kind)
         names = [each.name for each in fields(kind) if each.name in data]
         values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names}
         with suppress(TypeError):  # a field without a default is not there
-            return kind(**values)  # type: ignore[operator]
+            return kind(**values)
     far = _MANY if where.endswith(".count") else _FAR
     if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
         return kind(data)
