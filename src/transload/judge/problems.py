@@ -120,8 +120,6 @@ def _convert(checkpoint: Checkpoint) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Checkpoint], str]] = {RESCUE: _rescue, CONVERT: _convert}
-
-
 _SHOWN = 10
 
 

@@ -129,15 +129,14 @@ def _check_rebuild(name: str, args: tuple[Any, ...]) -> Complaint:
 
 def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     count = len(args)
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     kinds = ", ".join(type(a).__name__ for a in args[:8]) or "nothing"
     as_latin1 = count == 2 and type(first) is str and args[1] in ("latin1", "latin-1")
     if name in ("collections.OrderedDict", "collections.Counter"):
         if not args or (count == 1 and type(first) is Dict):
             return None
-        # [[key, value], …] is how Python 2 writes one. Loaders refuse a later one that is no pair; nothing else depends
-        # on it.
-        pairs = first[:_MAX_ITEMS] if count == 1 and type(first) is list else [None]
+        # [[key, value], …] is how Python 2 writes one. A later one that is no pair is refused by every loader.
+        pairs: list[Any] = first[:_MAX_ITEMS] if count == 1 and type(first) is list else [None]
         fine = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs)
         return None if fine else ("needs-trust", f"a dictionary is made from {kinds}")
     if name == "_codecs.encode":
@@ -420,16 +419,19 @@ class _Judge:
         if _GETATTR in self.uses and "dangerous" not in levels:
             # getattr(SomeEnum, "MEMBER") is how Python 3.11 pickles an enumeration, and any Python a bound method. It
             # stays a matter of trust, but it is no alarm while nobody calls what it returns.
-            use = self.uses[_GETATTR]
-            use.verdict = "unknown"
-            use.purpose = "an enumeration member or a method, found by name on something named beside it"
+            excused = self.uses[_GETATTR]
+            excused.verdict = "unknown"
+            excused.purpose = "an enumeration member or a method, found by name on something named beside it"
         names = tuple(
-            GlobalUse(*key, use.verdict, use.purpose, use.imported, use.called, use.built, use.spelling, use.stream)
-            for key, use in self.uses.items()
+            GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
+            for key, its in self.uses.items()
         )
         dangerous = [use for use in names if use.verdict == "dangerous"]
         trust = [use for use in names if use.verdict in ("unknown", "harmless")]
-        levels += [*(["dangerous"] if dangerous else []), *(["needs-trust"] if trust else [])]
+        if dangerous:
+            levels.append("dangerous")
+        if trust:
+            levels.append("needs-trust")
         findings = []
         if dangerous:
             evidence = []
@@ -536,8 +538,8 @@ def _attribute(node: object) -> tuple[Global, str] | None:
     """The class and the name of ``getattr(cls, "name")``, of a class that the file names."""
     if type(node) is not Call or full_name(node.callee) != "builtins.getattr" or not _plain_getattr(node):
         return None
-    owner, name = node.args  # type: ignore[misc]
-    return (owner, name) if type(owner) is Global else None
+    args: Any = node.args
+    return (args[0], args[1]) if type(args[0]) is Global else None
 
 
 def _inner_class(node: object) -> tuple[str, str] | None:
