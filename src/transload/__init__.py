@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from transload._version import __version__
     from transload.checking import Check, check
-    from transload.checking.compatibility import Compatibility, is_cuda_compatible
+    from transload.checking.needs import Compatibility, is_cuda_compatible
     from transload.checkpoint import Checkpoint, Storage, Tensor
     from transload.converting import Conversion, convert
     from transload.diagnose import doctor
@@ -120,7 +120,7 @@ _HOMES = {
     "CannotWriteError": "transload.errors",
     "Check": "transload.checking",
     "Checkpoint": "transload.checkpoint",
-    "Compatibility": "transload.checking.compatibility",
+    "Compatibility": "transload.checking.needs",
     "Conversion": "transload.converting",
     "ConvertError": "transload.errors",
     "Diagnosis": "transload.diagnose.report",
@@ -154,7 +154,7 @@ _HOMES = {
     "doctor": "transload.diagnose",
     "explain": "transload.explaining",
     "inspect": "transload.judge",
-    "is_cuda_compatible": "transload.checking.compatibility",
+    "is_cuda_compatible": "transload.checking.needs",
     "load": "transload.loading",
     "load_into": "transload.loading.into",
     "load_ipython_extension": "transload.patching",

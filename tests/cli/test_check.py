@@ -68,7 +68,7 @@ def test_a_file_that_is_not_there_is_no_answer(tmp_path: Path, capsys: pytest.Ca
 
 def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, data: Path) -> None:
     modules = imported("check", str(data / "h200" / "train_cuda0.ckpt"))
-    assert "transload.checking.report" in modules
+    assert "transload.checking" in modules
     assert not modules & NOT_FOR_IT
 
 

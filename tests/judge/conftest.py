@@ -1,13 +1,82 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from tests.shared import once
 
 import transload
 from transload.checkpoint import Checkpoint
+
+DATA = Path(__file__).parent.parent / "data"
+FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt"))
+ALONE = """
+import json, sys, types, warnings
+warnings.simplefilter("ignore")
+import torch, torch._weights_only_unpickler as unpickler
+allowed = [*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()]
+
+def outcome(path, **how):
+    try:
+        torch.load(path, **how)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return "needs" if "CUDA device" in text else "refuses" if "Weights only load failed" in text else "fails"
+    return "loads"
+outcomes = {path: [outcome(path), outcome(path, map_location="cpu")] for path in json.load(sys.stdin)}
+
+import torch.utils.data, torch.distributed, torch.fx, numpy
+import argparse, asyncio, inspect, logging.config, random, shutil, sqlite3, unittest, uuid, xml.etree.ElementTree
+from transload.judge.names import classify, is_dangerous
+roots = sys.stdlib_module_names | {"torch", "numpy"}
+pairs, missed, dangerous = 0, [], {}
+for name, module in list(sys.modules.items()):
+    if name.partition(".")[0] not in roots:
+        continue
+    for alias, found in list(vars(module).items()):
+        if isinstance(found, types.ModuleType):
+            pairs += 1
+            if found not in dangerous:
+                dangerous[found] = [each for each in list(vars(found)) if is_dangerous(found.__name__, each)]
+            ends = dangerous[found]
+            missed += [(name, alias, each) for each in ends if classify(name, f"{alias}.{each}")[0] != "dangerous"]
+json.dump([allowed, outcomes, pairs, missed[:20]], sys.stdout)
+"""
+
+
+class Alone(NamedTuple):
+    """What a process says that has imported torch and nothing else before."""
+
+    allowed: list[str]
+    """The names that ``weights_only`` lets through."""
+    outcomes: dict[str, list[str]]
+    """For each file of ``FILES`` what ``torch.load`` does as it is, and with ``map_location="cpu"``, without a GPU."""
+    pairs: int
+    """Modules found as attributes of modules of Python, torch and numpy, under the names they have there."""
+    missed: list[list[str]]
+    """Dangerous names that are reached through such a module, and not judged so."""
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """One process for several questions: to import torch costs the most."""
+
+    def ask(_: Path) -> object:
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        names = json.dumps([str(path) for path in FILES])
+        command = [sys.executable, "-c", ALONE]
+        done = subprocess.run(command, input=names, capture_output=True, text=True, check=True, timeout=300, env=env)
+        return json.loads(done.stdout)
+
+    return Alone(*once(tmp_path_factory, "alone", ask)[1])
 
 
 def torch_zip(pickle: bytes, storages: Mapping[str, bytes] | None = None) -> bytes:

@@ -1,17 +1,13 @@
-"""Calls that every tensor makes are counted together, and judged as if one by one."""
+"""The calls that every tensor makes: each is counted, and an odd one among them is found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tests.each import each
 
-from transload.judge.safety import _Judge, judge_pickles
+from transload.judge.safety import judge_pickles
 from transload.nodes import Call, Dict, Global, Pickle
-
-if TYPE_CHECKING:
-    import pytest
 
 Change = Callable[[Call, Call, Global], object]
 
@@ -26,25 +22,29 @@ def change_args(**places: object) -> Change:
     return change
 
 
-CHANGES: dict[str, Change] = {
-    "nothing": lambda *_: None,
-    "items in a tensor": lambda call, *_: setattr(call, "items", [1, 2]),
-    "values in a tensor": lambda call, *_: setattr(call, "appended", [1]),
-    "a state for a tensor": lambda call, *_: setattr(call, "states", [Dict([])]),
-    "keywords": lambda call, *_: setattr(call, "kwargs", Dict(["a", 1])),
-    "no keywords": lambda call, *_: setattr(call, "kwargs", Dict([])),
-    "too many arguments": lambda call, *_: setattr(call, "args", (*call.args, 1, 2)),
-    "no tuple": lambda call, *_: setattr(call, "args", [1]),
-    "a flag that is none": change_args(_4=1),
-    "hooks that are none": change_args(_5=None),
-    "hooks that are odd": change_args(_5=3),
-    "hooks with items": lambda _, hooks, __: setattr(hooks, "items", [1, 2]),
-    "hooks with a state": lambda _, hooks, __: setattr(hooks, "states", [Dict(["a", 1])]),
-    "hooks with values": lambda _, hooks, __: setattr(hooks, "appended", [1]),
-    "hooks with arguments": lambda _, hooks, __: setattr(hooks, "args", ([[1, 2]],)),
-    "hooks made by another": lambda _, hooks, other: setattr(hooks, "callee", other),
-    "a tensor made by another": lambda call, _, other: setattr(call, "callee", other),
-    "a tensor made by what was computed": lambda call, hooks, _: setattr(call, "callee", hooks),
+# What is changed in one of three tensors, and the codes of the findings that it must lead to.
+CHANGES: dict[str, tuple[Change, list[str]]] = {
+    "nothing": (lambda *_: None, []),
+    "items in a tensor": (lambda call, *_: setattr(call, "items", [1, 2]), ["dangerous-use"]),
+    "values in a tensor": (lambda call, *_: setattr(call, "appended", [1]), ["dangerous-use"]),
+    "a state for a tensor": (lambda call, *_: setattr(call, "states", [Dict([])]), ["trusted-use"]),
+    "keywords": (lambda call, *_: setattr(call, "kwargs", Dict(["a", 1])), ["trusted-use"]),
+    "no keywords": (lambda call, *_: setattr(call, "kwargs", Dict([])), []),
+    "too many arguments": (lambda call, *_: setattr(call, "args", (*call.args, 1, 2)), ["odd-use"]),
+    "no tuple": (lambda call, *_: setattr(call, "args", [1]), ["odd-use"]),
+    "a flag that is none": (change_args(_4=1), ["trusted-use"]),
+    "hooks that are none": (change_args(_5=None), []),
+    "hooks that are odd": (change_args(_5=3), ["trusted-use"]),
+    "hooks with items": (lambda _, hooks, __: setattr(hooks, "items", [1, 2]), ["trusted-use"]),
+    "hooks with a state": (lambda _, hooks, __: setattr(hooks, "states", [Dict(["a", 1])]), ["trusted-use"]),
+    "hooks with values": (lambda _, hooks, __: setattr(hooks, "appended", [1]), ["odd-use", "trusted-use"]),
+    "hooks with arguments": (lambda _, hooks, __: setattr(hooks, "args", ([[1, 2]],)), ["trusted-use"]),
+    "hooks made by another": (lambda _, hooks, other: setattr(hooks, "callee", other), ["trusted-use"]),
+    "a tensor made by another": (lambda call, _, other: setattr(call, "callee", other), []),
+    "a tensor made by what was computed": (
+        lambda call, hooks, _: setattr(call, "callee", hooks),
+        ["dangerous-use"],
+    ),
 }
 
 
@@ -62,15 +62,8 @@ def changed(change: Change) -> Pickle:
 
 
 @each("name", list(CHANGES))
-def test_the_judgement_is_that_of_calls_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pickle = changed(CHANGES[name])
-    together = judge_pickles([pickle])
-    monkeypatch.setattr(_Judge, "_count_ordinary", lambda _, pickle, __: pickle.calls)
-    assert together == judge_pickles([pickle])
-
-
-def test_ordinary_calls_are_counted_and_only_they() -> None:
-    judge = _Judge()
-    pickle = changed(CHANGES["a flag that is none"])
-    keys = {id(node): judge._name(node, pickle) for node in pickle.globals.values()}
-    assert judge._count_ordinary(pickle, keys) == [pickle.calls[3]]
+def test_one_odd_tensor_among_ordinary_ones_is_found_and_all_are_counted(name: str) -> None:
+    change, expected = CHANGES[name]
+    judgement = judge_pickles([changed(change)])
+    assert [finding.code for finding in judgement.findings if finding.code != "dangerous-globals"] == expected
+    assert sum(use.called for use in judgement.globals) == (5 if "computed" in name else 6)

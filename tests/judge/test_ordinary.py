@@ -21,6 +21,7 @@ import pytest
 import torch
 from tests.each import each
 from tests.quantized import working_engine
+from tests.shared import once
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -109,9 +110,7 @@ DATA = [Case(name, form) for name in belongings.DATA if name in BELONGINGS for f
 TRUST = [Case(name, form) for name in belongings.TRUST if name in BELONGINGS for form in FORMS]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ordinary")
+def save_all(folder: Path) -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # torch has something to say about most of these
         if ENGINE:
@@ -119,8 +118,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, make in BELONGINGS.items():
             made = make()
             for form, how in FORMS.items():
-                torch.save(made, out / Case(name, form).file, **how)
-    return out
+                torch.save(made, folder / Case(name, form).file, **how)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return once(tmp_path_factory, "ordinary", save_all)[0]
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +131,16 @@ def judged(folder: Path) -> dict[str, Checkpoint]:
     return {path.name: transload.inspect(path) for path in folder.glob("*.pt")}
 
 
+# Two processes, one for each half: what a file makes torch import must not help the next. Both begin with the same
+# import of torch, which costs the most.
 LOADER = """
-import json, sys, warnings
+import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
-folder, engine, jobs = *sys.argv[1:], json.load(sys.stdin)
+folder, engine, halves = *sys.argv[1:], json.load(sys.stdin)
+reader, writer = os.pipe()
+child = os.fork()
+jobs = halves[0] if child else halves[1]
 if engine:
     torch.backends.quantized.engine = engine
 ours = torch.serialization.get_safe_globals()
@@ -146,6 +154,13 @@ for key, (file, lines) in jobs.items():
         out[key] = ""
     except Exception as error:
         out[key] = f"{type(error).__name__}: {error}"
+if not child:
+    with open(writer, "w") as pipe:
+        json.dump(out, pipe)
+    os._exit(0)
+os.close(writer)
+with open(reader) as pipe:
+    out |= json.load(pipe)
 json.dump(out, sys.stdout)
 """
 
@@ -157,28 +172,29 @@ def lines_for(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path, judged: dict[str, Checkpoint]) -> dict[str, str]:
+def loaded(folder: Path, judged: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What torch says of each file, empty if it loads; and under ``name!`` once our lines have been run."""
-    jobs: dict[str, tuple[str, tuple[str, ...]]] = {
+    plain: dict[str, tuple[str, tuple[str, ...]]] = {
         file: (file, ()) for file in judged if file != Case(*UNDEFINED).file
     }
+    marked = {}
     for case in TRUST:
         checkpoint = judged[case.file]
         lines = lines_for(checkpoint)
         if is_hopeless(case):  # what they would be
             lines = safe_globals_lines([use for use in checkpoint.globals if use.verdict in ("unknown", "harmless")])
-        jobs[f"{case.file}!"] = (case.file, lines)
-    # One process for each half: what a file makes torch import must not help the next.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    out: dict[str, str] = {}
-    for marked in (False, True):
-        part = {key: job for key, job in jobs.items() if key.endswith("!") is marked}
+        marked[f"{case.file}!"] = (case.file, lines)
+
+    def ask(_: Path) -> Any:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
         command = [sys.executable, "-c", LOADER, str(folder), ENGINE]
-        done = subprocess.run(
-            command, input=json.dumps(part), capture_output=True, text=True, check=True, timeout=300, env=env
-        )
-        out |= json.loads(done.stdout)
-    return out
+        halves = json.dumps([plain, marked])
+        done = subprocess.run(command, input=halves, capture_output=True, text=True, check=True, timeout=300, env=env)
+        return json.loads(done.stdout)
+
+    answer: dict[str, str] = once(tmp_path_factory, "loaded", ask)[1]
+    assert set(answer) == {*plain, *marked}
+    return answer
 
 
 def case_id(case: Case) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.each import each
+from tests.judge.conftest import FILES, Alone
 
 import transload
 
@@ -20,44 +17,15 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
 )
 
-DATA = Path(__file__).parent.parent / "data"
-FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt"))
-
-LOADER = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-def outcome(path, **how):
-    try:
-        torch.load(path, **how)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        return "needs" if "CUDA device" in text else "refuses" if "Weights only load failed" in text else "fails"
-    return "loads"
-paths = json.load(sys.stdin)
-json.dump({path: [outcome(path), outcome(path, map_location="cpu")] for path in paths}, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[str]]:
-    """For each file what ``torch.load`` does as it is, and with ``map_location="cpu"``."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    names = json.dumps([str(path) for path in FILES])
-    command = [sys.executable, "-c", LOADER]
-    done = subprocess.run(command, input=names, capture_output=True, text=True, check=True, timeout=300, env=env)
-    answer: dict[str, list[str]] = json.loads(done.stdout)
-    return answer
-
 
 def file_id(path: Path) -> str:
     return f"{path.parent.name}-{path.name}"
 
 
 @each("path", FILES, ids=file_id)
-def test_torch_does_what_was_predicted(path: Path, outcomes: dict[str, list[str]]) -> None:
+def test_torch_does_what_was_predicted(path: Path, alone: Alone) -> None:
     said = transload.inspect(path).prediction.removeprefix("torch.load ")
-    plain, on_cpu = outcomes[str(path)]
+    plain, on_cpu = alone.outcomes[str(path)]
     if said.startswith("loads it anywhere"):
         assert (plain, on_cpu) == ("loads", "loads")
     elif said.startswith("needs cuda:"):
@@ -72,8 +40,8 @@ def test_torch_does_what_was_predicted(path: Path, outcomes: dict[str, list[str]
         assert on_cpu != "loads"
 
 
-def test_the_files_show_every_outcome(outcomes: dict[str, list[str]]) -> None:
-    plain = [first for first, _ in outcomes.values()]
+def test_the_files_show_every_outcome(alone: Alone) -> None:
+    plain = [first for first, _ in alone.outcomes.values()]
     for outcome in ("loads", "needs", "refuses"):
         assert plain.count(outcome) > 3, outcome
 

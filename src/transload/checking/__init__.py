@@ -1,8 +1,8 @@
 """``transload.check``: will a file load here, where would it land, and what prevents it. Nothing is loaded.
 
 ``check`` reads the file and examines the machine; ``checked`` compares the two: where ``load`` would put everything
-(the plan), which packages are missing (``packages``), what ``torch.load`` would say (``torch_says``), and whether
-compiled code runs on the GPU (``compatibility``). The findings are written at the end of this module.
+(the plan), which packages and which CUDA it needs (``needs``), and what ``torch.load`` would say (``torch_says``).
+``_findings`` says what is to be said of it, ``report`` shows it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transload.loading.placement import AUTO, place
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 
 if TYPE_CHECKING:
-    from transload.checking.compatibility import Compatibility
-    from transload.checking.packages import Package
+    from transload.checking.needs import Compatibility, Package
     from transload.checking.torch_says import Said
     from transload.checkpoint import Checkpoint
     from transload.diagnose.report import Diagnosis
     from transload.loading.placement import Devices, Plan
     from transload.machine import Machine
     from transload.nodes import Global
+    from transload.render.lines import Block
 
-__all__ = ["Check", "check", "checked"]
+__all__ = ["Check", "check", "checked", "report"]
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,10 @@ class Check:
 
     def __str__(self) -> str:
         """The report as ``transload check`` prints it, without colour."""
-        from transload.checking.report import as_text
+        from transload.render.lines import layout, plain
+        from transload.render.style import Style
 
-        return as_text(self)
+        return "\n".join(plain(line) for line in layout(report(self), Style()))
 
 
 def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:
@@ -100,48 +101,37 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     'cpu'
     """
     from transload.diagnose import judge_machine
-    from transload.judge import inspect
+    from transload.judge import inspect, judge
 
-    checkpoint = _with_indices(inspect(path), path)
-    here = machine is None
-    if machine is None:
-        from transload.diagnose.probe import probe
+    checkpoint = inspect(path)
+    if any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
+        # The indices of sparse tensors are the only bytes of tensors that load looks at.
+        from transload.findings import Problem
+        from transload.tensors import open_content
+        from transload.verifying.records import misplaced
 
-        machine = probe(torch=False)
-    environ = dict(os.environ) if here else machine.variables.values
-    made = checked(checkpoint, judge_machine(machine), device, environ, cwd=os.curdir if here else "")
-    return replace(made, plan=replace(made.plan, how=_how(path, made.plan))) if here else made
-
-
-def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Checkpoint:
-    """With what is wrong with the indices of sparse tensors: the only bytes of tensors that ``load`` looks at."""
-    if not any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
-        return checkpoint
-    from transload.findings import Problem
-    from transload.judge import judge
-    from transload.tensors import open_content
-    from transload.verifying.records import misplaced
-
-    with open_content(path) as content:
-        found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
-    return judge(replace(checkpoint, problems=(*checkpoint.problems, *found))) if found else checkpoint
-
-
-def _how(path: str | os.PathLike[str], plan: Plan) -> str:
-    """How its bytes would be moved here: as ``load`` chooses, but for what only a working driver can tell."""
+        with open_content(path) as content:
+            found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
+        if found:
+            checkpoint = judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
+    if machine is not None:
+        return checked(checkpoint, judge_machine(machine), device, machine.variables.values)
+    from transload.diagnose.probe import probe
     from transload.loading.engine import forecast
 
-    cuda = sum(move.nbytes for move in plan.moves if move.device.startswith("cuda"))
-    host = sum(move.nbytes for move in plan.moves) - cuda
-    return forecast(os.fspath(path), host, cuda).why if plan.ok and host + cuda else ""
+    made = checked(checkpoint, judge_machine(probe(torch=False)), device, dict(os.environ), cwd=os.curdir)
+    # How its bytes would be moved: as load chooses, but for what only a working driver can tell.
+    cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
+    host = sum(move.nbytes for move in made.plan.moves) - cuda
+    how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
+    return replace(made, plan=replace(made.plan, how=how))
 
 
 def checked(
     checkpoint: Checkpoint, diagnosis: Diagnosis, wish: Any, environ: dict[str, str], *, cwd: str = ""
 ) -> Check:
     """The same for a file and a machine that were examined already. ``cwd`` is where programs are run from."""
-    from transload.checking.compatibility import compatibility
-    from transload.checking.packages import packages
+    from transload.checking.needs import compatibility, packages
     from transload.checking.torch_says import installed, torch_says
     from transload.loading.placement import devices_of
 
@@ -154,8 +144,14 @@ def checked(
     result = Check(checkpoint, diagnosis, devices, wish, plan, said, needed, cuda, "", ())
     findings = list(_findings(result))
     refusal = _refusal(checkpoint, findings)
-    if not refusal:
-        findings += _of_tags(checkpoint, plan)
+    tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
+    if not refusal and tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
+        from transload.findings import quoted
+
+        title = f"plain torch.load wants {', '.join(tags)}, which is not here"
+        fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
+        command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
+        findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
     return replace(result, refusal=refusal, findings=tuple(findings))
 
@@ -182,32 +178,24 @@ def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
 
 # -- findings
 
-
-def _findings(result: Check) -> Iterator[Finding]:
-    """In the order of the report, among those of a severity: what is wrong with the file comes first."""
-    checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
-    of_file = tuple(_of_file(checkpoint, devices))
-    broken = checkpoint.integrity not in ("whole", "unchecked")
-    yield from of_file if broken else ()
-    try:
-        refuse_program(checkpoint, trusted=False)
-    except LoadError as error:
-        yield Finding("is-a-program", "error", error.what, (), tuple(error.fix.split("\n")))
-    yield from _of_torch(checkpoint, result.diagnosis)
-    yield from _of_plan(result.plan)
-    yield from () if broken else of_file
-    if checkpoint.safety != "dangerous":  # nobody should install anything for such a file
-        yield from _of_packages(result.packages, machine, devices)
-    yield from _of_quantized(checkpoint, devices)
-    if checkpoint.format == "aotinductor" and not result.cuda:
-        fix = ("Compile it again on the GPU that it must run on.",)
-        yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, fix)
-    yield from _of_origin(checkpoint, machine, devices)
-
-
-_DEVICES_INSIDE = frozenset({"device-objects", "script-device", "export-device"})
-_SAID_OTHERWISE = frozenset({"needs-trust", "rare-opcodes", "aoti-architecture"})
 _DEVICE = re.compile(r"\b(?:cuda|mps|xpu|hpu|npu|mtia|xla)(?::\d{1,4})?\b")
+# The newest release that was seen to lack a dtype; the next one need not have it yet.
+_WITHOUT: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
+    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
+    "bcomplex32": (2, 13),
+}
+# Package → what the names of its tensors contain.
+_QUANTIZED = {
+    "bitsandbytes": ".quant_state.bitsandbytes__",
+    "LLM.int8() of bitsandbytes": ".SCB",
+    "GPTQ or AWQ": ".qzeros",
+}
+_PROJECT = (
+    "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
+    "A package of the same name on PyPI need not be it.",
+)
 
 
 class _TorchDefault(Allowed):
@@ -217,39 +205,20 @@ class _TorchDefault(Allowed):
         return registrar(node.full_name) or None
 
 
-def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
-    """What was found in the file itself, weighed for this machine."""
-    from transload.judge.problems import WITHOUT_CODE
+def _findings(result: Check) -> Iterator[Finding]:
+    """In the order of the report, among those of a severity: what is wrong with the file comes first."""
+    from transload.loading.landing import shortage_words
 
-    # Whether load refuses names in it, as far as no program has allowed any.
-    refused = checkpoint.format not in PROGRAMS and bool(_TorchDefault().refused(loaded_pickles(checkpoint)))
-    for finding in checkpoint.findings:
-        if finding.code in _DEVICES_INSIDE:
-            here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))
-            yield finding if here else replace(finding, severity="warning")
-        elif finding.code == "needs-trust" and refused:
-            fix = list(finding.fix)
-            if fix:  # for those who trust all of it; before the way that needs no trust
-                at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
-                fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
-            yield replace(finding, severity="error", fix=tuple(fix))
-        elif finding.severity != "note" and finding.code not in _SAID_OTHERWISE:
-            yield finding
-
-
-# The newest release that was seen to lack a dtype; the next one need not have it yet.
-_WITHOUT: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
-    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
-    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
-    "bcomplex32": (2, 13),
-}
-
-
-def _of_torch(checkpoint: Checkpoint, diagnosis: Diagnosis) -> Iterator[Finding]:
-    """That there is no torch to load anything with, or one that is too old for the file."""
-    torch, cause = diagnosis.machine.torch, diagnosis.cause
+    checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
+    torch, cause = machine.torch, result.diagnosis.cause
     first = torch.first
+    broken = checkpoint.integrity not in ("whole", "unchecked")
+    if broken:
+        yield from _of_file(checkpoint, devices)
+    try:
+        refuse_program(checkpoint, trusted=False)
+    except LoadError as error:
+        yield Finding("is-a-program", "error", error.what, (), tuple(error.fix.split("\n")))
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
@@ -259,36 +228,26 @@ def _of_torch(checkpoint: Checkpoint, diagnosis: Diagnosis) -> Iterator[Finding]
     if unknown and first:
         title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
         yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))
-
-
-def _of_plan(plan: Plan) -> Iterator[Finding]:
-    """What the plan cannot do."""
-    from transload.loading.landing import shortage_words
-
-    if plan.refused:
-        yield Finding("no-such-device", "error", plan.refused, (), plan.fix)
-    for short in plan.shortages:
+    if result.plan.refused:
+        yield Finding("no-such-device", "error", result.plan.refused, (), result.plan.fix)
+    for short in result.plan.shortages:
         fix = tuple(f"Instead: {words}." for words in short.instead)
         yield Finding("too-little-memory", "error", shortage_words(short), (), fix)
-
-
-def _of_tags(checkpoint: Checkpoint, plan: Plan) -> Iterator[Finding]:
-    """Tags of devices that are not here, which plain ``torch.load`` insists on; and how to remove them."""
-    from transload.findings import quoted
-
-    tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
-    if tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
-        title = f"plain torch.load wants {', '.join(tags)}, which is not here"
-        fix = "transload.load lands it as above. To let plain torch.load do so, here and anywhere:"
-        yield Finding(
-            "tags-elsewhere", "note", title, (), (fix, f"$ transload retag {quoted(checkpoint.path)} --to cpu")
-        )
-
-
-def _of_origin(checkpoint: Checkpoint, machine: Machine, devices: Devices) -> Iterator[Finding]:
-    """What the file records of where it was saved, if that is not what is here. None of it prevents a load."""
+    if not broken:
+        yield from _of_file(checkpoint, devices)
+    if checkpoint.safety != "dangerous":  # nobody should install anything for such a file
+        yield from _of_packages(result.packages, machine, cuda=bool(devices.of_kind("cuda")))
+    for package, mark in _QUANTIZED.items():  # they load as plain tensors
+        if marked := [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]:
+            severity: Severity = "note" if devices.of_kind("cuda") else "warning"
+            title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
+            advice = "They load anywhere; to compute with them elsewhere, get the weights before they were quantized."
+            yield Finding("cuda-only-package", severity, title, (_listed(marked),), (advice,))
+    if checkpoint.format == "aotinductor" and not result.cuda:
+        advice = "Compile it again on the GPU that it must run on."
+        yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, (advice,))
+    # What the file records of where it was saved, if that is not what is here. None of it prevents a load.
     recorded = dict(checkpoint.written_by.recorded)
-    first = machine.torch.first
     here = ", ".join(device.label for device in devices.accelerators if device.label) or "no GPU"
     evidence = []
     if "torch" in recorded and first and first.version and first.version != recorded["torch"]:
@@ -299,17 +258,30 @@ def _of_origin(checkpoint: Checkpoint, machine: Machine, devices: Devices) -> It
         yield Finding("saved-elsewhere", "note", "it was saved with other versions or hardware", tuple(evidence))
 
 
-_PROJECT = (
-    "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
-    "A package of the same name on PyPI need not be it.",
-)
+def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
+    """What was found in the file itself, weighed for this machine."""
+    from transload.judge.problems import WITHOUT_CODE
+
+    # Whether load refuses names in it, as far as no program has allowed any.
+    refused = checkpoint.format not in PROGRAMS and bool(_TorchDefault().refused(loaded_pickles(checkpoint)))
+    for finding in checkpoint.findings:
+        if finding.code in ("device-objects", "script-device", "export-device"):
+            here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))
+            yield finding if here else replace(finding, severity="warning")
+        elif finding.code == "needs-trust" and refused:
+            fix = list(finding.fix)
+            if fix:  # for those who trust all of it; before the way that needs no trust
+                at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
+                fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
+            yield replace(finding, severity="error", fix=tuple(fix))
+        elif finding.severity != "note" and finding.code not in ("needs-trust", "rare-opcodes", "aoti-architecture"):
+            yield finding
 
 
-def _of_packages(needed: Sequence[Package], machine: Machine, devices: Devices) -> Iterator[Finding]:
+def _of_packages(needed: Sequence[Package], machine: Machine, *, cuda: bool) -> Iterator[Finding]:
     """Packages that are missing, and those that need a GPU that is missing."""
     from transload.diagnose.fixes import install
 
-    cuda = bool(devices.of_kind("cuda"))
     for package in needed:
         names = _listed(package.names)
         if package.missing and package.name == "safetensors":
@@ -328,25 +300,63 @@ def _of_packages(needed: Sequence[Package], machine: Machine, devices: Devices) 
             yield Finding("cuda-only-package", "warning", title, (names,), fix)
 
 
-# Package → what the names of its tensors contain.
-_QUANTIZED = {
-    "bitsandbytes": ".quant_state.bitsandbytes__",
-    "LLM.int8() of bitsandbytes": ".SCB",
-    "GPTQ or AWQ": ".qzeros",
-}
-
-
-def _of_quantized(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
-    """Weights that load as plain tensors, and that only a package for NVIDIA GPUs can compute with."""
-    for package, mark in _QUANTIZED.items():
-        marked = [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]
-        if marked:
-            severity: Severity = "note" if devices.of_kind("cuda") else "warning"
-            title = f"its weights are quantized for {package}, which runs on NVIDIA GPUs"
-            fix = ("They load anywhere; to compute with them elsewhere, get the weights before they were quantized.",)
-            yield Finding("cuda-only-package", severity, title, (_listed(marked),), fix)
-
-
 def _listed(names: Sequence[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"for {', '.join(names[:most])}{more}"
+
+
+# -- the report
+
+
+def report(check: Check) -> Iterator[Block]:
+    """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
+    from transload.loading.landing import landing
+    from transload.render.escape import printable
+    from transload.render.lines import BLANK, Prose, heading, note
+    from transload.render.sizes import plural, size
+    from transload.render.text import findings
+    from transload.render.words import format_words
+
+    checkpoint, plan, said = check.checkpoint, check.plan, check.torch
+    verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"
+    held = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
+    prediction = checkpoint.prediction.removeprefix("torch.load ") or "cannot be predicted"
+    outcome = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[said.outcome]
+    summary = [
+        ("here", verdict, "good" if check.ok else "bad"),
+        ("file", f"{held} of {size(checkpoint.tensor_nbytes)}", ""),
+        ("torch.load", outcome, ""),
+    ]
+    if checkpoint.tensors or not check.cuda:
+        summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
+    yield Prose(((printable(checkpoint.path, None), "strong"),))
+    for label, words, role in summary:
+        yield Prose(((printable(words, None), role),), lead=((f"  {label:<12}", "dim"),))
+    if plan.moves:
+        yield from heading("where it lands", f"map_location={printable(repr(check.wish), 60)}")
+        yield from landing(plan)
+    for finding in check.findings:
+        if finding.code in ("no-such-device", "too-little-memory"):  # the plan shows them
+            continue
+        yield BLANK
+        commands = [at for at, line in enumerate(finding.fix) if line.startswith("$ ")]
+        if not commands:
+            yield from next(findings([finding]))
+            continue
+        from transload.diagnose.report import steps
+
+        # As inspect shows one; commands stand by themselves, to be copied.
+        yield from next(findings([replace(finding, fix=finding.fix[: commands[0]])]))
+        yield from steps(finding.fix[commands[0] :], "    ")
+    if said.outcome == "raises" and (said.text or said.exact):
+        how = "word for word" if said.exact else "or something like it"
+        yield from heading("torch.load(FILE) says", f"torch {printable(said.torch, 40)}, {how}")
+        told = f"{said.error}: {said.text}" if said.text else said.error
+        for bold in ("\033[1m", "\033[0m"):
+            told = told.replace(bold, "")
+        for line in told.replace("\t", "    ").split("\n"):  # never folded: somebody may search for these words
+            yield Prose(((printable(line, None), ""),), lead=(("  ", ""),), whole=True)
+    elsewhere = bool(plan.refused) or any(move.reason in ("absent", "lost") for move in plan.moves)
+    if check.diagnosis.status == "broken" and check.devices.absent and elsewhere:
+        yield BLANK
+        yield note("transload doctor shows how to get the GPU to work")

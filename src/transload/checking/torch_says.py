@@ -13,9 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from transload.checking.compatibility import raw_bytes
+from transload.checking.needs import raw_bytes
 from transload.devices import split
 from transload.diagnose.tables import numbers_of
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
@@ -46,24 +46,17 @@ class Installed:
     """Packages a file asks for that are not installed."""
 
     @property
-    def release(self) -> Version:
-        """The version as numbers."""
-        return numbers_of(self.version)
-
-    @property
     def weights_only(self) -> bool:
         """What ``weights_only`` is where the caller of ``torch.load`` does not say.
 
         >>> Installed("2.5.1").weights_only, Installed("2.13.0+cpu").weights_only
         (False, True)
         """
-
-        def forced(name: str) -> bool:
-            return self.environ.get(name, "0").lower() in ("1", "y", "yes", "true")
-
-        if forced("TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
-            return True
-        return self.release >= (2, 6) and not forced("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+        forced, forbidden = (
+            self.environ.get(f"TORCH_FORCE_{name}_LOAD", "0").lower() in ("1", "y", "yes", "true")
+            for name in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY")
+        )
+        return forced or (numbers_of(self.version) >= (2, 6) and not forbidden)
 
 
 def installed(
@@ -113,9 +106,8 @@ _OLDEST, _NEWEST = (2, 1), (2, 15)
 
 def torch_says(checkpoint: Checkpoint, torch: Installed) -> Said:
     """The outcome of ``torch.load(checkpoint.path)``."""
-    if not _OLDEST <= torch.release[:2] <= _NEWEST:
-        return Said("unknown", torch=torch.version)
-    return _Prediction(checkpoint, torch).outcome()
+    said = _Prediction(checkpoint, torch)
+    return said.outcome() if _OLDEST <= said.release[:2] <= _NEWEST else said.unknown()
 
 
 # -- what decides
@@ -134,21 +126,17 @@ _VARYING = frozenset(
         *(f"torch.distributed._mesh_layout.{name}" for name in ("_FlatLayout", "_MeshLayout")),
     }
 )
-_BLOCKED = frozenset({"sys", "os", "posix", "nt"})
 # Before 2.11 a tag that only begins like a device was taken for one.
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
 _LONGEST_SCAN = 1 << 24
 _MOST_INDEX = 127  # torch takes a greater number for a negative one
-_INTACT = ("whole", "unchecked")
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """Something in the stream that ends the reading."""
+class _Event(NamedTuple):
+    """Something in the stream that ends the reading; without an error it is not known whether it does."""
 
     position: int
     error: str = ""
-    """Empty where it is not known whether it does."""
     text: str = ""
     exact: bool = True
 
@@ -157,10 +145,16 @@ class _Prediction:
     def __init__(self, checkpoint: Checkpoint, torch: Installed) -> None:
         self.checkpoint = checkpoint
         self.torch = torch
-        self.release = torch.release
+        self.release = numbers_of(torch.version)
         self.weights_only = torch.weights_only
         self.records = {record.name for record in checkpoint.records}
-        self.intact = checkpoint.integrity in _INTACT
+        self.intact = checkpoint.integrity in ("whole", "unchecked")
+
+    def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
+        return Said("raises", error, text, exact, self.torch.version, warnings)
+
+    def unknown(self, warnings: tuple[str, ...] = ()) -> Said:
+        return Said("unknown", torch=self.torch.version, warnings=warnings)
 
     def outcome(self) -> Said:
         path, kind = self.checkpoint.path, self.checkpoint.format
@@ -169,7 +163,13 @@ class _Prediction:
             error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
         if path.endswith(".safetensors") and self.release >= (2, 13):
-            return self.safetensors()
+            if "safetensors" in self.torch.absent:
+                return self.raises("RuntimeError", _NO_SAFETENSORS)
+            if kind == "safetensors" and self.intact:
+                return Said("loads", exact=True, torch=self.torch.version)
+            codes = {problem.code for problem in self.checkpoint.problems} if kind == "safetensors" else set()
+            text = next((_SAFETENSORS[code] for code in _SAFETENSORS if code in codes), "")
+            return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
         if kind == "torchscript" and "constants.pkl" in self.records:
             text = _unsafe("TorchScript archives passed to ``torch.load``")
             return self.raises("RuntimeError", text, (_SCRIPT_WARNING,)) if strict else self.unknown((_SCRIPT_WARNING,))
@@ -182,36 +182,23 @@ class _Prediction:
             return self.raises("RuntimeError", text) if strict else self.unknown()
         return self.stream() if kind in ("torch-zip", "torch-legacy", "pickle") else self.foreign()
 
-    def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
-        return Said("raises", error, text, exact, self.torch.version, warnings)
-
-    def unknown(self, warnings: tuple[str, ...] = ()) -> Said:
-        return Said("unknown", torch=self.torch.version, warnings=warnings)
-
-    def safetensors(self) -> Said:
-        if "safetensors" in self.torch.absent:
-            return self.raises("RuntimeError", _NO_SAFETENSORS)
-        if self.checkpoint.format != "safetensors":
-            return self.unknown()
-        if self.intact:
-            return Said("loads", exact=True, torch=self.torch.version)
-        codes = {problem.code for problem in self.checkpoint.problems}
-        text = next((_SAFETENSORS[code] for code in _SAFETENSORS if code in codes), "")
-        return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
-
     def foreign(self) -> Said:
         """A file that is not a checkpoint is taken for a pickle, and its first byte for an opcode."""
         head = raw_bytes(self.checkpoint.path, 0, 4)
+        if not self.checkpoint.nbytes and not head:
+            return self.raises("EOFError", "" if self.weights_only else "Ran out of input")
         if not head or head == b"PK\x03\x04" or (self.weights_only and self.release < (2, 6)):
-            empty = not self.checkpoint.nbytes
-            return self.raises("EOFError", "" if self.weights_only else "Ran out of input") if empty else self.unknown()
+            return self.unknown()
+        byte = head[0]
         if self.weights_only:
-            opcodes, text = _WEIGHTS_ONLY, _refusal(f"Unsupported operand {head[0]}", self.release)
+            opcodes, text = _WEIGHTS_ONLY, _refusal(f"Unsupported operand {byte}", self.release)
         else:
             import pickletools
 
-            opcodes, text = frozenset(ord(each.code) for each in pickletools.opcodes), _load_key(head[0])
-        return self.unknown() if head[0] in opcodes else self.raises("UnpicklingError", text)
+            opcodes = frozenset(ord(each.code) for each in pickletools.opcodes)
+            shown = chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+            text = f"invalid load key, '{shown}'."
+        return self.unknown() if byte in opcodes else self.raises("UnpicklingError", text)
 
     def stream(self) -> Said:
         """The first event in the main pickle decides; without one the file loads, if it is intact."""
@@ -228,7 +215,7 @@ class _Prediction:
         varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
         warnings: tuple[str, ...] = ()
         if self.weights_only and main.protocol > 2:
-            warnings = (_protocol_warning(main.protocol),)
+            warnings = (_PROTOCOL.format(main.protocol),)
         elif not self.weights_only and (2, 4) <= self.release < (2, 6):
             warnings = (_IMPLICIT,)
         first = min(self.events(main), key=lambda event: event.position, default=None)
@@ -246,7 +233,27 @@ class _Prediction:
         stored = next(filter(None, map(self.stored, main.persistent)), None)  # they are in the order of the stream
         if stored:
             yield stored
-        yield from self.refused_names(main) if self.weights_only else self.imports(main)
+        for (module, name), node in main.globals.items():
+            full = torch_spelling(module, name)
+            if self.weights_only:
+                owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
+                if owner in ("sys", "os", "posix", "nt"):
+                    message = f"Trying to load unsupported GLOBAL {full} whose module {owner} is blocked."
+                elif full in TORCH_DEFAULT:
+                    continue
+                elif full in _REGISTERED and (self.release < (2, 15) or "_dynamo" not in full):
+                    message = _REGISTERED[full]
+                else:
+                    shown = full.removeprefix("builtins.") if self.release >= (2, 7) else full
+                    # 2.6 advises to allow it by its last part only.
+                    message = _UNSUPPORTED.format(shown, shown if self.release >= (2, 7) else name)
+                yield self.refused(node.position, message)
+            elif full not in TORCH_DEFAULT and "Storage" not in name:
+                # The standard unpickler imports it: what happens then is known only where there is no such package.
+                package = module.partition(".")[0]
+                absent = package in self.torch.absent
+                text = f"No module named '{package}'" if absent else ""
+                yield _Event(node.position, "ModuleNotFoundError" if absent else "", text, absent)
         if self.weights_only and main.rare:
             yield self.unknown_opcode(main)
 
@@ -272,34 +279,19 @@ class _Prediction:
         exact = plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
         return _Event(node.position, error, text, exact)
 
-    def refused_names(self, main: Pickle) -> Iterator[_Event]:
-        for (module, name), node in main.globals.items():
-            full = torch_spelling(module, name)
-            owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
-            if owner in _BLOCKED:
-                message = f"Trying to load unsupported GLOBAL {full} whose module {owner} is blocked."
-            elif full in TORCH_DEFAULT:
-                continue
-            elif full in _REGISTERED and (self.release < (2, 15) or "_dynamo" not in full):
-                message = _REGISTERED[full]
-            else:
-                message = _unsupported_global(full, name, self.release)
-            yield self.refused(node.position, message)
-
-    def imports(self, main: Pickle) -> Iterator[_Event]:
-        """Names the standard unpickler would import: what happens then is known only where there is no such package."""
-        for (module, name), node in main.globals.items():
-            if torch_spelling(module, name) not in TORCH_DEFAULT and "Storage" not in name:
-                package = module.partition(".")[0]
-                absent = package in self.torch.absent
-                text = f"No module named '{package}'" if absent else ""
-                yield _Event(node.position, "ModuleNotFoundError" if absent else "", text, absent)
-
     def unknown_opcode(self, main: Pickle) -> _Event:
-        """The first opcode that weights_only does not know."""
+        """The first opcode that weights_only does not know, if the bytes of the pickle are stored as they are."""
         import pickletools
 
-        data = self.bytes_of(main)
+        data = b""
+        if self.checkpoint.format != "torch-zip":  # one pickle after the other
+            before = self.checkpoint.pickles[: self.checkpoint.pickles.index(main)]
+            start = sum(pickle.end for pickle in before) + main.start
+            data = raw_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
+        else:
+            record = next((each for each in self.checkpoint.records if each.name == main.name), None)
+            if record is not None and record.offset is not None and not record.method:
+                data = raw_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
         try:
             for _, _, at in pickletools.genops(data):
                 if at is not None and data[at] not in _WEIGHTS_ONLY:
@@ -311,17 +303,6 @@ class _Prediction:
     def refused(self, position: int, message: str) -> _Event:
         """What weights_only refuses; the words around it are known from 2.6 on, where it is the default."""
         return _Event(position, "UnpicklingError", _refusal(message, self.release), self.release >= (2, 6))
-
-    def bytes_of(self, main: Pickle) -> bytes:
-        """The bytes of the main pickle, if they are stored as they are."""
-        if self.checkpoint.format != "torch-zip":  # one pickle after the other
-            before = self.checkpoint.pickles[: self.checkpoint.pickles.index(main)]
-            start = sum(pickle.end for pickle in before) + main.start
-            return raw_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
-        record = next((each for each in self.checkpoint.records if each.name == main.name), None)
-        if record is None or record.offset is None or record.method:
-            return b""
-        return raw_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
 
 
 def _text(value: object) -> str:
@@ -403,6 +384,18 @@ _REGISTERED: dict[str, str] = {
     ),
 }
 """Names that another module allows when it is imported, and what is said where it was not."""
+_UNSUPPORTED = (
+    "Unsupported global: GLOBAL {0} was not an allowed global by default. Please use "
+    "`torch.serialization.add_safe_globals([{1}])` or the `torch.serialization.safe_globals([{1}])` context manager to "
+    "allowlist this global if you trust this class/function."
+)
+_PROTOCOL = (
+    "Detected pickle protocol {} in the checkpoint, which was not the default pickle protocol used by "
+    "`torch.load` (2). The weights_only Unpickler might not support all instructions implemented by this protocol, "
+    "please file an issue for adding support if you encounter this."
+)
+_SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
+"""Kinds of devices that storages are restored to, and since when."""
 
 
 def _unsafe(what: str) -> str:
@@ -421,47 +414,12 @@ def _refusal(message: str, version: Version) -> str:
     return f"Weights only load failed. {_UNSAFE}\n{asked}{gap}{message}{_DOCS}"
 
 
-def _unsupported_global(full: str, name: str, version: Version) -> str:
-    """A name that is not allowed; 2.6 advises to allow it by its last part only."""
-    if version >= (2, 7):
-        full = full.removeprefix("builtins.")
-        name = full
-    return (
-        f"Unsupported global: GLOBAL {full} was not an allowed global by default. "
-        f"Please use `torch.serialization.add_safe_globals([{name}])` or the "
-        f"`torch.serialization.safe_globals([{name}])` context manager to allowlist this global "
-        "if you trust this class/function."
-    )
-
-
-def _protocol_warning(protocol: int) -> str:
-    return (
-        f"Detected pickle protocol {protocol} in the checkpoint, which was not the default pickle protocol used by "
-        "`torch.load` (2). The weights_only Unpickler might not support all instructions implemented by this protocol, "
-        "please file an issue for adding support if you encounter this."
-    )
-
-
-def _load_key(byte: int) -> str:
-    r"""What Python's own unpickler says of a byte that is not an opcode.
-
-    >>> _load_key(0x3C), _load_key(0x1F)
-    ("invalid load key, '<'.", "invalid load key, '\\x1f'.")
-    """
-    shown = chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
-    return f"invalid load key, '{shown}'."
-
-
 def _miniz(version: Version) -> str:
     return _MINIZ if version >= (2, 11) else ""
 
 
 def _no_record(name: str, version: Version) -> str:
     return f"PytorchStreamReader failed locating file {name}: file not found{_miniz(version)}"
-
-
-_SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
-"""Kinds of devices that storages are restored to, and since when."""
 
 
 def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[str, str]:
@@ -478,36 +436,29 @@ def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[s
         return "", ""
     if tag.startswith("mps"):
         return "RuntimeError", "torch.UntypedStorage(): Storage device not recognized: mps"
-
-    def meant(kind: str) -> bool:
-        if version >= (2, 11):
-            return tag == kind or re.match(f"{kind}(:|[0-9]+)", tag) is not None
-        return tag.startswith(kind)
-
-    kind = next((kind for kind, since in _SINCE.items() if version >= since and meant(kind)), "")
+    known = [kind for kind, since in _SINCE.items() if version >= since]
+    if version >= (2, 11):
+        kind = next((kind for kind in known if re.match(rf"{kind}(:|[0-9]|\Z)", tag)), "")
+    else:
+        kind = next((kind for kind in known if tag.startswith(kind)), "")
     if not kind:
         lost = f"don't know how to restore data location of torch.storage.UntypedStorage (tagged with {tag})"
         return "RuntimeError", lost
-    text = _validation_error(tag, kind, version, counts.get(kind, 0))
-    return (("AssertionError" if version < (2, 4) and kind == "hpu" else "RuntimeError"), text) if text else ("", "")
-
-
-def _validation_error(tag: str, kind: str, version: Version, count: int) -> str:
+    count = counts.get(kind, 0)
+    error = "AssertionError" if version < (2, 4) and kind == "hpu" else "RuntimeError"
     if kind in ("hpu", "privateuseone") and not count:
-        return (
-            f"The {kind.upper()} device module is not registered. {_TO_CPU}"
-            if version >= (2, 4)
-            else "HPU device module is not loaded"
-        )
+        if version >= (2, 4):
+            return error, f"The {kind.upper()} device module is not registered. {_TO_CPU}"
+        return error, "HPU device module is not loaded"
     if not re.fullmatch(rf"{kind}(:(0|[1-9][0-9]*))?", tag):
-        return f"Invalid device string: '{tag}'"
+        return error, f"Invalid device string: '{tag}'"
     if not count:
         tried = f"Attempting to deserialize object on a {kind.upper()} device"
-        return f"{tried} but torch.{kind}.is_available() is False. {_TO_CPU}"
+        return error, f"{tried} but torch.{kind}.is_available() is False. {_TO_CPU}"
     index = int(tag.partition(":")[2][:4] or 0)
     if index < count:
-        return ""
-    return (
+        return "", ""
+    return error, (
         f"Attempting to deserialize object on {kind.upper()} device {index} but "
         f"torch.{kind}.device_count() is {count}. "
         "Please use torch.load with map_location to map your storages to an existing device."

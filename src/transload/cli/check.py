@@ -36,10 +36,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check one file, print the result, return the exit code."""
-    from transload.checking import check
+    from transload.checking import check, report
 
     result = check(arguments.path, None if arguments.device == "none" else arguments.device)
-    from transload.checking.report import report
-
     show_result(result, report, arguments)
     return int(not result.ok)

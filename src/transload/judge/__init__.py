@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from transload.checkpoint import Checkpoint
-from transload.findings import Finding, Integrity, Safety, worst_integrity, worst_safety
+from transload.findings import Finding, Integrity, Safety, rescue_command, worst_integrity, worst_safety
 from transload.io.sources import SourceLike
 from transload.judge.origin import origin
-from transload.judge.prediction import predict
-from transload.judge.problems import judge_problems, with_commands
+from transload.judge.problems import judge_problems, rule_of, with_commands
 from transload.judge.safety import judge_pickles
-from transload.nodes import Pickle
 
 __all__ = ["inspect", "integrity_of", "judge"]
 
@@ -42,12 +40,12 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
     The last two only if it is to be ``told``: they are for people.
     """
     names = judge_pickles(checkpoint.pickles)
-    forced, harm, findings = judge_problems(checkpoint.problems)
+    forced, findings = judge_problems(checkpoint.problems)
     base: Safety = "code" if checkpoint.format in _PROGRAMS else "data-only"
     judged = replace(
         checkpoint,
         safety=worst_safety(base, names.safety, forced),
-        integrity=_integrity(checkpoint, harm),
+        integrity=integrity_of(checkpoint),
         globals=names.globals,
         written_by=origin(checkpoint) if told else checkpoint.written_by,
         flavour=checkpoint.flavour or _flavour(checkpoint),
@@ -55,31 +53,24 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
             # In what torch.load does not read, nobody has to allow any names.
             *(f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED),
             *findings,
-            *_rare_opcodes(checkpoint),
-            *_device_objects(checkpoint),
+            *_of_values(checkpoint),
         ),
     )
     judged = replace(judged, findings=with_commands(judged)) if judged.findings else judged
     if not told:
         return judged
-    loaded = judge_pickles(read) if len(read := _loaded(checkpoint)) < len(checkpoint.pickles) else names
-    return replace(judged, prediction=predict(judged, worst_safety(loaded.safety, forced)))
+    # torch.load passes over the other records of an archive, and the pickles in them.
+    loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]
+    safety = names.safety if len(loaded) == len(checkpoint.pickles) else judge_pickles(loaded).safety
+    return replace(judged, prediction=f"torch.load {_prediction(judged, worst_safety(safety, forced))}")
 
 
 def integrity_of(checkpoint: Checkpoint) -> Integrity:
     """The verdict on the bytes alone, by what the reader met."""
-    return _integrity(checkpoint, judge_problems(checkpoint.problems)[1])
-
-
-def _integrity(checkpoint: Checkpoint, harm: Integrity) -> Integrity:
-    return worst_integrity("whole" if checkpoint.checksummed else "unchecked", harm)
-
-
-def _loaded(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
-    """The pickles torch.load itself reads; the others lie in records it passes over."""
-    if checkpoint.format != "torch-zip":
-        return checkpoint.pickles
-    return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
+    return worst_integrity(
+        "whole" if checkpoint.checksummed else "unchecked",
+        *(rule_of(problem.code).integrity for problem in checkpoint.problems),
+    )
 
 
 def _flavour(checkpoint: Checkpoint) -> str:
@@ -95,24 +86,112 @@ def _flavour(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def _rare_opcodes(checkpoint: Checkpoint) -> list[Finding]:
-    """Opcodes that ``weights_only`` does not know: such a file loads only without it, however harmless it is."""
+def _of_values(checkpoint: Checkpoint) -> list[Finding]:
+    """Findings that no name and no problem of a reader leads to."""
+    found = []
     rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
-    if not rare or not checkpoint.format.startswith("torch-") or checkpoint.format in _PROGRAMS:
-        return []
-    title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
-    evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
-    fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
-    return [Finding("rare-opcodes", "warning", title, evidence, (fix,))]
-
-
-def _device_objects(checkpoint: Checkpoint) -> list[Finding]:
-    """``torch.device`` values in the tree: map_location does not reach them."""
+    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in _PROGRAMS:
+        # Such a file loads only without weights_only, however harmless it is.
+        title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
+        evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
+        fix = "Save it again without pickle_protocol, or pass weights_only=False if you trust the file."
+        found.append(Finding("rare-opcodes", "warning", title, evidence, (fix,)))
     held = [f"{leaf.name}: {leaf.text}" for leaf in checkpoint.leaves if leaf.kind == "torch.device"]
     elsewhere = [text for text in held if not text.endswith(": cpu")]
-    if not elsewhere:
-        return []
-    title = "it holds torch.device values, which map_location does not move"
-    fix = "Set them yourself after loading."
-    more = [f"… and {len(elsewhere) - _SHOWN} more"] if len(elsewhere) > _SHOWN else []
-    return [Finding("device-objects", "note", title, (*elsewhere[:_SHOWN], *more), (fix,))]
+    if elsewhere:
+        title = "it holds torch.device values, which map_location does not move"
+        more = [f"… and {len(elsewhere) - _SHOWN} more"] if len(elsewhere) > _SHOWN else []
+        fix = "Set them yourself after loading."
+        found.append(Finding("device-objects", "note", title, (*elsewhere[:_SHOWN], *more), (fix,)))
+    return found
+
+
+# -- what plain torch.load(path) will do, in a sentence or two
+
+_OTHER_LOADER: dict[str, str] = {
+    "torchscript": "fails: this is a program, load it with torch.jit.load(path, map_location='cpu')",
+    "torch-export": "fails: this is a program, load it with torch.export.load(path)",
+    "aotinductor": "fails: this is compiled code, load it with torch._inductor.aoti_load_package(path)",
+    "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
+    "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
+    "sharded": "loads the shards one at a time only: read the index for which file holds what",
+    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or make a file of it: transload convert DIR "
+    "NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested ones)",
+    "deepspeed": "fails on a directory: gather it with the zero_to_fp32.py inside",
+    "megatron": "fails on a directory: load it with Megatron",
+    "directory": "fails on a directory",
+    "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
+    "else use safetensors.torch.load_file(path)",
+}
+# Containers that torch reads as long as the part it looks at is in order.
+_TWO_READINGS = frozenset(
+    {
+        *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
+        *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
+    }
+)
+# Problems torch.load does not notice.
+_UNNOTICED = frozenset(
+    {
+        *("crc-mismatch", "legacy-trailing-bytes", "legacy-unlisted", "pickle-irregular", "pickle-trailing-bytes"),
+        *("safetensors-duplicate-key", "storage-skipped", "zip-compressed", "zip-crc-differs", "zip-name-case"),
+        *("zip-name-encoding", "zip-one-reader", "zip-trailing-bytes"),
+    }
+)
+_NESTED = frozenset(
+    {
+        "torch._utils._rebuild_nested_tensor",
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+    }
+)
+_REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
+
+
+def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
+    """The outcome with a torch of today, on a machine with and without the devices the file names.
+
+    ``safety`` is that of the part torch reads, which may be better than that of the whole file. What one release says
+    on one machine, word for word, is in ``checking.torch_says``.
+    """
+    codes = {problem.code for problem in checkpoint.problems}
+    noticed = codes - _UNNOTICED
+    unreadable = any(rule_of(code).integrity in ("repairable", "damaged") for code in noticed)
+    if checkpoint.format == "safetensors" and unreadable:
+        return "fails, and so does safetensors.torch.load_file(path): the file is damaged"
+    if checkpoint.format == "torch-directory":
+        return f"fails on a directory: {rescue_command(checkpoint.path).removeprefix('$ ')} makes a file of it"
+    if checkpoint.format in _OTHER_LOADER:
+        return _OTHER_LOADER[checkpoint.format]
+    if checkpoint.path.endswith(".safetensors"):
+        return "fails from torch 2.13 on: its name says safetensors, and it is none; rename it"
+    if checkpoint.integrity == "not-a-checkpoint":
+        return "fails, with an error that does not say why"
+    if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
+        return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
+    if _TWO_READINGS & codes:
+        return "may load it without a word, and something else than another program reads from the same file"
+    if noticed == {"sparse-outside"}:
+        return (
+            "refuses it, or loads it, and using it crashes: that depends on the release (2.6 and 2.15 refuse, "
+            "2.13 loads)"
+        )
+    if unreadable:
+        return "fails: the file is damaged"
+    if safety == "dangerous":
+        return f"{_REFUSES}; with weights_only=False it would run its code"
+    rare = sorted({name for pickle in checkpoint.pickles[:5] for name in pickle.rare})
+    first = ""
+    if rare:
+        first = (
+            f"refuses it: weights_only=True does not know the opcode {rare[0]}, which torch.save writes only when asked"
+        )
+    elif safety == "needs-trust":
+        first = f"{_REFUSES} until you allow the names below"
+    elif _NESTED & {use.full_name for use in checkpoint.globals}:
+        first = "loads it up to torch 2.14; from 2.15 on it refuses nested tensors until you allow them"
+    devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]
+    if not devices:
+        return first or "loads it anywhere"
+    where = f"needs {', '.join(devices)}: elsewhere pass map_location='cpu' (or a device you have)"
+    return f"{first}; it also {where}" if first else where

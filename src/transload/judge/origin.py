@@ -6,15 +6,13 @@ shows. Every rule here narrows a range of releases and says by what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, Origin
 from transload.nodes import Call, Dict, Global
 
 __all__ = ["origin"]
-
-_FLAG = " (or a later one told to write the old format)"
 
 
 class _Clue(NamedTuple):
@@ -24,109 +22,6 @@ class _Clue(NamedTuple):
     newest: str
     text: str
 
-
-def origin(checkpoint: Checkpoint) -> Origin:
-    """The narrowest range all traces agree on, with the traces; and versions the file records of itself."""
-    recorded = (*checkpoint.written_by.recorded, *_recorded(checkpoint))
-    clues = [*_CONTAINERS.get(checkpoint.format, _none)(checkpoint), *_names(checkpoint)]
-    release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
-    if release.replace(".", "", 1).isdecimal() and checkpoint.format == "torch-zip":
-        clues = [_Clue(release, release, "transload recorded it")]
-    oldest = max((clue.oldest for clue in clues if clue.oldest), key=_order, default="")
-    newest = min((clue.newest for clue in clues if clue.newest), key=_order, default="")
-    note = ""
-    if checkpoint.format == "torch-legacy":
-        note = _FLAG
-        if oldest and newest and _order(oldest) > _order(newest):
-            newest, note = "", ""  # a later torch, with the flag
-    elif oldest and newest and _order(oldest) > _order(newest):
-        newest = ""
-    evidence = (*(clue.text for clue in clues), *_others(checkpoint))
-    return Origin(oldest, newest, evidence, tuple(dict(recorded).items()), note)
-
-
-def _order(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split("."))
-
-
-def _none(_: Checkpoint) -> Iterable[_Clue]:
-    return ()
-
-
-def _tar(_: Checkpoint) -> Iterable[_Clue]:
-    yield _Clue("0.1.1", "0.1.9", "a tar archive")
-
-
-def _legacy(_: Checkpoint) -> Iterable[_Clue]:
-    yield _Clue("0.1.10", "1.5", "the magic-number stream")
-
-
-def _zip(checkpoint: Checkpoint) -> Iterable[_Clue]:
-    names = [record.name for record in checkpoint.records]
-    keys = [name for name in names if name.startswith(("data/", "tensors/"))]
-    facts = dict(checkpoint.facts)
-    if "data.pkl" not in names:
-        return  # a save that never got as far as its object shows nothing
-    if names[:1] == ["version"]:
-        old = "1.4" if any(name.startswith("tensors/") for name in names) or facts.get("version") == "1" else "1.5"
-        yield _Clue(old, old, "the record `version` comes first")
-        return
-    if max(map(len, keys), default=0) > 13 and any(len(key.partition("/")[2]) > 8 for key in keys):
-        yield _Clue("1.6", "1.8", "storages are named by memory address")
-        return
-    if ".format_version" in names:
-        yield _Clue("2.7", "", "the record `.format_version`")
-    elif _is_partial(checkpoint):
-        if "byteorder" in names:
-            yield _Clue("2.1", "", "the record `byteorder`")
-    elif "byteorder" in names or ".data/serialization_id" in names:
-        yield _Clue("2.1", "2.6", "the record `byteorder`, and no `.format_version`")
-    elif facts.get("folder") == "archive":
-        yield _Clue("1.9" if keys else "1.6", "2.0", "storages are numbered, and there is no record `byteorder`")
-    else:
-        yield _Clue("1.13", "2.0", "the top folder has the file's name, and there is no record `byteorder`")
-
-
-# Where records may be lost, one that is not seen proves nothing.
-_PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
-
-
-def _is_partial(checkpoint: Checkpoint) -> bool:
-    return any(problem.code in _PARTIAL for problem in checkpoint.problems)
-
-
-def _script(checkpoint: Checkpoint) -> Iterable[_Clue]:
-    names = {record.name for record in checkpoint.records}
-    if "model.json" in names:
-        yield _Clue("1.0", "1.2", "a TorchScript archive with `model.json`")
-    elif "byteorder" in names or ".data/serialization_id" in names:
-        yield _Clue("2.1", "", "the record `byteorder`")
-    elif checkpoint.records and checkpoint.records[0].name == "version":
-        yield _Clue("1.3", "1.5", "a TorchScript archive with `version` first")
-    elif not _is_partial(checkpoint):
-        yield _Clue("1.6", "2.0", "a TorchScript archive without `byteorder`")
-
-
-def _export(checkpoint: Checkpoint) -> Iterable[_Clue]:
-    names = {record.name for record in checkpoint.records}
-    if "serialized_state_dict.json" in names:
-        yield _Clue("2.1", "2.2", "the record `serialized_state_dict.json`")
-    elif "serialized_state_dict.pt" in names:
-        yield _Clue("2.3", "2.7", "the record `serialized_state_dict.pt`")
-    elif any(name.startswith("data/weights/") and name.endswith(".pt") for name in names):
-        yield _Clue("2.8", "2.8", "weights saved by torch.save")
-    elif any(name.endswith("_weights_config.json") for name in names):
-        yield _Clue("2.9", "", "weights with a table of their own")
-
-
-_CONTAINERS: dict[str, Callable[[Checkpoint], Iterable[_Clue]]] = {
-    "torch-zip": _zip,
-    "torch-directory": _zip,
-    "torch-legacy": _legacy,
-    "torch-tar": _tar,
-    "torchscript": _script,
-    "torch-export": _export,
-}
 
 _NAMES: dict[str, _Clue] = {
     "torch._utils._rebuild_parameter_with_state": _Clue("2.0", "", "parameters with attributes"),
@@ -144,28 +39,6 @@ _NAMES: dict[str, _Clue] = {
     "torch.storage.UntypedStorage": _Clue("1.13", "", "untyped storages"),
     "torch.storage._UntypedStorage": _Clue("1.12", "1.12", "untyped storages, as they were then"),
 }
-
-
-def _globals(checkpoint: Checkpoint) -> set[str]:
-    return {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
-
-
-def _names(checkpoint: Checkpoint) -> list[_Clue]:
-    present = _globals(checkpoint)
-    return [clue for name, clue in _NAMES.items() if name in present]
-
-
-def _others(checkpoint: Checkpoint) -> Iterable[str]:
-    """What the file shows of other software."""
-    present = _globals(checkpoint)
-    if any(name.startswith("numpy.core.") for name in present):
-        yield "numpy 1.x (numpy.core)"
-    if any(name.startswith("numpy._core.") for name in present):
-        yield "numpy 2.x (numpy._core)"
-    if any(pickle.python2 for pickle in checkpoint.pickles):
-        yield "Python 2 (its kind of text)"
-
-
 _VERSION_KEYS = {
     "pytorch-lightning_version": "lightning",
     "pytorch_lightning_version": "lightning",
@@ -175,6 +48,86 @@ _VERSION_KEYS = {
     "pytorch_version": "torch",
 }
 _MAX_VERSION = 80
+# Where records may be lost, one that is not seen proves nothing.
+_PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
+
+
+def origin(checkpoint: Checkpoint) -> Origin:
+    """The narrowest range all traces agree on, with the traces; and versions the file records of itself."""
+    recorded = dict((*checkpoint.written_by.recorded, *_recorded(checkpoint)))
+    names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
+    clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
+    release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
+    if release.replace(".", "", 1).isdecimal() and checkpoint.format == "torch-zip":
+        clues = [_Clue(release, release, "transload recorded it")]
+    oldest = max((clue.oldest for clue in clues if clue.oldest), key=_order, default="")
+    newest = min((clue.newest for clue in clues if clue.newest), key=_order, default="")
+    note = " (or a later one told to write the old format)" if checkpoint.format == "torch-legacy" else ""
+    if oldest and newest and _order(oldest) > _order(newest):  # of the old format: a later torch, told to write it
+        newest = note = ""
+    evidence = [clue.text for clue in clues]
+    if any(name.startswith("numpy.core.") for name in names):
+        evidence.append("numpy 1.x (numpy.core)")
+    if any(name.startswith("numpy._core.") for name in names):
+        evidence.append("numpy 2.x (numpy._core)")
+    if any(pickle.python2 for pickle in checkpoint.pickles):
+        evidence.append("Python 2 (its kind of text)")
+    return Origin(oldest, newest, tuple(evidence), tuple(recorded.items()), note)
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))
+
+
+def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
+    """What the container shows."""
+    names = [record.name for record in checkpoint.records]
+    partial = any(problem.code in _PARTIAL for problem in checkpoint.problems)
+    byteorder = "byteorder" in names
+    signed = byteorder or ".data/serialization_id" in names
+    if checkpoint.format == "torch-tar":
+        yield _Clue("0.1.1", "0.1.9", "a tar archive")
+    elif checkpoint.format == "torch-legacy":
+        yield _Clue("0.1.10", "1.5", "the magic-number stream")
+    elif checkpoint.format == "torchscript":
+        if "model.json" in names:
+            yield _Clue("1.0", "1.2", "a TorchScript archive with `model.json`")
+        elif signed:
+            yield _Clue("2.1", "", "the record `byteorder`")
+        elif names[:1] == ["version"]:
+            yield _Clue("1.3", "1.5", "a TorchScript archive with `version` first")
+        elif not partial:
+            yield _Clue("1.6", "2.0", "a TorchScript archive without `byteorder`")
+    elif checkpoint.format == "torch-export":
+        if "serialized_state_dict.json" in names:
+            yield _Clue("2.1", "2.2", "the record `serialized_state_dict.json`")
+        elif "serialized_state_dict.pt" in names:
+            yield _Clue("2.3", "2.7", "the record `serialized_state_dict.pt`")
+        elif any(name.startswith("data/weights/") and name.endswith(".pt") for name in names):
+            yield _Clue("2.8", "2.8", "weights saved by torch.save")
+        elif any(name.endswith("_weights_config.json") for name in names):
+            yield _Clue("2.9", "", "weights with a table of their own")
+    # A save that never got as far as its object shows nothing.
+    elif checkpoint.format in ("torch-zip", "torch-directory") and "data.pkl" in names:
+        keys = [name for name in names if name.startswith(("data/", "tensors/"))]
+        facts = dict(checkpoint.facts)
+        if names[:1] == ["version"]:
+            first = any(name.startswith("tensors/") for name in names) or facts.get("version") == "1"
+            release = "1.4" if first else "1.5"
+            yield _Clue(release, release, "the record `version` comes first")
+        elif any(len(key) > 13 for key in keys) and any(len(key.partition("/")[2]) > 8 for key in keys):
+            yield _Clue("1.6", "1.8", "storages are named by memory address")
+        elif ".format_version" in names:
+            yield _Clue("2.7", "", "the record `.format_version`")
+        elif partial:
+            if byteorder:
+                yield _Clue("2.1", "", "the record `byteorder`")
+        elif signed:
+            yield _Clue("2.1", "2.6", "the record `byteorder`, and no `.format_version`")
+        elif facts.get("folder") == "archive":
+            yield _Clue("1.9" if keys else "1.6", "2.0", "storages are numbered, and there is no record `byteorder`")
+        else:
+            yield _Clue("1.13", "2.0", "the top folder has the file's name, and there is no record `byteorder`")
 
 
 def _recorded(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:

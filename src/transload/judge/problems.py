@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint
 from transload.errors import BrokenFileError, NotACheckpointError
-from transload.findings import Finding, Integrity, Problem, Safety, Severity
+from transload.findings import (
+    Finding,
+    Integrity,
+    Problem,
+    Safety,
+    Severity,
+    is_named,
+    quoted,
+    rescue_command,
+    worst_safety,
+)
 
 __all__ = [
     "CONVERT",
@@ -52,19 +62,17 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
     A command that would find nothing to do is left out, with the sentence before it.
     """
-    found = tuple(_without_code(checkpoint, f) if f.code == "needs-trust" else f for f in checkpoint.findings)
+    found = list(checkpoint.findings)
     told: set[str] = set()
-    advice = {
-        index: tuple(_advice(found[index].fix, checkpoint, told))
-        for index in sorted(range(len(found)), key=lambda index: _SEVERITIES.index(found[index].severity))
-    }
-    return tuple(f if f.fix == advice[index] else replace(f, fix=advice[index]) for index, f in enumerate(found))
-
-
-def _without_code(checkpoint: Checkpoint, finding: Finding) -> Finding:
-    """With the way that needs no trust: the tensors, without what the names stand for."""
-    command = convert_command(checkpoint) if finding.fix else ""
-    return replace(finding, fix=(*finding.fix, WITHOUT_CODE, command)) if command else finding
+    for index in sorted(range(len(found)), key=lambda index: _SEVERITIES.index(found[index].severity)):
+        finding = found[index]
+        fix = finding.fix
+        if fix and finding.code == "needs-trust" and (command := convert_command(checkpoint)):
+            fix = (*fix, WITHOUT_CODE, command)  # the way that needs no trust
+        fix = tuple(_advice(fix, checkpoint, told))
+        if fix != finding.fix:
+            found[index] = replace(finding, fix=fix)
+    return tuple(found)
 
 
 def _advice(fix: tuple[str, ...], checkpoint: Checkpoint, told: set[str]) -> Iterator[str]:
@@ -98,25 +106,17 @@ def convert_command(checkpoint: Checkpoint) -> str:
 
 def _rescue(checkpoint: Checkpoint) -> str:
     """Empty for what a rescue does not take, for attacks, and where nothing is left to save."""
-    if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous" or not _is_something_left(checkpoint):
+    if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous":
         return ""
-    from transload.findings import rescue_command
-
+    whole = any(storage.nbytes and storage.stored >= storage.nbytes for storage in checkpoint.storages)
+    if not checkpoint.storages:  # the index of an archive may be hurt, which has a checksum to repair it by
+        whole = checkpoint.format in _ARCHIVES and any(record.name.endswith(".pkl") for record in checkpoint.records)
     formats = {checkpoint.format, *(dict(part.facts).get("format") for part in checkpoint.parts)}
-    return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt")
-
-
-def _is_something_left(checkpoint: Checkpoint) -> bool:
-    """Whether a storage is whole; or the index of an archive is hurt, which has a checksum to repair it by."""
-    if not checkpoint.storages:
-        return checkpoint.format in _ARCHIVES and any(record.name.endswith(".pkl") for record in checkpoint.records)
-    return any(storage.nbytes and storage.stored >= storage.nbytes for storage in checkpoint.storages)
+    return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt") if whole else ""
 
 
 def _convert(checkpoint: Checkpoint) -> str:
     """Into a file of the same name and the other ending."""
-    from transload.findings import is_named, quoted
-
     if not is_named(checkpoint.path):
         return CONVERT
     stem, ending = os.path.splitext(checkpoint.path.rstrip("/"))  # noqa: PTH122 - pathlib is slow to import
@@ -125,8 +125,6 @@ def _convert(checkpoint: Checkpoint) -> str:
 
 
 _COMMANDS: dict[str, Callable[[Checkpoint], str]] = {RESCUE: _rescue, CONVERT: _convert}
-
-
 _SHOWN = 10
 
 
@@ -152,68 +150,78 @@ _RANKS = ("Copy the missing files from the machine that wrote them, or use an ea
 _LEFT_OF_SHARDS = (*_SHARDS, *_LEFT)
 _LEFT_OF_RANKS = (*_RANKS, *_LEFT)
 
+
+def _attack(title: str) -> Rule:
+    """Two readers would see two things; no program writes that by accident."""
+    return Rule(title, "error", "dangerous", "damaged", _REFUSE)
+
+
+def _damage(title: str, *fix: str) -> Rule:
+    """Something is lost, and what it was is known to be data."""
+    return Rule(title, "error", "data-only", "damaged", fix or _AGAIN)
+
+
+def _loss(title: str, *fix: str) -> Rule:
+    """Something is lost that may have been anything."""
+    return Rule(title, "error", "unknown", "damaged", fix or _AGAIN)
+
+
+def _flaw(title: str, *fix: str) -> Rule:
+    """Nothing is lost that could not be put right."""
+    return Rule(title, "error", "data-only", "repairable", fix or _AGAIN)
+
+
 RULES: dict[str, Rule] = {
     # -- the container: two readers would see two files
-    "zip-shifted": Rule("torch and zipfile would read different records", "error", "dangerous", "damaged", _REFUSE),
-    "zip-two-ends": Rule("it has two ends, so two readings", "error", "dangerous", "damaged", _REFUSE),
-    "zip-two-sizes": Rule("its end records contradict each other", "error", "dangerous", "damaged", _REFUSE),
-    "zip-names-differ": Rule("a record has two names", "error", "dangerous", "damaged", _REFUSE),
-    "zip-headers-differ": Rule("a record is described in two ways", "error", "dangerous", "damaged", _REFUSE),
-    "zip-duplicate-name": Rule("a record name is used twice", "error", "dangerous", "damaged", _REFUSE),
-    "zip-nul-name": Rule("a record name holds a NUL byte", "error", "dangerous", "damaged", _REFUSE),
-    "zip-overlap": Rule("records share bytes", "error", "dangerous", "damaged", _REFUSE),
-    "zip-directory-record": Rule("a record pretends to be a folder", "error", "dangerous", "damaged", _REFUSE),
-    "zip-inside": Rule("it is two files in one", "error", "dangerous", "whole", _REFUSE),
-    "zip-odd-name": Rule("a record name leads outside its folder", "error", "dangerous", "whole", _REFUSE),
+    "zip-shifted": _attack("torch and zipfile would read different records"),
+    "zip-two-ends": _attack("it has two ends, so two readings"),
+    "zip-two-sizes": _attack("its end records contradict each other"),
+    "zip-names-differ": _attack("a record has two names"),
+    "zip-headers-differ": _attack("a record is described in two ways"),
+    "zip-duplicate-name": _attack("a record name is used twice"),
+    "zip-nul-name": _attack("a record name holds a NUL byte"),
+    "zip-overlap": _attack("records share bytes"),
+    "zip-directory-record": _attack("a record pretends to be a folder"),
+    "zip-inside": Rule("it is two files in one", "error", "dangerous", fix=_REFUSE),
+    "zip-odd-name": Rule("a record name leads outside its folder", "error", "dangerous", fix=_REFUSE),
     # -- the container: damage
-    "zip-no-directory": Rule("the archive's directory is missing", "error", "data-only", "repairable", _AGAIN),
-    "zip-misplaced": Rule("the archive's directory is not where it should be", "error", "unknown", "damaged", _AGAIN),
-    "zip-head-lost": Rule("its beginning is gone", "error", "unknown", "damaged", _AGAIN),
-    "zip-found-twice": Rule("a record was found twice", "error", "unknown", "damaged", _AGAIN),
+    "zip-no-directory": _flaw("the archive's directory is missing"),
+    "zip-misplaced": _loss("the archive's directory is not where it should be"),
+    "zip-head-lost": _loss("its beginning is gone"),
+    "zip-found-twice": _loss("a record was found twice"),
     "zip-walked": Rule("records were found without the directory", "note"),
-    "zip-directory-broken": Rule("the archive's directory is damaged", "error", "unknown", "damaged", _AGAIN),
-    "zip-count": Rule("the archive miscounts its records", "error", "unknown", "damaged", _AGAIN),
-    "zip-multi-disk": Rule("the archive claims to be split", "error", "unknown", "damaged", _AGAIN),
-    "zip-unreadable-entry": Rule("a record is encrypted", "error", "unknown", "damaged", _AGAIN),
-    "zip-no-local-header": Rule("a record's header is gone", "error", "unknown", "damaged", _AGAIN),
-    "zip-no-descriptor": Rule("the end of a record is overwritten", "error", "data-only", "damaged", _AGAIN),
-    "zip-record-cut": Rule("a record is cut off", "error", "data-only", "damaged", _AGAIN),
+    "zip-directory-broken": _loss("the archive's directory is damaged"),
+    "zip-count": _loss("the archive miscounts its records"),
+    "zip-multi-disk": _loss("the archive claims to be split"),
+    "zip-unreadable-entry": _loss("a record is encrypted"),
+    "zip-no-local-header": _loss("a record's header is gone"),
+    "zip-no-descriptor": _damage("the end of a record is overwritten"),
+    "zip-record-cut": _damage("a record is cut off"),
     "zip-one-reader": Rule("one of two zip readers refuses it", "warning", "data-only", "repairable", _LOADS),
-    "zip-name-encoding": Rule("a record name is not text", "error", "data-only", "repairable", _RESAVE),
+    "zip-name-encoding": _flaw("a record name is not text", *_RESAVE),
     "zip-crc-differs": Rule("a record has two checksums", "warning", "data-only", "damaged", _AGAIN),
     "zip-trailing-bytes": Rule("bytes follow the archive's end", "warning", "data-only", "repairable", _LOADS),
-    "zeros-at-end": Rule(
-        "the file ends in zeros",
-        "error",
-        "data-only",
-        "repairable",
-        ("The disk ran full, or a copy was interrupted: free space and copy it again.", *_LEFT),
+    "zeros-at-end": _flaw(
+        "the file ends in zeros", "The disk ran full, or a copy was interrupted: free space and copy it again.", *_LEFT
     ),
-    "zip-no-folder": Rule(
+    "zip-no-folder": _flaw(
         "the archive lacks its top folder",
-        "error",
-        "data-only",
-        "repairable",
-        ("It was unpacked and zipped again without the folder that torch wants.", *_RIGHT),
+        "It was unpacked and zipped again without the folder that torch wants.",
+        *_RIGHT,
     ),
-    "zip-two-folders": Rule(
+    "zip-two-folders": _flaw(
         "the archive has records outside its folder",
-        "error",
-        "data-only",
-        "repairable",
-        ("It was zipped again by another program (macOS adds __MACOSX).", *_RIGHT),
+        "It was zipped again by another program (macOS adds __MACOSX).",
+        *_RIGHT,
     ),
-    "zip-no-version": Rule("the record `version` is missing", "error", "data-only", "repairable", _AGAIN),
-    "zip-bad-version": Rule(
+    "zip-no-version": _flaw("the record `version` is missing"),
+    "zip-bad-version": _flaw(
         "its format version is not one torch reads",
-        "error",
-        "data-only",
-        "repairable",
-        ("If a newer torch wrote it, upgrade torch; otherwise the file is damaged.",),
+        "If a newer torch wrote it, upgrade torch; otherwise the file is damaged.",
     ),
-    "zip-bad-byteorder": Rule("its byte order is not one there is", "error", "data-only", "damaged", _AGAIN),
-    "zip-bad-note": Rule("a small record is not as torch writes it", "error", "data-only", "repairable", _AGAIN),
-    "zip-no-pickle": Rule("the index `data.pkl` is missing", "error", "unknown", "damaged", _AGAIN),
+    "zip-bad-byteorder": _damage("its byte order is not one there is"),
+    "zip-bad-note": _flaw("a small record is not as torch writes it"),
+    "zip-no-pickle": _loss("the index `data.pkl` is missing"),
     "zip-name-case": Rule("the index has its name in other letters", "warning", "needs-trust", "repairable", _RESAVE),
     "zip-compressed": Rule(
         "it was zipped again with compression",
@@ -222,176 +230,120 @@ RULES: dict[str, Rule] = {
         "repairable",
         ("torch.load(..., mmap=True) would return wrong numbers: load it without mmap.", *_RIGHT),
     ),
-    "record-unreadable": Rule("a record cannot be read", "error", "unknown", "damaged", _AGAIN),
-    "record-unseen": Rule("it holds more than was looked at", "warning", "unknown", "whole"),
+    "record-unreadable": _loss("a record cannot be read"),
+    "record-unseen": Rule("it holds more than was looked at", "warning", "unknown"),
     "record-unused": Rule("it holds storages nobody uses", "note"),
     "record-foreign": Rule("it holds records that torch.load does not read", "note"),
     # -- the pickle
-    "pickle-unreadable": Rule("a pickle in it cannot be read whole", "error", "unknown", "damaged", _AGAIN),
-    "pickle-broken": Rule("a pickle in it breaks off", "error", "unknown", "damaged", _AGAIN),
+    "pickle-unreadable": _loss("a pickle in it cannot be read whole"),
+    "pickle-broken": _loss("a pickle in it breaks off"),
     "pickle-trailing-bytes": Rule("there are bytes after a pickle's end", "warning", "unknown", "repairable", _AGAIN),
-    "pickle-ambiguous": Rule("loaders would read a pickle in it differently", "error", "dangerous", "damaged", _REFUSE),
-    "pickle-irregular": Rule("a pickle in it is as no program writes one", "error", "unknown", "damaged", _AGAIN),
+    "pickle-ambiguous": _attack("loaders would read a pickle in it differently"),
+    "pickle-irregular": _loss("a pickle in it is as no program writes one"),
     "pickle-python2-bytes": Rule(
         "it holds bytes that Python 2 wrote as text",
         "warning",
-        "data-only",
-        "whole",
-        ("Load it with torch.load(path, encoding='latin1').",),
+        fix=("Load it with torch.load(path, encoding='latin1').",),
     ),
-    "pickle-odd-id": Rule("a pickle in it refers to what no torch file has", "error", "unknown", "damaged", _AGAIN),
+    "pickle-odd-id": _loss("a pickle in it refers to what no torch file has"),
     # -- tensors and storages
-    "storage-missing": Rule("the bytes of a storage are not in the file", "error", "data-only", "damaged", _AGAIN),
-    "storage-empty-missing": Rule("an empty storage is missing", "error", "data-only", "repairable", _AGAIN),
-    "storage-size": Rule("a storage is not as long as the index says", "error", "data-only", "damaged", _AGAIN),
-    "storage-cut": Rule("a storage is cut off", "error", "data-only", "damaged", _AGAIN),
-    "storage-size-absurd": Rule("a storage claims an impossible size", "error", "unknown", "damaged", _AGAIN),
-    "storage-malformed": Rule("a storage is described wrongly", "error", "unknown", "damaged", _AGAIN),
-    "storage-conflict": Rule("a storage is described in two ways", "error", "unknown", "damaged", _AGAIN),
-    "tensor-broken": Rule("a tensor cannot be what it says it is", "error", "unknown", "damaged", _AGAIN),
-    "sparse-outside": Rule(
+    "storage-missing": _damage("the bytes of a storage are not in the file"),
+    "storage-empty-missing": _flaw("an empty storage is missing"),
+    "storage-size": _damage("a storage is not as long as the index says"),
+    "storage-cut": _damage("a storage is cut off"),
+    "storage-size-absurd": _loss("a storage claims an impossible size"),
+    "storage-malformed": _loss("a storage is described wrongly"),
+    "storage-conflict": _loss("a storage is described in two ways"),
+    "tensor-broken": _loss("a tensor cannot be what it says it is"),
+    "sparse-outside": _loss(
         "a sparse tensor has indices outside of itself",
-        "error",
-        "unknown",
-        "damaged",
-        ("No release of torch writes that, not all look for it, and using it crashes. Get the file again.",),
+        "No release of torch writes that, not all look for it, and using it crashes. Get the file again.",
     ),
-    "tensor-unloadable": Rule(
+    "tensor-unloadable": _flaw(
         "torch wrote a tensor that it cannot load",
-        "error",
-        "data-only",
-        "repairable",
-        ("Save it without gradients (tensor.detach()), or as a torch.nn.Parameter.",),
+        "Save it without gradients (tensor.detach()), or as a torch.nn.Parameter.",
     ),
-    "storage-skipped": Rule(
+    "storage-skipped": _damage(
         "the numbers of a storage were never written",
-        "error",
-        "data-only",
-        "damaged",
-        ("It was saved under torch.serialization.skip_data: fill the tensors yourself, or save it again without.",),
+        "It was saved under torch.serialization.skip_data: fill the tensors yourself, or save it again without.",
     ),
-    "tree-too-deep": Rule("its objects are nested too deeply", "error", "unknown", "whole"),
-    "tree-too-large": Rule("it names more objects than its size can justify", "error", "unknown", "whole"),
+    "tree-too-deep": Rule("its objects are nested too deeply", "error", "unknown"),
+    "tree-too-large": Rule("it names more objects than its size can justify", "error", "unknown"),
     "leaves-uncounted": Rule("not every value is listed", "note"),
-    "crc-mismatch": Rule(
+    "crc-mismatch": _damage(
         "the bytes are not those that were saved",
-        "error",
-        "data-only",
-        "damaged",
-        (
-            "torch loads it without a word, with wrong numbers. Copy the file again from its source.",
-            "If there is no other copy, this undoes what the checksums prove, and saves what is whole.",
-            RESCUE,
-        ),
+        "torch loads it without a word, with wrong numbers. Copy the file again from its source.",
+        "If there is no other copy, this undoes what the checksums prove, and saves what is whole.",
+        RESCUE,
     ),
     # -- the older formats
-    "legacy-odd-magic": Rule("its magic number is spelt oddly", "error", "dangerous", "damaged", _REFUSE),
-    "legacy-cut": Rule("the file is cut off before its storages", "error", "unknown", "damaged", _AGAIN),
-    "legacy-bad-protocol": Rule("its protocol version is not one torch reads", "error", "data-only", "damaged", _AGAIN),
-    "legacy-unknown-key": Rule("its storage list names a storage nobody uses", "error", "data-only", "damaged", _AGAIN),
-    "legacy-unlisted": Rule(
+    "legacy-odd-magic": _attack("its magic number is spelt oddly"),
+    "legacy-cut": _loss("the file is cut off before its storages"),
+    "legacy-bad-protocol": _damage("its protocol version is not one torch reads"),
+    "legacy-unknown-key": _damage("its storage list names a storage nobody uses"),
+    "legacy-unlisted": _loss(
         "a storage is missing, and torch would invent its content",
-        "error",
-        "unknown",
-        "damaged",
-        ("torch.load fills it with whatever lies in memory, without an error. Get the file again.", *_LEFT),
+        "torch.load fills it with whatever lies in memory, without an error. Get the file again.",
+        *_LEFT,
     ),
-    "legacy-untyped": Rule(
+    "legacy-untyped": _flaw(
         "it holds dtypes that torch cannot read in this format",
-        "error",
-        "data-only",
-        "repairable",
-        ("torch.save wrote it with _use_new_zipfile_serialization=False: save it again without.",),
+        "torch.save wrote it with _use_new_zipfile_serialization=False: save it again without.",
     ),
     "legacy-trailing-bytes": Rule("bytes follow the last storage", "warning", "data-only", "repairable", _LOADS),
-    "tar-cut": Rule("the archive is cut off", "error", "data-only", "damaged", _AGAIN),
-    "tar-ambiguous": Rule("readers would find other members in it", "error", "dangerous", "damaged", _REFUSE),
-    "tar-broken": Rule("a part of the archive is damaged", "error", "unknown", "damaged", _AGAIN),
+    "tar-cut": _damage("the archive is cut off"),
+    "tar-ambiguous": _attack("readers would find other members in it"),
+    "tar-broken": _loss("a part of the archive is damaged"),
     # -- safetensors
-    "safetensors-header-too-large": Rule(
-        "its header claims more than safetensors allows", "error", "data-only", "damaged", _AGAIN
-    ),
-    "safetensors-header-cut": Rule("the file ends inside its header", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-header-invalid": Rule("its header cannot be read", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-entry-invalid": Rule(
-        "a tensor's entry in the header makes no sense", "error", "data-only", "damaged", _AGAIN
-    ),
-    "safetensors-size-mismatch": Rule("a tensor's bytes do not fit its shape", "error", "data-only", "damaged", _AGAIN),
-    "safetensors-dtype-unknown": Rule(
-        "a tensor has a dtype safetensors does not know",
-        "error",
-        "data-only",
-        "damaged",
-        ("A newer safetensors may know it: pip install -U safetensors",),
+    "safetensors-header-too-large": _damage("its header claims more than safetensors allows"),
+    "safetensors-header-cut": _damage("the file ends inside its header"),
+    "safetensors-header-invalid": _damage("its header cannot be read"),
+    "safetensors-entry-invalid": _damage("a tensor's entry in the header makes no sense"),
+    "safetensors-size-mismatch": _damage("a tensor's bytes do not fit its shape"),
+    "safetensors-dtype-unknown": _damage(
+        "a tensor has a dtype safetensors does not know", "A newer safetensors may know it: pip install -U safetensors"
     ),
     "safetensors-dtype-not-in-torch": Rule(
-        "torch has no dtype for some tensors",
-        "warning",
-        "data-only",
-        "whole",
-        ("Read them with the library that wrote them.",),
+        "torch has no dtype for some tensors", "warning", fix=("Read them with the library that wrote them.",)
     ),
-    "safetensors-metadata-invalid": Rule("its __metadata__ is not text", "error", "data-only", "repairable", _ANEW),
-    "safetensors-duplicate-key": Rule(
-        "a name stands twice in its header: readers may differ", "error", "unknown", "damaged", _AGAIN
-    ),
-    "safetensors-overlap": Rule(
-        "tensors share bytes, which safetensors forbids", "error", "data-only", "damaged", _AGAIN
-    ),
-    "safetensors-hole": Rule(
-        "some bytes belong to no tensor; safetensors refuses the file", "error", "data-only", "repairable", _ANEW
-    ),
-    "safetensors-trailing": Rule(
-        "there are bytes after the last tensor; safetensors refuses the file",
-        "error",
-        "data-only",
-        "repairable",
-        _RIGHT,
-    ),
-    "safetensors-truncated": Rule("the file is cut short", "error", "data-only", "damaged", _AGAIN),
+    "safetensors-metadata-invalid": _flaw("its __metadata__ is not text", *_ANEW),
+    "safetensors-duplicate-key": _loss("a name stands twice in its header: readers may differ"),
+    "safetensors-overlap": _damage("tensors share bytes, which safetensors forbids"),
+    "safetensors-hole": _flaw("some bytes belong to no tensor; safetensors refuses the file", *_ANEW),
+    "safetensors-trailing": _flaw("there are bytes after the last tensor; safetensors refuses the file", *_RIGHT),
+    "safetensors-truncated": _damage("the file is cut short"),
     "safetensors-odd-header": Rule("its header is written as no known program does", "note"),
     # -- shards and directories
-    "index-invalid": Rule("the index of the shards cannot be used", "error", "unknown", "damaged", _SHARDS),
-    "index-missing": Rule("the shards have no index to compare with", "warning", "data-only", "whole", _SHARDS),
+    "index-invalid": _loss("the index of the shards cannot be used", *_SHARDS),
+    "index-missing": Rule("the shards have no index to compare with", "warning", fix=_SHARDS),
     "index-total-size": Rule("the index gives another total size", "warning"),
-    "shard-missing": Rule("a shard is missing", "error", "data-only", "damaged", _LEFT_OF_SHARDS),
-    "shard-outside": Rule("the index names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
-    "shard-tensor-missing": Rule(
-        "tensors are missing from their shard", "error", "data-only", "damaged", _LEFT_OF_SHARDS
-    ),
+    "shard-missing": _damage("a shard is missing", *_LEFT_OF_SHARDS),
+    "shard-outside": _attack("the index names a file outside the directory"),
+    "shard-tensor-missing": _damage("tensors are missing from their shard", *_LEFT_OF_SHARDS),
     "shard-tensor-unlisted": Rule("shards hold tensors that the index does not know", "warning"),
     "shard-tensor-twice": Rule("a tensor stands in two shards", "warning", "data-only", "damaged", _SHARDS),
     "shard-stray": Rule(
-        "shards of another save lie beside it",
-        "warning",
-        "data-only",
-        "whole",
-        ("Remove the files of the older save.",),
+        "shards of another save lie beside it", "warning", fix=("Remove the files of the older save.",)
     ),
-    "part-unreadable": Rule("a file of the checkpoint cannot be read", "error", "unknown", "damaged", _LEFT_OF_SHARDS),
-    "dcp-metadata-missing": Rule(
+    "part-unreadable": _loss("a file of the checkpoint cannot be read", *_LEFT_OF_SHARDS),
+    "dcp-metadata-missing": _loss(
         ".metadata is missing: the save never finished",
-        "error",
-        "unknown",
-        "damaged",
-        ("Use an earlier checkpoint, or copy .metadata from where it was saved.",),
+        "Use an earlier checkpoint, or copy .metadata from where it was saved.",
     ),
     "dcp-metadata-too-large": Rule(
-        ".metadata is too large to read", "error", "unknown", "whole", ("Check where the directory comes from.",)
+        ".metadata is too large to read", "error", "unknown", fix=("Check where the directory comes from.",)
     ),
-    "dcp-metadata-invalid": Rule(".metadata does not describe a checkpoint", "error", "unknown", "damaged", _RANKS),
-    "dcp-path-outside": Rule(".metadata names a file outside the directory", "error", "dangerous", "damaged", _REFUSE),
-    "dcp-file-missing": Rule("a rank's file is missing", "error", "unknown", "damaged", _LEFT_OF_RANKS),
-    "dcp-file-cut": Rule("a rank's file is cut short", "error", "unknown", "damaged", _LEFT_OF_RANKS),
-    "dcp-items-overlap": Rule(
-        "entries of a rank's file share bytes; they were not read", "error", "unknown", "damaged", _REFUSE
-    ),
+    "dcp-metadata-invalid": _loss(".metadata does not describe a checkpoint", *_RANKS),
+    "dcp-path-outside": _attack(".metadata names a file outside the directory"),
+    "dcp-file-missing": _loss("a rank's file is missing", *_LEFT_OF_RANKS),
+    "dcp-file-cut": _loss("a rank's file is cut short", *_LEFT_OF_RANKS),
+    "dcp-items-overlap": _loss("entries of a rank's file share bytes; they were not read", *_REFUSE),
     "dcp-items-unread": Rule("there are too many entries to read them all", "warning", "unknown"),
     "dcp-transformed": Rule("entries are packed in a form that is not read here", "warning", "unknown"),
-    "dcp-piece-missing": Rule("a tensor lacks some of its pieces", "error", "data-only", "damaged", _LEFT_OF_RANKS),
-    "dcp-piece-mismatch": Rule("a piece is not what .metadata says", "error", "data-only", "damaged", _LEFT_OF_RANKS),
-    "rank-missing": Rule("some ranks' files are missing", "error", "data-only", "damaged", _RANKS),
-    "latest-missing": Rule("the step it calls the latest is not here", "error", "data-only", "damaged", _RANKS),
+    "dcp-piece-missing": _damage("a tensor lacks some of its pieces", *_LEFT_OF_RANKS),
+    "dcp-piece-mismatch": _damage("a piece is not what .metadata says", *_LEFT_OF_RANKS),
+    "rank-missing": _damage("some ranks' files are missing", *_RANKS),
+    "latest-missing": _damage("the step it calls the latest is not here", *_RANKS),
     "directory-unknown": Rule(
         "not a checkpoint directory of any known kind",
         "error",
@@ -404,14 +356,13 @@ RULES: dict[str, Rule] = {
         "too many other checkpoints lie beside it to read them all",
         "warning",
         "unknown",
-        "whole",
-        ("Inspect the files themselves before anything loads them.",),
+        fix=("Inspect the files themselves before anything loads them.",),
     ),
     "directory-too-long": Rule("the directory has too many entries to look at them all", "warning", "unknown"),
     "directory-unreadable": Rule(
-        "a folder cannot be listed", "warning", "unknown", "whole", ("Ask its owner for read permission.",)
+        "a folder cannot be listed", "warning", "unknown", fix=("Ask its owner for read permission.",)
     ),
-    "link-dangling": Rule("links in the directory lead nowhere", "warning", "data-only", "whole", _SHARDS),
+    "link-dangling": Rule("links in the directory lead nowhere", "warning", fix=_SHARDS),
     # -- programs
     "script-device": Rule(
         "its code names devices, which map_location does not change",
@@ -422,8 +373,7 @@ RULES: dict[str, Rule] = {
         "its program reaches for files or other machines",
         "error",
         "dangerous",
-        "whole",
-        ("Do not load it: torch.jit.load can already run this. Ask its author for a state dict.",),
+        fix=("Do not load it: torch.jit.load can already run this. Ask its author for a state dict.",),
     ),
     "script-no-code": Rule(
         "torch takes it for a TorchScript program, and it holds no code",
@@ -437,14 +387,14 @@ RULES: dict[str, Rule] = {
         "note",
         fix=("Use torch.export.passes.move_to_device_pass(program, device).",),
     ),
-    "export-dangerous-op": Rule("its graph calls what no exporter writes", "error", "dangerous", "whole", _REFUSE),
+    "export-dangerous-op": Rule("its graph calls what no exporter writes", "error", "dangerous", fix=_REFUSE),
     "export-no-bytes": Rule(
         "some of its tensors have no bytes, and load as zeros",
         "warning",
         fix=("It was exported without its weights: load a state dict into it.",),
     ),
-    "export-no-program": Rule("a program or its weights are missing", "error", "unknown", "damaged", _AGAIN),
-    "json-broken": Rule("a table in it cannot be read", "error", "unknown", "damaged", _AGAIN),
+    "export-no-program": _loss("a program or its weights are missing"),
+    "json-broken": _loss("a table in it cannot be read"),
     "aoti-architecture": Rule(
         "it runs only on GPUs of one architecture", "note", fix=("Compile it again on the GPU that it must run on.",)
     ),
@@ -468,37 +418,32 @@ _EXPLAINS = {
 }
 
 
-def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, Integrity, tuple[Finding, ...]]:
-    """The worst verdicts the problems force, and one finding for each kind of problem."""
-    from transload.findings import worst_integrity, worst_safety
-
+def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding, ...]]:
+    """The worst safety that the problems force, and one finding for each kind of problem."""
     groups: dict[str, list[Problem]] = {}
     for problem in problems:
         groups.setdefault(problem.code, []).append(problem)
     rules = {code: rule_of(code) for code in groups}
-    for cause, effects in _EXPLAINS.items():  # one accident, one finding; the verdicts count all
-        if cause in groups:
-            groups = {code: group for code, group in groups.items() if code not in effects}
-    findings = tuple(_finding(code, rules[code], group) for code, group in groups.items())
-    safety = worst_safety(*(rule.safety for rule in rules.values()))
-    return safety, worst_integrity(*(rule.integrity for rule in rules.values())), findings
+    # One accident, one finding; the verdict counts all.
+    told = {effect for cause, effects in _EXPLAINS.items() if cause in groups for effect in effects}
+    findings = []
+    for code, group in groups.items():
+        if code in told:
+            continue
+        evidence = []
+        for problem in group[:_SHOWN]:
+            where = f"{problem.where}: " if problem.where else ""
+            evidence += [f"{where}{line}" for line in problem.detail.split("\n") if line]
+        if len(group) > _SHOWN:
+            evidence.append(f"… and {len(group) - _SHOWN} more")
+        title, fix = group[0].title or rules[code].title, group[0].fix or rules[code].fix
+        findings.append(Finding(code, rules[code].severity, title, tuple(evidence), fix))
+    return worst_safety(*(rule.safety for rule in rules.values())), tuple(findings)
 
 
 def rule_of(code: str) -> Rule:
     """The rule for a code. A problem nobody has judged yet is never a good sign."""
     return RULES.get(code) or Rule(code.replace("-", " "), "error", "unknown", "damaged")
-
-
-def _finding(code: str, rule: Rule, group: list[Problem]) -> Finding:
-    lines = [line for problem in group[:_SHOWN] for line in _lines(problem)]
-    if len(group) > _SHOWN:
-        lines.append(f"… and {len(group) - _SHOWN} more")
-    return Finding(code, rule.severity, group[0].title or rule.title, tuple(lines), group[0].fix or rule.fix)
-
-
-def _lines(problem: Problem) -> list[str]:
-    where = f"{problem.where}: " if problem.where else ""
-    return [f"{where}{line}" for line in problem.detail.split("\n") if line]
 
 
 # -- whether a file is too damaged to be loaded or converted

@@ -191,9 +191,7 @@ def test_a_file_that_is_cut_while_it_is_fetched(
 @pytest.mark.parametrize("call", ["enter", "stream", "event", "follow", "copy", "record", "wait"])
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.usefixtures("small_parts")
-def test_a_call_that_fails(
-    call: str, number: int, count: int, blob: bytes, blob_path: Path, cuda: FakeDriver
-) -> None:
+def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     cuda.fails[call] = [number]
     goal, source = Goal(MIXED, cuda), FileSource(blob_path)
     with pytest.raises(DriverError, match="told to fail"):

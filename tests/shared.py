@@ -1,0 +1,30 @@
+"""Work that several tests share, done once even where they run in several processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """A folder, and what ``make`` returned for it; both are the same in all workers of pytest-xdist.
+
+    The answer must be plain data: it goes through a file.
+    """
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    answer = folder / "answer.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a worker that dies
+        if not answer.exists():
+            made = json.dumps(make(folder))
+            answer.write_text(made, encoding="utf-8")
+        return folder, json.loads(answer.read_text(encoding="utf-8"))
