@@ -122,14 +122,14 @@ class _Survey:
     def files(self, examined: Python) -> Machine:
         """All that is read and not asked. The modules are imported here, while the children start."""
         from transload.diagnose.loader import Loader
-        from transload.diagnose.probes import hardware, kernel, libraries, surroundings, system, torch
+        from transload.diagnose.probes import hardware, libraries, system, torch
 
         self.say("reading files")
         host, attempt, loader = self.host, self.attempt, Loader(self.host)
         cards = attempt("hardware", Hardware(), hardware.hardware, host)
         found = attempt("torch", Torch(), torch.torch, host, examined)
         drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, host, loader)
-        kernel_facts = attempt("kernel", Kernel(), kernel.kernel, host)
+        kernel_facts = attempt("kernel", Kernel(), hardware.kernel, host)
         own = tuple(f"({pid})" for pid in self.ours)  # our children may hang in the driver by now
         others = tuple(each for each in kernel_facts.stuck if not each.endswith(own))
         parts = (host, examined, found.first, loader)
@@ -140,13 +140,13 @@ class _Survey:
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             platform=attempt("platform", Platform(), system.platform, host),
-            surroundings=attempt("surroundings", Surroundings(), surroundings.surroundings, host),
+            surroundings=attempt("surroundings", Surroundings(), system.surroundings, host),
             hardware=cards,
             kernel=replace(kernel_facts, stuck=others),
             nodes=attempt("nodes", Nodes(), hardware.nodes, host),
             driver=Driver(drivers),
             toolkit=attempt("toolkit", Toolkit(), system.toolkit, host),
-            variables=attempt("variables", Variables(), surroundings.variables, host),
+            variables=attempt("variables", Variables(), system.variables, host),
             python=examined,
             torch=found,
             torch_libraries=linked,

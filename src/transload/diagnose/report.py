@@ -475,7 +475,7 @@ def _answer(state: str, detail: str) -> str:
 
 
 def _variables(machine: Machine) -> Seen:
-    from transload.diagnose.probes.surroundings import DECIDING
+    from transload.diagnose.probes.system import DECIDING
 
     hiding = {"PYTHONPATH"} if machine.torch.shadow_via == "PYTHONPATH" else set()  # which hides torch
     told = DECIDING - (_SELDOM - hiding)
