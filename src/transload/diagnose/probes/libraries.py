@@ -104,11 +104,7 @@ def _libraries(loader: Loader, name: str) -> Iterator[Library]:
     host = loader.host
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
-    preloaded = (
-        (found.via, found.path)
-        for listed, found in loader.preloaded()
-        if isinstance(found.elf, Elf) and name in (found.elf.soname, listed)
-    )
+    preloaded = ((found.via, found.path) for listed, found in loader.preloaded() if name in (found.elf.soname, listed))
     for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in _disk(host, name))):
         taken = loader.examine(path) is not None
         if not taken and not (host.link(path) or os.path.lexists(host.real(path))):
