@@ -128,11 +128,11 @@ class _Survey:
         host, attempt, loader = self.host, self.attempt, Loader(self.host)
         cards = attempt("hardware", Hardware(), hardware.hardware, host)
         found = attempt("torch", Torch(), torch.torch, host, examined)
-        drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, host, loader)
+        drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, loader)
         kernel_facts = attempt("kernel", Kernel(), hardware.kernel, host)
         own = tuple(f"({pid})" for pid in self.ours)  # our children may hang in the driver by now
         others = tuple(each for each in kernel_facts.stuck if not each.endswith(own))
-        parts = (host, examined, found.first, loader)
+        parts = (loader, examined, found.first)
         linked = TorchLibraries()
         if found.first:
             linked = attempt("torch libraries", linked, libraries.torch_libraries, *parts)
