@@ -14,11 +14,10 @@ from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
 from transload._version import __version__
-from transload.diagnose import probe as module
+from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
-from transload.diagnose.probe import probe
-from transload.diagnose.probes import hardware
+from transload.diagnose.probes import hardware, probe
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, Hardware, Kernel, to_dict
 

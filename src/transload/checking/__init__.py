@@ -104,7 +104,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     checkpoint = _with_indices(inspect(path), path)
     here = machine is None
     if machine is None:
-        from transload.diagnose.probe import probe
+        from transload.diagnose.probes import probe
 
         machine = probe(torch=False)
     environ = dict(os.environ) if here else machine.variables.values

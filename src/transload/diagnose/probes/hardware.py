@@ -192,7 +192,7 @@ def _gpus(host: Host) -> tuple[ProcGpu, ...]:
     """The driver's own list. A driver in trouble may keep us waiting for a card's page."""
     addresses = (host.names(f"{_PROC}/gpus") or ())[:_MOST]
     pages = [f"{_PROC}/gpus/{address}/information" for address in addresses]
-    questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]  # type: ignore[misc]
+    questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]
     found = []
     for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
         told = _pairs(text or "")
