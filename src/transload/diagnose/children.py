@@ -234,26 +234,22 @@ class Child:
         with stream, suppress(OSError, ValueError):
             while data := stream.read(_LINE):
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._take(line)
+                for line in lines:  # kept as a record where it is one, else as noise
+                    before, _, text = line.partition(MARK)
+                    try:
+                        record = json.loads(text) if text else {}
+                    except (ValueError, RecursionError):
+                        record = {}
+                    record = record if isinstance(record, dict) else {}
+                    self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
+                    if record and len(self.records) < _RECORDS:
+                        self.records.append(record)
+                        self._done = self._done or "done" in record
                 if len(self._rest) > _LINE:
                     self._noise, self._rest = (self._noise + self._rest)[-_NOISE:], b""
                 if self._done:
                     self._finish()
         self._finish()
-
-    def _take(self, line: bytes) -> None:
-        """Keep a line: as a record where it is one, else as noise."""
-        before, _, text = line.partition(MARK)
-        try:
-            record = json.loads(text) if text else {}
-        except (ValueError, RecursionError):
-            record = {}
-        record = record if isinstance(record, dict) else {}
-        self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
-        if record and len(self.records) < _RECORDS:
-            self.records.append(record)
-            self._done = self._done or "done" in record
 
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()
