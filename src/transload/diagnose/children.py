@@ -348,7 +348,7 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
             data, ended = data + piece, not piece
     finally:
         os.close(ours)
-    with suppress(OSError):  # somebody else has reaped it
+    with suppress(OSError):  # another thread has reaped it
         if not ended:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0 if ended else os.WNOHANG)  # without waiting for one that hangs in the kernel

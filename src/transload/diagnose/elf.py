@@ -73,7 +73,7 @@ class _File:
     """A regular file to be read by place. What is asked for and is not there is a ``_BrokenError``."""
 
     def __init__(self, path: str) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could wait for ever
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could block
             raise _BrokenError("not a regular file")
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.descriptor)
@@ -168,7 +168,7 @@ class Elf:
 
     @property
     def has_runpath(self) -> bool:
-        """Whether there is a DT_RUNPATH, be it empty: it switches every DT_RPATH off."""
+        """Whether there is a DT_RUNPATH, even an empty one: it turns every DT_RPATH off."""
         return _RUNPATH in self.dynamic
 
     @property
@@ -216,18 +216,13 @@ def read_elf(path: str, file: _File) -> Elf:
         segments=segments,
         table=(table, many if entry == _SECTION.size else 0, names),
     )
-    texts: dict[int, list[str]] = {tag: [] for tag in (_NEEDED, _SONAME, _RPATH, _RUNPATH)}
     strings = elf.offset(_STRINGS)
-    for tag, value in pairs if strings >= 0 else ():
-        if tag in texts:
-            texts[tag].append(file.text(strings + value))
-    return replace(
-        elf,
-        soname="".join(texts[_SONAME][:1]),
-        needed=tuple(texts[_NEEDED]),
-        rpath="".join(texts[_RPATH][:1]),
-        runpath="".join(texts[_RUNPATH][:1]),
-    )
+
+    def texts(wanted: int) -> tuple[str, ...]:
+        return tuple(file.text(strings + value) for tag, value in pairs if tag == wanted and strings >= 0)
+
+    soname, rpath, runpath = ("".join(texts(tag)[:1]) for tag in (_SONAME, _RPATH, _RUNPATH))
+    return replace(elf, soname=soname, needed=texts(_NEEDED), rpath=rpath, runpath=runpath)
 
 
 def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:

@@ -68,7 +68,7 @@ def probe(
         """What a probe finds. One that raises has met a host we did not think of: the others still count."""
         try:
             return ask(*arguments)
-        except Exception as error:  # noqa: BLE001  named in the report, as a bug of ours
+        except Exception as error:  # noqa: BLE001  reported as a bug of transload
             problems[name] = f"{type(error).__name__}: {error}"
             return default
 

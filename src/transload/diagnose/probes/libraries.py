@@ -526,7 +526,7 @@ _LIBRARY = re.compile(rb"^\"?([^,\n\"]+\.so)\"?,", re.MULTILINE)
 _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
-"""Mangled names of what lies in the namespaces c10, at and torch."""
+"""Mangled names from the namespaces c10, at and torch."""
 _DRIVER = re.compile(r"libcuda\.so|libnvidia-")
 _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
 """FFmpeg and SoX: packages bring a library for every release of them, and try one after the other."""

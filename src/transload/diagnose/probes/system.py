@@ -188,7 +188,7 @@ def mounts(host: Host) -> tuple[Mount, ...]:
 
 
 def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
-    """The one that ``path`` lies on: the deepest, and of several at one place the last.
+    """The one that ``path`` is on: the deepest, and of several at one place the last.
 
     >>> mount_of((Mount("/", "ext4"), Mount("/dev", "devtmpfs")), "/dev/nvidia0").kind
     'devtmpfs'
@@ -276,7 +276,7 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 
 def surroundings(host: Host) -> Surroundings:
-    """What lies around the process, and what that was concluded from."""
+    """What surrounds the process, and the evidence for it."""
     around, environ = mounts(host), host.environ
     secrets = "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
@@ -295,7 +295,7 @@ def surroundings(host: Host) -> Surroundings:
         wsl, by_wsl = 2, "the kernel is that of WSL 2"
     elif re.search(r"-Microsoft\b", f"{host.uname[1]} {version}"):
         wsl, by_wsl = 1, "the kernel is that of WSL 1"
-    elif environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a kernel of one's own
+    elif environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
         wsl, by_wsl = 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
 
     words = host.line("/proc/cmdline").split()
@@ -368,7 +368,7 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
 def service_of(host: Host) -> str:
     """The systemd unit this process belongs to, where it is a service of the system.
 
-    What runs under ``user@1000.service`` is somebody's session: terminals of a desktop are services there.
+    What runs under ``user@1000.service`` is a user's session: terminals of a desktop are services there.
     """
     for line in (host.text("/proc/self/cgroup", 1 << 14) or "").split("\n"):
         _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "-", "")
@@ -425,7 +425,7 @@ SHOWN = DECIDING.union(_SHOWN.split())
 _LONGEST = 1 << 14
 _FILE = 256 << 10
 _MOST = 8  # files that set one variable
-_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line only speaks of variables
+_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line sets no variable
 
 _SYSTEM = (
     *("/etc/environment", "/etc/security/pam_env.conf", "/etc/profile", "/etc/bash.bashrc", "/etc/bashrc"),

@@ -165,7 +165,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     if dist is None:
         return install
 
-    # What was installed with it and needs it, where nobody asked for torch itself: pip marks what was asked for.
+    # What was installed with it and needs it, unless torch itself was asked for: pip marks what was asked for.
     site, then, reasons = dist.path.rpartition("/")[0], _time(host, dist.path), []
     for each in distributions(site, host.names(site) or ()) if not host.exists(f"{dist.path}/REQUESTED") else ():
         if each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER:
@@ -239,7 +239,7 @@ def _is_library(name: str) -> bool:
 
 
 def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of ``files`` in ``folder`` are of no use, and which libraries are whole and yet of another size.
+    """Which of ``files`` in ``folder`` are missing or damaged, and which libraries are whole but of another size.
 
     ``lib/libc10.so: absent``, ``…: cut off after 10 of 20 bytes``; ``lib/libc10.so: 18 bytes instead of 20``
     """
