@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transload.machine import Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Host", "reason"]
 
@@ -126,6 +126,15 @@ class Host:
         for name in self.names(folder) or ():
             if name.startswith(start) and name.endswith(end):
                 yield f"{folder.rstrip('/')}/{name}"
+
+    def distinct(self, paths: Iterable[str]) -> Iterator[str]:
+        """The paths that lead to different places: of several that lead to one the first."""
+        seen: set[str] = set()
+        for path in paths:
+            target = self.target(path)
+            if target not in seen:
+                seen.add(target)
+                yield path
 
     def exists(self, path: str) -> bool:
         """Whether there is something at ``path``, links followed inside the root."""

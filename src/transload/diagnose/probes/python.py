@@ -319,12 +319,8 @@ def _first_on_path(host: Host, name: str) -> str:
 
 def _search(host: Host) -> Iterator[str]:
     folders = host.environ.get("PATH", "").split(":")[:_FOLDERS]
-    seen = set()
-    for folder in folders:
-        real = host.target(folder) if folder.startswith("/") else ""
-        if real and real not in seen:
-            seen.add(real)
-            yield folder.rstrip("/")
+    for folder in host.distinct(folder for folder in folders if folder.startswith("/")):
+        yield folder.rstrip("/")
 
 
 def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | None:
@@ -340,10 +336,10 @@ def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | Non
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
     prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
-    return Interpreter(executable, prefix, tuple(_folders(host, executable, prefix)), how)
+    return Interpreter(executable, prefix, _folders(host, executable, prefix), how)
 
 
-def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
+def _folders(host: Host, executable: str, prefix: str) -> tuple[str, ...]:
     """Where it takes packages from, each once: the user's, its own, and those of its base where it shares them."""
     named = _VERSION.match(host.target(executable).rpartition("/")[2])
     settings = _config(host, prefix)
@@ -355,12 +351,7 @@ def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
         folders.insert(0, f"{base}/lib/python{version}/site-packages")
     if shares and settings.get("home", "").startswith("/"):
         folders += _own_folders(host, settings["home"].rstrip("/").rpartition("/")[0], version)
-    seen = set()
-    for folder in folders:
-        real = host.target(folder)
-        if real not in seen and host.folder(folder):
-            seen.add(real)
-            yield folder
+    return tuple(host.distinct(folder for folder in folders if host.folder(folder)))
 
 
 def _own_folders(host: Host, prefix: str, version: str) -> Iterator[str]:

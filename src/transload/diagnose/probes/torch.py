@@ -107,13 +107,12 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
     safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
     if host.cwd and not safe:
         ways.insert(0, (host.cwd, "the current directory"))
-    seen = set()
-    for entry, via in ways:
-        real, names = host.target(entry), host.names(entry)
-        if names and real not in seen:
-            seen.add(real)
-            folder = entry.rstrip("/")
-            yield _Place(folder, names, via, tuple(d for d in distributions(folder, names) if d.name == "torch"))
+    via = dict(reversed(ways))  # of an entry that is listed twice the first counts
+    for entry in host.distinct(entry for entry, _ in ways):
+        folder = entry.rstrip("/")
+        if names := host.names(entry):
+            dists = tuple(each for each in distributions(folder, names) if each.name == "torch")
+            yield _Place(folder, names, via[entry], dists)
 
 
 def _hit(host: Host, place: _Place) -> _Hit | None:
