@@ -18,7 +18,7 @@ from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, n
 from tests.each import for_each, grouped
 
 from transload.checking import Check, check
-from transload.diagnose.probe import probe
+from transload.diagnose.probes import probe
 from transload.loading import load
 from transload.machine import Machine, Torch, Variables
 

@@ -21,7 +21,7 @@ from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, returns
 
 from transload.diagnose import judge_machine
-from transload.diagnose.probe import probe
+from transload.diagnose.probes import probe
 from transload.diagnose.report import Diagnosis
 from transload.machine import Machine
 

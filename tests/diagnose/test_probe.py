@@ -14,11 +14,10 @@ from tests.elf_forge import LOADABLE
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 
 from transload._version import __version__
-from transload.diagnose import probe as module
+from transload.diagnose import probes as module
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
-from transload.diagnose.probe import probe
-from transload.diagnose.probes import hardware, kernel
+from transload.diagnose.probes import hardware, probe
 from transload.diagnose.saved import machine_from
 from transload.machine import Answer, Hardware, Kernel, to_dict
 
@@ -185,7 +184,7 @@ def test_our_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPa
         return Kernel(stuck=("python (1)", *(f"python ({child.pid})" for child in started), "nvidia-smi (2)"))
 
     monkeypatch.setattr(module, "Child", Recorded)
-    monkeypatch.setattr(kernel, "kernel", stuck)
+    monkeypatch.setattr(hardware, "kernel", stuck)
     assert probe(torch=False).kernel.stuck == ("python (1)", "nvidia-smi (2)")
     assert len(started) == 2
 

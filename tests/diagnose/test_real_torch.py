@@ -30,7 +30,7 @@ from tests.fake_driver import fake_libcuda, fake_nvml, fills, returns, u32
 from transload.diagnose import judge_machine
 from transload.diagnose.children import Child
 from transload.diagnose.host import Host
-from transload.diagnose.probe import probe
+from transload.diagnose.probes import probe
 from transload.diagnose.probes.torch import question, torch_run
 from transload.machine import Machine, TorchInstall
 

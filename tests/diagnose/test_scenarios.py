@@ -15,7 +15,7 @@ MACHINES = {"host": ("x86_64", "aarch64"), "docker": ("x86_64",), "wsl": ("x86_6
 @pytest.mark.skipif(not LOADABLE, reason="no driver can be forged for this machine")
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_cause_is_the_true_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.diagnose.probe._DRIVER", 2.0)  # one of the drivers hangs
+    monkeypatch.setattr("transload.diagnose.probes._DRIVER", 2.0)  # one of the drivers hangs
     wrong = []
     for around, world in WORLDS[name].items():
         for machine in MACHINES[around]:

@@ -116,7 +116,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
             checkpoint = judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
     if machine is not None:
         return checked(checkpoint, judge_machine(machine), device, machine.variables.values)
-    from transload.diagnose.probe import probe
+    from transload.diagnose.probes import probe
     from transload.loading.engine import forecast
 
     made = checked(checkpoint, judge_machine(probe(torch=False)), device, dict(os.environ), cwd=os.curdir)

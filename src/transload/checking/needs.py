@@ -228,7 +228,7 @@ def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None 
     from transload.judge import inspect
 
     if machine is None:
-        from transload.diagnose.probe import probe
+        from transload.diagnose.probes import probe
 
         machine = probe(torch=False)
     return compatibility(inspect(path), machine)

@@ -23,7 +23,7 @@ def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Dia
     >>> transload.doctor().status  # doctest: +SKIP
     'ok'
     """
-    from transload.diagnose.probe import probe
+    from transload.diagnose.probes import probe
 
     return judge_machine(probe(python, torch=torch, timeout=timeout))
 

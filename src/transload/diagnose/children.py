@@ -25,7 +25,7 @@ from transload.diagnose.host import reason
 from transload.machine import Answer, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import IO
 
     from typing_extensions import Self
@@ -234,26 +234,22 @@ class Child:
         with stream, suppress(OSError, ValueError):
             while data := stream.read(_LINE):
                 *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._take(line)
+                for line in lines:  # kept as a record where it is one, else as noise
+                    before, _, text = line.partition(MARK)
+                    try:
+                        record = json.loads(text) if text else {}
+                    except (ValueError, RecursionError):
+                        record = {}
+                    record = record if isinstance(record, dict) else {}
+                    self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
+                    if record and len(self.records) < _RECORDS:
+                        self.records.append(record)
+                        self._done = self._done or "done" in record
                 if len(self._rest) > _LINE:
                     self._noise, self._rest = (self._noise + self._rest)[-_NOISE:], b""
                 if self._done:
                     self._finish()
         self._finish()
-
-    def _take(self, line: bytes) -> None:
-        """Keep a line: as a record where it is one, else as noise."""
-        before, _, text = line.partition(MARK)
-        try:
-            record = json.loads(text) if text else {}
-        except (ValueError, RecursionError):
-            record = {}
-        record = record if isinstance(record, dict) else {}
-        self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
-        if record and len(self.records) < _RECORDS:
-            self.records.append(record)
-            self._done = self._done or "done" in record
 
     def _finish(self) -> None:
         self._last = self._last if self._over.is_set() else monotonic()
@@ -291,31 +287,18 @@ def _status(code: int) -> str:
 
 # -- the scripts -------------------------------------------------------------------------------------------------------
 
-_PACKAGE = "from transload.diagnose.probes."
-
 
 @cache
 def source(script: str) -> str:
-    """A script of ``probes`` and what it imports from there, as one text for ``python -c``.
+    """A script of ``probes`` after ``ask``, which it imports, as one text for ``python -c``.
 
     So it needs nothing of transload on the other interpreter's path, and it is also found inside a zip.
     """
-    from transload.diagnose import probes
-
-    loader = cast("Any", probes.__spec__).loader
-    seen: list[str] = []
-
-    def lines(name: str) -> Iterator[str]:
-        seen.append(name)
-        text: bytes = loader.get_data(f"{os.path.dirname(probes.__file__)}{os.sep}{name}.py")
-        for line in text.decode().splitlines():
-            if line.startswith(_PACKAGE):
-                other = line[len(_PACKAGE) :].partition(" ")[0]
-                yield from () if other in seen else lines(other)
-            elif not line.startswith("from __future__"):
-                yield line
-
-    return "\n".join(("from __future__ import annotations", *lines(script)))
+    folder, loader = os.path.join(os.path.dirname(__file__), "probes"), cast("Any", __spec__).loader
+    texts = [loader.get_data(os.path.join(folder, f"{name}.py")).decode() for name in dict.fromkeys(("ask", script))]
+    dropped = ("from __future__ import", "from transload.")
+    lines = [line for text in texts for line in text.splitlines() if not line.startswith(dropped)]
+    return "\n".join(("from __future__ import annotations", *lines))
 
 
 # -- questions to this very interpreter --------------------------------------------------------------------------------
@@ -337,28 +320,16 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
         return ()
     if not hasattr(os, "fork"):  # Windows, where nothing is asked this way
         return tuple(question() for question in questions)
-    try:
-        data = _forked(questions, monotonic() + seconds)
-    except OSError as error:  # no process or no pipe is left
-        return (Unknown(f"could not be asked: {error.strerror}"),) * len(questions)
-    answers, at = [], 0
-    while at + _LENGTH.size <= len(data):
-        start = at + _LENGTH.size
-        at = start + _LENGTH.unpack_from(data, at)[0]
-        if at <= len(data):
-            answers.append(data[start:at].decode("utf-8", "surrogateescape"))
-    late = Unknown(f"no answer within {seconds:g} s")
-    return (*answers, *(late for _ in questions[len(answers) :]))
-
-
-def _forked(questions: Sequence[Callable[[], str]], deadline: float) -> bytes:
-    """The answers as they come through a pipe: the length of each, then its bytes."""
     import select
 
-    ours, theirs = os.pipe()
-    with warnings.catch_warnings():  # about forking beside threads: the child takes none of their locks
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+    deadline = monotonic() + seconds
+    try:
+        ours, theirs = os.pipe()
+        with warnings.catch_warnings():  # about forking beside threads: the child takes none of their locks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+    except OSError as error:  # no process or no pipe is left
+        return (Unknown(f"could not be asked: {error.strerror}"),) * len(questions)
     if not child:
         try:  # the child's whole life; it must not return, since the caller's code above is not its own
             os.closerange(0, theirs)  # or whoever reads our output would wait for a child that hangs
@@ -377,8 +348,16 @@ def _forked(questions: Sequence[Callable[[], str]], deadline: float) -> bytes:
             data, ended = data + piece, not piece
     finally:
         os.close(ours)
-    with suppress(OSError):  # somebody else has reaped it
+    with suppress(OSError):  # another thread has reaped it
         if not ended:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0 if ended else os.WNOHANG)  # without waiting for one that hangs in the kernel
-    return data
+
+    answers, at = [], 0
+    while at + _LENGTH.size <= len(data):  # the length of each answer, then its bytes
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(data, at)[0]
+        if at <= len(data):
+            answers.append(data[start:at].decode("utf-8", "surrogateescape"))
+    late = Unknown(f"no answer within {seconds:g} s")
+    return (*answers, *(late for _ in questions[len(answers) :]))

@@ -12,10 +12,10 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import takewhile
 from struct import Struct, unpack, unpack_from
-from typing import NamedTuple, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
 
@@ -34,8 +34,10 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_Subject = TypeVar("_Subject", "Elf", str)
 
-_MACHINES: dict[int, str] = {
+_MACHINES = {
     3: "i386",
     21: "ppc64le",
     22: "s390x",
@@ -63,23 +65,15 @@ _LONGEST_NAME = 4096
 _MOST_READS = 1 << 18  # half a second of them; the fatbins of libtorch_cuda take four thousand
 
 
-def _seek_and_read(descriptor: int, size: int, offset: int) -> bytes:
-    os.lseek(descriptor, offset, os.SEEK_SET)
-    return os.read(descriptor, size)
-
-
-_pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # which Windows lacks
-
-
 class _BrokenError(Exception):
-    """What a file says does not fit the file. It never leaves ``asked``."""
+    """What a file says does not fit the file. It never leaves this module."""
 
 
 class _File:
     """A regular file to be read by place. What is asked for and is not there is a ``_BrokenError``."""
 
     def __init__(self, path: str) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could wait for ever
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could block
             raise _BrokenError("not a regular file")
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.descriptor)
@@ -88,10 +82,6 @@ class _File:
         with suppress(AttributeError, OSError):  # else the system reads on ahead: half of libtorch_cuda for its headers
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def close(self) -> None:
-        """Give the file back."""
-        os.close(self.descriptor)
-
     def some(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes: fewer at the end of the file, none outside it."""
         if not 0 <= offset < self.size:
@@ -99,7 +89,11 @@ class _File:
         self.reads += 1
         if self.reads > _MOST_READS:
             raise _BrokenError("it has too many parts")
-        return _pread(self.descriptor, min(size, self.size - offset), offset)
+        size = min(size, self.size - offset)
+        if hasattr(os, "pread"):
+            return os.pread(self.descriptor, size, offset)
+        os.lseek(self.descriptor, offset, os.SEEK_SET)  # Windows
+        return os.read(self.descriptor, size)
 
     def at(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes."""
@@ -107,6 +101,10 @@ class _File:
         if len(data) != size:
             raise _BrokenError(f"cut off: {size} bytes should stand at {offset}, and the file has {self.size}")
         return data
+
+    def number(self, offset: int, size: int = 4) -> int:
+        """The unsigned number of ``size`` bytes."""
+        return int.from_bytes(self.at(offset, size), "little")
 
     def text(self, offset: int) -> str:
         """The text up to the next NUL."""
@@ -117,18 +115,26 @@ class _File:
         raise _BrokenError(f"a name at {offset} has no end")
 
 
-def _asked(path: str, question: Callable[[_File], _T]) -> _T | Unknown:
-    """The answer of ``question`` to the opened file, or why there is none."""
-    try:
-        file = _File(path)
+def _opens(
+    question: Callable[Concatenate[_Subject, _File, _P], _T],
+) -> Callable[Concatenate[_Subject, _P], _T | Unknown]:
+    """Give a question about a path, or an ``Elf``, the opened file; its answer is an ``Unknown`` if that fails."""
+
+    @wraps(question)
+    def asked(subject: _Subject, /, *arguments: _P.args, **options: _P.kwargs) -> _T | Unknown:
+        path = str(getattr(subject, "path", subject))
         try:
-            return question(file)
-        finally:
-            file.close()
-    except _BrokenError as error:
-        return Unknown(str(error))
-    except (OSError, ValueError) as error:
-        return Unknown(reason(path, error))
+            file = _File(path)
+            try:
+                return question(subject, file, *arguments, **options)
+            finally:
+                os.close(file.descriptor)
+        except _BrokenError as error:
+            return Unknown(str(error))
+        except (OSError, ValueError) as error:
+            return Unknown(reason(path, error))
+
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class Elf:
 
     @property
     def has_runpath(self) -> bool:
-        """Whether there is a DT_RUNPATH, be it empty: it switches every DT_RPATH off."""
+        """Whether there is a DT_RUNPATH, even an empty one: it turns every DT_RPATH off."""
         return _RUNPATH in self.dynamic
 
     @property
@@ -176,12 +182,9 @@ class Elf:
         return next((at + address - start for start, at, size in self.segments if start <= address < start + size), -1)
 
 
-def read_elf(path: str) -> Elf | Unknown:
+@_opens
+def read_elf(path: str, file: _File) -> Elf:
     """What the ELF file at the real path ``path`` states, or why it cannot be read: ``empty``, ``not an ELF file``."""
-    return _asked(path, lambda file: _read(path, file))
-
-
-def _read(path: str, file: _File) -> Elf:
     head = file.some(0, _HEADER.size)
     if head[:4] != b"\x7fELF" or len(head) < _HEADER.size:
         why = "cut off within the header" if head[:4] == b"\x7fELF" else "not an ELF file" if head else "empty"
@@ -213,18 +216,13 @@ def _read(path: str, file: _File) -> Elf:
         segments=segments,
         table=(table, many if entry == _SECTION.size else 0, names),
     )
-    texts: dict[int, list[str]] = {tag: [] for tag in (_NEEDED, _SONAME, _RPATH, _RUNPATH)}
     strings = elf.offset(_STRINGS)
-    for tag, value in pairs if strings >= 0 else ():
-        if tag in texts:
-            texts[tag].append(file.text(strings + value))
-    return replace(
-        elf,
-        soname="".join(texts[_SONAME][:1]),
-        needed=tuple(texts[_NEEDED]),
-        rpath="".join(texts[_RPATH][:1]),
-        runpath="".join(texts[_RUNPATH][:1]),
-    )
+
+    def texts(wanted: int) -> tuple[str, ...]:
+        return tuple(file.text(strings + value) for tag, value in pairs if tag == wanted and strings >= 0)
+
+    soname, rpath, runpath = ("".join(texts(tag)[:1]) for tag in (_SONAME, _RPATH, _RUNPATH))
+    return replace(elf, soname=soname, needed=texts(_NEEDED), rpath=rpath, runpath=runpath)
 
 
 def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
@@ -243,15 +241,12 @@ def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int
             yield start, min(length, max(file.size - start, 0))
 
 
-def contents(elf: Elf, name: str, limit: int) -> bytes | Unknown:
+@_opens
+def contents(elf: Elf, file: _File, name: str, limit: int) -> bytes:
     """The bytes of a section, at most ``limit`` of them."""
-
-    def read(file: _File) -> bytes:
-        for start, size in _sections(elf, file, [name]):
-            return file.some(start, min(size, limit))
-        raise _BrokenError(f"it has no section {name}")
-
-    return _asked(elf.path, read)
+    for start, size in _sections(elf, file, [name]):
+        return file.some(start, min(size, limit))
+    raise _BrokenError(f"it has no section {name}")
 
 
 # -- symbols -----------------------------------------------------------------------------------------------------------
@@ -279,25 +274,25 @@ class Wanted(NamedTuple):
     file: str = ""
 
 
-def undefined(elf: Elf, of: Iterable[str] = ()) -> tuple[Wanted, ...] | Unknown:
+@_opens
+def undefined(elf: Elf, file: _File, of: Iterable[str] = ()) -> tuple[Wanted, ...]:
     """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
-    return _asked(elf.path, lambda file: tuple(_undefined(elf, file, frozenset(of))))
-
-
-def _undefined(elf: Elf, file: _File, of: frozenset[str]) -> Iterator[Wanted]:
-    needs = {index: (name, version) for name, index, version in _needs(elf, file) if not of or name in of}
-    if of and not needs:
-        return
+    files = frozenset(of)
+    needs = {index: (name, version) for name, index, version in _needs(elf, file) if not files or name in files}
+    if files and not needs:
+        return ()
     hashes = elf.offset(_GNU_HASH)  # that table has the symbols that are defined, and they come last
-    count = min(unpack("<4xI", file.at(hashes, 8))[0], _MOST_SYMBOLS) if hashes >= 0 else _count(elf, file)
+    count = min(file.number(hashes + 4), _MOST_SYMBOLS) if hashes >= 0 else _count(elf, file)
     table = file.at(elf.offset(_SYMBOLS), count * _SYMBOL.size)
     at, strings = elf.offset(_VERSIONS), elf.offset(_STRINGS)
     versions = [each & 0x7FFF for each in unpack(f"<{count}H", file.at(at, 2 * count))] if at >= 0 else []
-    for index in [at for at in range(1, len(versions)) if versions[at] in needs] if of else range(1, count):
+    found = []
+    for index in [at for at in range(1, len(versions)) if versions[at] in needs] if files else range(1, count):
         name, info, _, section = unpack_from("<IBBH", table, index * _SYMBOL.size)
         if section == 0 and info >> 4 != _WEAK:
             source, version = needs.get(versions[index] if versions else 0, ("", ""))
-            yield Wanted(file.text(strings + name), version, source)
+            found.append(Wanted(file.text(strings + name), version, source))
+    return tuple(found)
 
 
 def _count(elf: Elf, file: _File) -> int:
@@ -305,12 +300,13 @@ def _count(elf: Elf, file: _File) -> int:
     at = elf.offset(_HASH)
     if at < 0 or elf.offset(_SYMBOLS) < 0:
         raise _BrokenError("it has no table of symbols")
-    return min(int(unpack("<4xI", file.at(at, 8))[0]), _MOST_SYMBOLS)
+    return min(file.number(at + 4), _MOST_SYMBOLS)
 
 
-def version_needs(elf: Elf) -> tuple[tuple[str, str], ...] | Unknown:
+@_opens
+def version_needs(elf: Elf, file: _File) -> tuple[tuple[str, str], ...]:
     """(file, version) that it asks for: ``("libc.so.6", "GLIBC_2.28")``; weak ones left out."""
-    return _asked(elf.path, lambda file: tuple((name, version) for name, _, version in _needs(elf, file, weak=False)))
+    return tuple((name, version) for name, _, version in _needs(elf, file, weak=False))
 
 
 def _needs(elf: Elf, file: _File, *, weak: bool = True) -> Iterator[tuple[str, int, str]]:
@@ -330,9 +326,10 @@ def _needs(elf: Elf, file: _File, *, weak: bool = True) -> Iterator[tuple[str, i
         at, left = (at + following, max(left - 1, 0)) if following else (-1, left)
 
 
-def version_definitions(elf: Elf) -> frozenset[str] | Unknown:
+@_opens
+def version_definitions(elf: Elf, file: _File) -> frozenset[str]:
     """The versions it defines; none where it has no versions at all, which satisfies every need."""
-    return _asked(elf.path, lambda file: frozenset(_definitions(elf, file).values()))
+    return frozenset(_definitions(elf, file).values())
 
 
 def _definitions(elf: Elf, file: _File) -> dict[int, str]:
@@ -340,79 +337,72 @@ def _definitions(elf: Elf, file: _File) -> dict[int, str]:
     found: dict[int, str] = {}
     for _ in range(_MOST_VERSIONS if at >= 0 else 0):
         _, _, index, _, _, aux, following = _DEFINITION.unpack(file.at(at, _DEFINITION.size))
-        found[index & 0x7FFF] = file.text(strings + unpack("<I", file.at(at + aux, 4))[0])
+        found[index & 0x7FFF] = file.text(strings + file.number(at + aux))
         if not following:
             break
         at += following
     return found
 
 
-def lacking(elf: Elf, wanted: Iterable[Wanted]) -> tuple[Wanted, ...] | Unknown:
+@_opens
+def lacking(elf: Elf, file: _File, wanted: Iterable[Wanted]) -> tuple[Wanted, ...]:
     """Those of ``wanted`` that it does not define in the version they ask for."""
+    find, definitions, versions = _finder(elf, file), _definitions(elf, file), elf.offset(_VERSIONS)
 
-    def fits(index: int, version: str, definitions: dict[int, str]) -> bool:
-        return not version or index & 0x7FFF <= _ANY or definitions.get(index & 0x7FFF) == version
+    def defines(name: str, asked: str) -> bool:
+        for index in find(name):
+            version = _ANY if versions < 0 else file.number(versions + 2 * index, 2) & 0x7FFF
+            if not asked or version <= _ANY or definitions.get(version) == asked:
+                return True
+        return False
 
-    def absent(file: _File) -> tuple[Wanted, ...]:
-        table, definitions = _Symbols(elf, file), _definitions(elf, file)
-        return tuple(
-            each
-            for each in wanted
-            if not any(fits(version, each.version, definitions) for version in table.versions_of(each.name))
-        )
-
-    return _asked(elf.path, absent)
+    return tuple(each for each in wanted if not defines(each.name, each.version))
 
 
-class _Symbols:
-    """The defined symbols of an open library, by the GNU hash table; by a list of all where it has only the older."""
+def _finder(elf: Elf, file: _File) -> Callable[[str], Iterable[int]]:
+    """What gives the indexes of the symbols of a name that are defined.
 
-    def __init__(self, elf: Elf, file: _File) -> None:
-        self.file = file
-        self.symbols, self.strings = elf.offset(_SYMBOLS), elf.offset(_STRINGS)
-        self.versions = elf.offset(_VERSIONS)
-        self.names: dict[str, list[int]] = {}
-        at = elf.offset(_GNU_HASH)
-        self.hashed = at >= 0
-        if self.hashed:
-            self.buckets, self.first, self.words, self.shift = unpack("<4I", file.at(at, 16))
-            if not self.buckets or not self.words:
-                raise _BrokenError("its table of symbols is empty")
-            self.bloom = at + 16
-            self.starts = self.bloom + 8 * self.words
-            self.chains = self.starts + 4 * self.buckets
-            return
-        for index in range(1, _count(elf, file)):
-            place, section = self._entry(index)
-            if section:
-                self.names.setdefault(file.text(place), []).append(index)
+    By the GNU hash table; by a list of all where there is only the older table.
+    """
+    symbols, strings, at = elf.offset(_SYMBOLS), elf.offset(_STRINGS), elf.offset(_GNU_HASH)
 
-    def versions_of(self, name: str) -> Iterator[int]:
-        """The number of the version of every symbol of that name; any version will do where the library has none."""
-        for index in self._hashed(name) if self.hashed else self.names.get(name, ()):
-            yield _ANY if self.versions < 0 else unpack("<H", self.file.at(self.versions + 2 * index, 2))[0]
-
-    def _entry(self, index: int) -> tuple[int, int]:
+    def place_and_section(index: int) -> tuple[int, int]:
         """Where its name is, and the section it is defined in; 0 for none."""
-        name, _, _, section = unpack("<IBBH", self.file.at(self.symbols + index * _SYMBOL.size, 8))
-        return self.strings + name, section
+        name, _, _, section = unpack("<IBBH", file.at(symbols + index * _SYMBOL.size, 8))
+        return strings + name, section
 
-    def _hashed(self, name: str) -> Iterator[int]:
+    if at < 0:
+        names: dict[str, list[int]] = {}
+        for index in range(1, _count(elf, file)):
+            place, section = place_and_section(index)
+            if section:
+                names.setdefault(file.text(place), []).append(index)
+        return lambda name: names.get(name, ())
+
+    buckets, first, words, shift = unpack("<4I", file.at(at, 16))
+    if not buckets or not words:
+        raise _BrokenError("its table of symbols is empty")
+    bloom = at + 16
+    starts = bloom + 8 * words
+    chains = starts + 4 * buckets
+
+    def hashed(name: str) -> Iterator[int]:
         value = _gnu_hash(name)
-        bits = 1 << value % 64 | 1 << (value >> self.shift) % 64
-        (word,) = unpack("<Q", self.file.at(self.bloom + 8 * (value // 64 % self.words), 8))
-        if word & bits != bits:
+        bits = 1 << value % 64 | 1 << (value >> shift) % 64
+        if file.number(bloom + 8 * (value // 64 % words), 8) & bits != bits:
             return
-        (index,) = unpack("<I", self.file.at(self.starts + 4 * (value % self.buckets), 4))
+        index = file.number(starts + 4 * (value % buckets))
         raw = name.encode("utf-8", "surrogateescape") + b"\0"
-        for at in range(index, index + _LONGEST_CHAIN if index >= self.first else index):
-            (link,) = unpack("<I", self.file.at(self.chains + 4 * (at - self.first), 4))
+        for at in range(index, index + _LONGEST_CHAIN if index >= first else index):
+            link = file.number(chains + 4 * (at - first))
             if link | 1 == value | 1:
-                place, section = self._entry(at)
-                if section != 0 and self.file.some(place, len(raw)) == raw:
+                place, section = place_and_section(at)
+                if section != 0 and file.some(place, len(raw)) == raw:
                     yield at
             if link & 1:
                 return
+
+    return hashed
 
 
 @lru_cache(maxsize=1 << 14)
@@ -436,42 +426,34 @@ _ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
 _GAP = 4096
 
 
-def architectures(elf: Elf) -> dict[str, int] | Unknown:
+@_opens
+def architectures(elf: Elf, file: _File) -> dict[str, int]:
     """Architecture (``sm_90``, ``sm_90a``, ``compute_90``) → how many pieces of code are for it; none is empty.
 
     The letter ``a`` marks code for that chip alone, ``f`` code for a family (``sm_103f``).
     """
-
-    def walk(file: _File) -> dict[str, int]:
-        found: dict[tuple[str, int, str], int] = {}
-        for start, size in _sections(elf, file, (".nv_fatbin", "__nv_relfatbin")):
-            for key in _fatbins(file, start, start + size):
-                found[key] = found.get(key, 0) + 1
-        order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
-        return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
-
-    return _asked(elf.path, walk)
-
-
-def _fatbins(file: _File, at: int, end: int) -> Iterator[tuple[str, int, str]]:
-    """Kind, number and letter of every entry of every container between two places."""
-    while at + _CONTAINER.size <= end:
-        magic, _, header, size = _CONTAINER.unpack(file.at(at, _CONTAINER.size))
-        if magic != _FATBIN or header < _CONTAINER.size:
-            at = _next_fatbin(file, at + 1, end)
-            continue
-        entry, at = at + header, at + header + size
-        while entry + _ENTRY.size <= min(at, end):
-            kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.at(entry, _ENTRY.size))
-            if skipped < _ENTRY.size or not kind:
-                break
-            if kind in _PREFIX:
-                yield _PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else ""
-            entry += skipped + payload
+    found: dict[tuple[str, int, str], int] = {}
+    for start, size in _sections(elf, file, (".nv_fatbin", "__nv_relfatbin")):
+        at, end = start, start + size
+        while at + _CONTAINER.size <= end:
+            magic, _, header, length = _CONTAINER.unpack(file.at(at, _CONTAINER.size))
+            if magic != _FATBIN or header < _CONTAINER.size:  # between two containers there may be padding
+                at = _next_fatbin(file, at + 1, end)
+                continue
+            entry, at = at + header, at + header + length
+            while entry + _ENTRY.size <= min(at, end):
+                kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.at(entry, _ENTRY.size))
+                if skipped < _ENTRY.size or not kind:
+                    break
+                if kind in _PREFIX:
+                    key = (_PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else "")
+                    found[key] = found.get(key, 0) + 1
+                entry += skipped + payload
+    order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
+    return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
 
 
 def _next_fatbin(file: _File, at: int, end: int) -> int:
-    """Where the next container begins: between two there may be padding."""
     while at < end:
         found = file.some(at, min(_GAP, end - at)).find(_FATBIN.to_bytes(4, "little"))
         if found >= 0:

@@ -15,40 +15,14 @@ from typing import TYPE_CHECKING, Any
 from transload.machine import Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Host", "reason"]
 
 _LIMIT = 1 << 20  # no file we read as a whole is longer; /proc has some without an end
 _LINKS = 40  # as the kernel's own limit on symbolic links
 _NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR})
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted under us
-        return ""
-
-
-def _uname() -> tuple[str, str, str]:
-    if hasattr(os, "uname"):
-        uname = os.uname()
-        return uname.sysname, uname.release, uname.machine
-    import platform
-
-    return platform.system(), platform.release(), platform.machine()
-
-
 _UNSTATED: Any = None
-_DEFAULTS: dict[str, tuple[Callable[[], Any], Any]] = {
-    "environ": (lambda: dict(os.environ), {}),
-    "python": (lambda: sys.executable, ""),
-    "cwd": (_cwd, "/"),
-    "uname": (_uname, ("Linux", "", "")),
-    "uid": (lambda: os.geteuid() if hasattr(os, "geteuid") else -1, -1),
-}
-"""What is not stated of this machine, and of a host under another root."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +42,28 @@ class Host:
     uid: int = _UNSTATED
 
     def __post_init__(self) -> None:
-        for name, (own, unknown) in _DEFAULTS.items():
+        defaults: dict[str, Any] = {"environ": {}, "python": "", "cwd": "/", "uname": ("Linux", "", ""), "uid": -1}
+        if self.root == "/":
+            try:
+                cwd = os.getcwd()
+            except OSError:  # it was deleted under us
+                cwd = ""
+            if hasattr(os, "uname"):
+                uname = tuple(os.uname())
+            else:
+                import platform
+
+                uname = tuple(platform.uname())
+            defaults = {
+                "environ": dict(os.environ),
+                "python": sys.executable,
+                "cwd": cwd,
+                "uname": (uname[0], uname[2], uname[4]),
+                "uid": os.geteuid() if hasattr(os, "geteuid") else -1,
+            }
+        for name, value in defaults.items():
             if getattr(self, name) is _UNSTATED:
-                object.__setattr__(self, name, own() if self.root == "/" else unknown)
+                object.__setattr__(self, name, value)
 
     def at(self, path: str) -> str:
         """The real path of a path of the host."""
@@ -133,6 +126,15 @@ class Host:
         for name in self.names(folder) or ():
             if name.startswith(start) and name.endswith(end):
                 yield f"{folder.rstrip('/')}/{name}"
+
+    def distinct(self, paths: Iterable[str]) -> Iterator[str]:
+        """The paths that lead to different places: of several that lead to one the first."""
+        seen: set[str] = set()
+        for path in paths:
+            target = self.target(path)
+            if target not in seen:
+                seen.add(target)
+                yield path
 
     def exists(self, path: str) -> bool:
         """Whether there is something at ``path``, links followed inside the root."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct, unpack_from
+from typing import NamedTuple
 
 from transload.machine import Unknown
 
@@ -76,8 +77,7 @@ class Object:
             each = each.parent
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A file the loader would take. Where ``elf`` is an ``Unknown`` it stops there, with an error."""
 
     path: str
@@ -183,23 +183,19 @@ class Loader:
         return self._expanded(folders, self.program)
 
     @cached_property
-    def preload(self) -> tuple[str, ...]:
-        """What LD_PRELOAD lists."""
-        return tuple(filter(None, re.split(r"[:\s]", self.host.environ.get("LD_PRELOAD", ""))))
-
-    @cached_property
     def preload_file(self) -> tuple[str, ...]:
         """What /etc/ld.so.preload lists; musl has none."""
         lines = ("" if self.musl else self.host.text("/etc/ld.so.preload") or "").splitlines()
         return tuple(name for line in lines for name in re.split(r"[:\s]", line.partition("#")[0]) if name)
 
-    def preloaded(self) -> Iterator[tuple[str, Found]]:
+    def preloaded(self) -> Iterator[tuple[str, Object]]:
         """Every preloaded library, with the name it is listed under. The loader leaves out what it cannot load."""
-        for via, names in (("LD_PRELOAD", self.preload), ("ld.so.preload", self.preload_file)):
+        variable = filter(None, re.split(r"[:\s]", self.host.environ.get("LD_PRELOAD", "")))
+        for via, names in (("LD_PRELOAD", variable), ("ld.so.preload", self.preload_file)):
             for name in names:
                 found = next(self.search(name), None)
                 if found and isinstance(found.elf, Elf):
-                    yield name, Found(found.path, via, found.elf)
+                    yield name, Object(found.path, found.elf, via, self.program)
 
     # -- the search
 
@@ -227,28 +223,20 @@ class Loader:
         if "/" in name:
             yield "path", self._absolute(self._filled(name, asker))
             return
-        for via, folders in self._musl(asker) if self.musl else self._glibc(asker):
+        chain = tuple(asker.chain) if asker else ()
+        paths: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
+        if self.musl:  # it has one kind of run path, which is inherited
+            paths += (("RUNPATH", self.run_path(each)) for each in chain)
+        elif asker and asker.elf.has_runpath:
+            paths.append(("RUNPATH", self.run_path(asker)))
+        else:
+            every = chain if self.program is None or self.program in chain else (*chain, self.program)
+            paths[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
+        for via, folders in paths:
             yield from ((via, f"{folder.rstrip('/')}/{name}") for folder in folders)
         yield from (("ld.so.cache", path) for path in self.cache.get(name, ()))
         if asker is None or not asker.elf.no_default:
             yield from (("default folder", f"{folder}/{name}") for folder in self.default_folders)
-
-    def _glibc(self, asker: Object | None) -> Iterator[tuple[str, tuple[str, ...]]]:
-        if asker is None or not asker.elf.has_runpath:
-            chain = tuple(asker.chain) if asker else ()
-            program = (self.program,) if self.program and self.program not in chain else ()
-            for each in (*chain, *program):
-                if not each.elf.has_runpath:
-                    yield "RPATH", self.run_path(each)
-        yield "LD_LIBRARY_PATH", self.library_path
-        if asker and asker.elf.has_runpath:
-            yield "RUNPATH", self.run_path(asker)
-
-    def _musl(self, asker: Object | None) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """LD_LIBRARY_PATH comes first; there is one kind of run path, and it is inherited."""
-        yield "LD_LIBRARY_PATH", self.library_path
-        for each in asker.chain if asker else ():
-            yield "RUNPATH", self.run_path(each)
 
     def run_path(self, each: Object) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, made absolute."""
@@ -334,8 +322,19 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
         end = cache.find(b"\0", at, at + _LONGEST_NAME)
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
-    _, count, _, extensions = _HEADER.unpack_from(cache)
-    levels = {0: "", **{number: text(key) for number, key in _hwcaps(cache, extensions)}}
+    _, count, _, at = _HEADER.unpack_from(cache)
+    levels = {0: ""}  # the ``hwcap`` of entries, as used since glibc 2.33, and its name; 0 is any processor
+    extensions = 0
+    if 0 < at <= len(cache) - _EXTENSIONS.size:
+        magic, extensions = _EXTENSIONS.unpack_from(cache, at)
+        extensions = min(extensions, 16) if magic == _EXTENSION_MAGIC else 0
+    for index in range(extensions):
+        place = at + _EXTENSIONS.size + index * _EXTENSION.size
+        tag, _, offset, size = _EXTENSION.unpack_from(cache, place) if place + 16 <= len(cache) else (0, 0, 0, 0)
+        if tag == _HWCAPS and offset + size <= len(cache):
+            keys = unpack_from(f"<{size // 4}I", cache, offset)
+            levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})
+
     rank = {each: place for place, each in enumerate((*hwcaps, ""))}
     flags = _FLAGS.get(machine)
     size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
@@ -346,24 +345,10 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
     return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}
 
 
-def _hwcaps(cache: bytes, at: int) -> Iterator[tuple[int, int]]:
-    """The ``hwcap`` of entries, as used since glibc 2.33, and where its name is; 0 is any processor."""
-    if not 0 < at <= len(cache) - _EXTENSIONS.size:
-        return
-    magic, count = _EXTENSIONS.unpack_from(cache, at)
-    for index in range(min(count, 16) if magic == _EXTENSION_MAGIC else 0):
-        place = at + _EXTENSIONS.size + index * _EXTENSION.size
-        tag, _, offset, size = _EXTENSION.unpack_from(cache, place) if place + 16 <= len(cache) else (0, 0, 0, 0)
-        if tag == _HWCAPS and offset + size <= len(cache):
-            for number, key in enumerate(unpack_from(f"<{size // 4}I", cache, offset)):
-                yield _BY_HWCAPS | number, key
-
-
 # -- a process ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(NamedTuple):
     """A library that is needed and cannot be loaded."""
 
     name: str
@@ -375,8 +360,7 @@ class Missing:
     """Why that file cannot be loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """What ``dlopen`` would do: bring in ``objects``; with anything missing, nothing at all."""
 
     objects: tuple[Object, ...]
@@ -398,8 +382,7 @@ class Process:
         program = self.loader.program
         first = [program] if program else []
         for name, found in self.loader.preloaded():
-            if isinstance(found.elf, Elf):
-                first += self._admit(name, Object(found.path, found.elf, found.via, program))
+            first += self._admit(name, found)
         self._fill(first)
 
     def open(self, path: str, *, anyway: bool = False) -> Opened:

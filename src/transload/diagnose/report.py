@@ -386,7 +386,7 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
 
 def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     """The environment, its torch and what torch did."""
-    from transload.diagnose.probes.surroundings import DECIDING
+    from transload.diagnose.probes.system import DECIDING
 
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries

@@ -9,6 +9,7 @@ from tests.diagnose.trees import FOLDER, Content, Link, tree_host
 from tests.each import each
 from tests.elf_forge import library
 
+from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import driver_libraries
 from transload.machine import DriverLibraries, Library, Unknown
 
@@ -30,7 +31,7 @@ def installed(folder: str = DEBIAN, version: str = VERSION) -> dict[str, Content
 
 
 def libraries(root: Path, tree: Mapping[str, Content], **environ: str) -> DriverLibraries:
-    return driver_libraries(tree_host(root, tree, environ))
+    return driver_libraries(Loader(tree_host(root, tree, environ)))
 
 
 def cuda(root: Path, tree: Mapping[str, Content], **environ: str) -> tuple[Library, ...]:
@@ -128,7 +129,7 @@ def test_a_jetson(tmp_path: Path) -> None:
         f"{folder}/libcuda.so.1": Link("libcuda.so.1.1"),
     }
     host = tree_host(tmp_path, tree, {"LD_LIBRARY_PATH": folder}, uname=("Linux", "5.15.148-tegra", "aarch64"))
-    found = driver_libraries(host).libcuda
+    found = driver_libraries(Loader(host)).libcuda
     assert found
     assert (found.kind, found.version, found.problem) == ("driver", "", "")
 
@@ -214,6 +215,6 @@ def test_elements_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_other_systems_have_other_loaders(tmp_path: Path) -> None:
-    found = driver_libraries(tree_host(tmp_path, {}, uname=("Windows", "10", "AMD64")))
+    found = driver_libraries(Loader(tree_host(tmp_path, {}, uname=("Windows", "10", "AMD64"))))
     assert found.cuda == Unknown("the loader of Windows is not known")
     assert found.libcuda is None

@@ -7,9 +7,8 @@ from pathlib import Path
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
 from tests.each import each
 
-from transload.diagnose.probes.hardware import hardware, nodes
-from transload.diagnose.probes.kernel import kernel
-from transload.diagnose.probes.surroundings import variables
+from transload.diagnose.probes.hardware import hardware, kernel, nodes
+from transload.diagnose.probes.system import variables
 from transload.machine import ProcGpu
 
 VERSION = (

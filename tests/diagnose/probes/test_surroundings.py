@@ -20,7 +20,7 @@ from tests.diagnose.trees import (
 )
 from tests.each import each
 
-from transload.diagnose.probes.surroundings import DECIDING, SHOWN, service_of, surroundings, variables
+from transload.diagnose.probes.system import DECIDING, SHOWN, service_of, surroundings, variables
 from transload.machine import Surroundings, Unknown
 
 if TYPE_CHECKING:

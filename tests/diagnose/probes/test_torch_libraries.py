@@ -15,6 +15,7 @@ from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
 from transload.diagnose.host import Host
+from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import Preload, Preloads, package_of, preloads, torch_libraries
 from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
@@ -126,7 +127,7 @@ PYTHON = Python(path=("/usr/lib/python3.12", SITE))
 def probe(
     root: Path, tree: Mapping[str, Content | None], *, install: TorchInstall = INSTALL, **environ: str
 ) -> TorchLibraries:
-    return torch_libraries(tree_host(root, tree, environ), PYTHON, install)
+    return torch_libraries(Loader(tree_host(root, tree, environ)), PYTHON, install)
 
 
 def needed(found: TorchLibraries) -> dict[str, Resolved]:
@@ -407,7 +408,7 @@ def test_kernels_in_several_libraries(tmp_path: Path) -> None:
 def test_windows(tmp_path: Path) -> None:
     tree = {f"{TORCH}/lib/torch_python.dll": b"MZ\0\0sm_75 sm_120\0"}
     host = tree_host(tmp_path, tree, uname=("Windows", "10", "AMD64"))
-    assert torch_libraries(host, PYTHON, INSTALL).architectures == ("sm_75", "sm_120")
+    assert torch_libraries(Loader(host), PYTHON, INSTALL).architectures == ("sm_75", "sm_120")
 
 
 def test_constants_full_of_beginnings(tmp_path: Path) -> None:
@@ -425,7 +426,12 @@ def test_what_torch_says_it_preloads() -> None:
     linker = Preload("nvjitlink", "libnvJitLink.so.*[0-9]")
     assert preloads(SOME) == Preloads((linker,), "nvidia/cuda_runtime/lib/libcudart.so", rescue[:1])
     every = preloads(EVERYTHING)
-    assert [each.stem for each in every.always] == ["libcublasLt", "libnvJitLink", "libcusparse", "libnvToolsExt"]
+    assert [each.name.partition(".")[0] for each in every.always] == [
+        "libcublasLt",
+        "libnvJitLink",
+        "libcusparse",
+        "libnvToolsExt",
+    ]
     assert [each.required for each in every.always] == [False] * 4
     assert [each.required for each in every.rescue] == [True, True, True, False]
 
@@ -440,7 +446,7 @@ def test_the_installed_torch_says_it_in_a_known_way() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("no torch")
     plan = preloads(Path(spec.origin).read_text(encoding="utf-8"))
-    assert {"libcublas", "libcudnn", "libnvJitLink", "libnccl"} <= {each.stem for each in plan.rescue}
+    assert {"libcublas", "libcudnn", "libnvJitLink", "libnccl"} <= {each.name.partition(".")[0] for each in plan.rescue}
     assert plan.marker.endswith("libcudart.so")
 
 
@@ -471,7 +477,7 @@ def test_the_installed_torch() -> None:
     if sys.platform != "linux" or spec is None or spec.origin is None:
         pytest.skip("no torch of Linux")
     found = torch_libraries(
-        Host(), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
+        Loader(Host()), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
     )
     assert [each for each in found.needed if not each.path or each.problem] == []
     assert found.unresolved == ()

@@ -1,0 +1,146 @@
+"""What a host is, found out in the order that takes the least time: children first, files while they are at work."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
+
+from transload._version import __version__
+from transload.diagnose.children import Child, Question
+from transload.diagnose.host import Host
+from transload.machine import (
+    Answer,
+    Cuda,
+    Driver,
+    DriverLibraries,
+    Experiment,
+    Hardware,
+    Kernel,
+    Machine,
+    Nodes,
+    Nvml,
+    Platform,
+    Python,
+    Surroundings,
+    Toolkit,
+    Torch,
+    TorchLibraries,
+    TorchRun,
+    Variables,
+)
+
+__all__ = ["probe"]
+
+_DRIVER = 8.0
+"""Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
+_EXPERIMENTS = 9.0
+"""Seconds from the start of everything to the end of the last experiment."""
+_TORCH = 60.0
+"""Seconds for torch, which may lie on a cold network disk. Where the driver hangs, torch gets no more than it."""
+
+Fact = TypeVar("Fact")
+
+
+def probe(
+    python: str = "",
+    *,
+    torch: bool = True,
+    timeout: float = 0.0,
+    host: Host | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Machine:
+    """What this host is, with the environment of ``python``; without one, of an interpreter that has a torch.
+
+    With ``torch=False`` torch is not run; ``timeout`` is the most seconds it may take, 0 for the usual. ``progress`` is
+    called with a few words on what is being done. There is always an answer: a probe that fails is named in
+    ``Machine.problems``, and a driver that hangs is given up within ten seconds, and torch with it.
+    """
+    begun = time.monotonic()
+    here = host or Host()
+    problems: dict[str, str] = {}
+    ours: set[int] = set()
+
+    def attempt(name: str, default: Fact, ask: Callable[..., Fact], *arguments: object) -> Fact:
+        """What a probe finds. One that raises has met a host we did not think of: the others still count."""
+        try:
+            return ask(*arguments)
+        except Exception as error:  # noqa: BLE001  reported as a bug of transload
+            problems[name] = f"{type(error).__name__}: {error}"
+            return default
+
+    with ExitStack() as children:
+
+        def start(question: Question, seconds: float) -> Child:
+            child = children.enter_context(Child(question, seconds))
+            ours.add(child.pid)
+            return child
+
+        from transload.diagnose.probes import driver
+
+        progress("asking the driver")
+        cuda_child = start(driver.question(here, "cuda"), _DRIVER)
+        nvml_child = start(driver.question(here, "nvml"), _DRIVER)
+
+        # The other probes are imported while the children start.
+        from transload.diagnose.probes import python as interpreters
+        from transload.diagnose.probes import torch as torches
+
+        why = ""
+        if python:
+            here = replace(here, python=python)
+        elif here.python == sys.executable:
+            here, why = attempt("python", (here, ""), interpreters.choose, here)
+        examined = attempt("python", Python(here.python), interpreters.python, here, why)
+        runs = torch and not examined.problem
+        run = start(torches.question(here, examined.executable), timeout or _TORCH) if runs else None
+
+        progress("reading files")
+        from transload.diagnose.loader import Loader
+        from transload.diagnose.probes import hardware, libraries, system
+
+        loader = Loader(here)
+        cards = attempt("hardware", Hardware(), hardware.hardware, here)
+        found = attempt("torch", Torch(), torches.torch, here, examined)
+        drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, loader)
+        kernel = attempt("kernel", Kernel(), hardware.kernel, here)
+        own = tuple(f"({pid})" for pid in ours)  # our children may hang in the driver by now
+        linked = TorchLibraries()
+        if found.first:
+            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined, found.first)
+        machine = Machine(
+            transload=__version__,
+            taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            platform=attempt("platform", Platform(), system.platform, here),
+            surroundings=attempt("surroundings", Surroundings(), system.surroundings, here),
+            hardware=cards,
+            kernel=replace(kernel, stuck=tuple(each for each in kernel.stuck if not each.endswith(own))),
+            nodes=attempt("nodes", Nodes(), hardware.nodes, here),
+            toolkit=attempt("toolkit", Toolkit(), system.toolkit, here),
+            variables=attempt("variables", Variables(), system.variables, here),
+            python=examined,
+            torch=found,
+            torch_libraries=linked,
+            extensions=attempt("extensions", (), libraries.extensions, loader, examined, found.first),
+            accelerators=attempt("accelerators", (), hardware.accelerators, here, cards),
+        )
+        # Imported while the children are at work: the rules are a third of the time of a run.
+        import transload.diagnose.redact
+        import transload.diagnose.rules
+        import transload.diagnose.verdict  # noqa: F401
+
+        progress("waiting for the driver")
+        cuda = attempt("cuda", Cuda(), lambda: driver.cuda(here, cuda_child.outcome()))
+        nvml = attempt("nvml", Nvml(), lambda: driver.nvml(here, nvml_child.outcome(), ours))
+        if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
+            run.hurry(begun + _DRIVER)
+        left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
+        tried: tuple[Experiment, ...] = attempt("experiments", (), driver.experiments, here, cuda, left)
+        ran = TorchRun(Answer(detail=examined.problem))
+        if run:
+            progress("running torch")
+            ran = attempt("torch run", TorchRun(), lambda: torches.torch_run(here, run.outcome()))
+    return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

@@ -75,7 +75,7 @@ def form(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of JSON: everything but plain ASCII as UTF-16, as JSON wants it; half of a pair is let through."""
+    """A string of JSON: anything but plain ASCII as UTF-16 escapes; lone surrogates are kept."""
     plain = all(" " <= c <= "~" and c not in '"\\' for c in text)
     data = b"" if plain else text.encode("utf-16-be", "surrogatepass")
     units = [f"\\u{data[at]:02x}{data[at + 1]:02x}" for at in range(0, len(data), 2)]

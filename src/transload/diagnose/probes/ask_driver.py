@@ -104,38 +104,33 @@ def ask_cuda(driver: Driver) -> None:
 
 
 def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
-    """One device."""
+    """The fields of a ``CudaGpu``."""
     device = ctypes.c_int(ordinal)
+
+    def attribute(number: int) -> list[int]:
+        value = ctypes.c_int()
+        code = driver.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+        return [] if code else [value.value]
+
     driver.call("cuDeviceGet", ctypes.byref(device), ordinal)
     name = ctypes.create_string_buffer(256)
     driver.call("cuDeviceGetName", name, 256, device)
     memory = ctypes.c_size_t()
     code = driver.call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+    raw = ctypes.create_string_buffer(16)
+    without = driver.either("cuDeviceGetUuid_v2", "cuDeviceGetUuid", raw, device)
+    mig = b" MIG " in name.value and driver.has("cuDeviceGetUuid_v2")  # only the newer function gives a MIG device's
+    cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+    uuid = "-".join(("MIG" if mig else "GPU", *(raw.raw.hex()[start:end] for start, end in cuts)))
     return {
         "ordinal": ordinal,
         "name": decoded(name.value),
-        "capability": [value for number in CAPABILITY for value in attribute(driver, number, device)],
-        "uuid": uuid(driver, device, b" MIG " in name.value),
+        "capability": [value for number in CAPABILITY for value in attribute(number)],
+        "uuid": "" if without else uuid,
         "memory": -1 if code else memory.value,
-        "compute_mode": [*attribute(driver, COMPUTE_MODE, device), -1][0],
-        "integrated": attribute(driver, INTEGRATED, device) == [1],
+        "compute_mode": [*attribute(COMPUTE_MODE), -1][0],
+        "integrated": attribute(INTEGRATED) == [1],
     }
-
-
-def attribute(driver: Driver, number: int, device: ctypes.c_int) -> list[int]:
-    """An attribute; empty where the driver does not know it."""
-    value = ctypes.c_int()
-    code = driver.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
-    return [] if code else [value.value]
-
-
-def uuid(driver: Driver, device: ctypes.c_int, mig: bool) -> str:
-    """``GPU-...``, or of a MIG device ``MIG-...``, which only the newer function gives."""
-    raw = ctypes.create_string_buffer(16)
-    kind = "MIG-" if mig and driver.has("cuDeviceGetUuid_v2") else "GPU-"
-    code = driver.either("cuDeviceGetUuid_v2", "cuDeviceGetUuid", raw, device)
-    cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
-    return "" if code else kind + "-".join(raw.raw.hex()[start:end] for start, end in cuts)
 
 
 # -- NVML: the driver's version, and each card with what may keep it from computing ------------------------------------
@@ -154,7 +149,10 @@ FABRIC_INFO_V = struct.Struct("=I16sIIII")
 """The version and size of itself, then the same, and a mask of its health."""
 LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
 """Whether licences are supported, how many follow; of each its code, whether it is licensed, texts, and more."""
-VGPU = 2
+COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
+MIG = ("disabled", "enabled")
+FABRIC = ("not-supported", "not-started", "in-progress", "completed")
+VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 
 
 def ask_nvml(driver: Driver) -> None:
@@ -169,7 +167,11 @@ def ask_nvml(driver: Driver) -> None:
         version = ctypes.c_int()
         names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
         code = driver.either(names[0], names[1], ctypes.byref(version))
-        tell(cuda=0 if code else version.value, confidential=confidential(driver))
+        state = (ctypes.c_uint * 3)()  # of confidential computing: environment, feature, tools
+        ready: list[int] = []
+        if driver.call("nvmlSystemGetConfComputeState", state) == 0 and state[1]:
+            ready = driver.numbers("nvmlSystemGetConfComputeGpusReadyState")
+        tell(cuda=0 if code else version.value, confidential={(): "", (0,): "not-ready"}.get(tuple(ready), "ready"))
         count = ctypes.c_uint()
         code = driver.either("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount", ctypes.byref(count))
         tell(count=-1 if code else count.value, count_code=code)
@@ -178,87 +180,85 @@ def ask_nvml(driver: Driver) -> None:
     driver.report.done()
 
 
-def confidential(driver: Driver) -> str:
-    """Whether confidential computing is ready for work; empty where it is off."""
-    state = (ctypes.c_uint * 3)()  # environment, feature, tools
-    if driver.call("nvmlSystemGetConfComputeState", state) or not state[1]:
-        return ""
-    ready = driver.numbers("nvmlSystemGetConfComputeGpusReadyState")
-    return {(): "", (0,): "not-ready"}.get(tuple(ready), "ready")
-
-
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
-    """One card; the code says whether there is more. Lists are empty where the function fails or is missing."""
+    """The fields of an ``NvmlGpu``; only the code where that is an error. Of processes the numbers, and their bytes."""
     card = ctypes.c_void_p()
     names = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
     code = driver.either(names[0], names[1], index, ctypes.byref(card))
     if code:
         return {"index": index, "code": code}
+
+    raw = ctypes.create_string_buffer(PCI_INFO.size)
+    address = ""
+    names = ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2")
+    if driver.either(names[0], names[1], card, raw) == 0:
+        legacy, *_, newer = PCI_INFO.unpack(raw.raw)
+        address = decoded((newer if driver.has(names[0]) else legacy).partition(b"\0")[0])
+        if address.startswith("0000") and len(address) == 16:  # 00000000:0F:00.0, which the kernel writes shorter
+            address = address[4:]
+
     amounts = (ctypes.c_ulonglong * 3)()  # all, free, used
-    mode = driver.numbers("nvmlDeviceGetVirtualizationMode", card)
+    memory = [-1, -1] if driver.call("nvmlDeviceGetMemoryInfo", card, amounts) else list(amounts)
+    mode = driver.numbers("nvmlDeviceGetComputeMode", card)
+    state, status = fabric(driver, card)
+    remapped = driver.numbers("nvmlDeviceGetRemappedRows", card, count=4) or [0] * 4
+    retired = driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card)
+    count = ctypes.c_uint(PROCESSES)
+    raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
+    names = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+    running = 0 if driver.either(names[0], names[1], card, ctypes.byref(count), raw) else min(count.value, PROCESSES)
+    processes = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at)[:2] for at in range(running)]
+
+    mig = driver.numbers("nvmlDeviceGetMigMode", card, count=2)[:1]
+    room = driver.numbers("nvmlDeviceGetMaxMigDeviceCount", card) if mig == [1] else []
+    mig_devices = []
+    for at in range(min(sum(room), DEVICES)):
+        device = ctypes.c_void_p()
+        if driver.call("nvmlDeviceGetMigDeviceHandleByIndex", card, at, ctypes.byref(device)) == 0:
+            mig_devices.append(driver.text("nvmlDeviceGetUUID", device))
+    virtualization = word(VIRTUALIZATION, driver.numbers("nvmlDeviceGetVirtualizationMode", card))
     return {
         "index": index,
-        "code": code,
         "name": driver.text("nvmlDeviceGetName", card),
         "uuid": driver.text("nvmlDeviceGetUUID", card),
         "capability": driver.numbers("nvmlDeviceGetCudaComputeCapability", card, count=2),
-        "address": address(driver, card),
-        "memory": [] if driver.call("nvmlDeviceGetMemoryInfo", card, amounts) else list(amounts),
-        "compute_mode": driver.numbers("nvmlDeviceGetComputeMode", card),
-        "fabric": fabric(driver, card),
-        "remapped": driver.numbers("nvmlDeviceGetRemappedRows", card, count=4),
-        "retired": driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card),
-        "processes": processes(driver, card),
-        **mig(driver, card),
-        "virtualization": mode,
-        "licence": licence(driver, card) if mode == [VGPU] else "",  # a share of a card needs one
+        "address": address.lower(),
+        "memory": memory[0],
+        "free": memory[1],
+        "compute_mode": word(COMPUTE_MODES, mode),
+        "mig": word(MIG, mig),
+        "mig_devices": [each for each in mig_devices if each],
+        "fabric": word(FABRIC, [state]),
+        "fabric_status": status,
+        "retired_pending": retired == [1],
+        "remap_pending": bool(remapped[2]),
+        "remap_failure": bool(remapped[3]),
+        "virtualization": virtualization,
+        "licence": licence(driver, card) if virtualization == "vgpu" else "",  # a share of a card needs one
+        "processes": processes,
     }
 
 
-def address(driver: Driver, card: ctypes.c_void_p) -> str:
-    """Its place on the bus, as NVML writes it: ``00000000:0F:00.0``."""
-    raw = ctypes.create_string_buffer(PCI_INFO.size)
-    names = ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2")
-    if driver.either(names[0], names[1], card, raw):
-        return ""
-    legacy, *_, newer = PCI_INFO.unpack(raw.raw)
-    return decoded((newer if driver.has(names[0]) else legacy).partition(b"\0")[0])
+def word(words: tuple[str, ...], numbers: list[int]) -> str:
+    """The word for the first of the numbers; empty for one that has none.
+
+    >>> word(MIG, [1]), word(MIG, []), word(MIG, [7])
+    ('enabled', '', '')
+    """
+    return dict(enumerate(words)).get(numbers[0], "") if numbers else ""
 
 
-def fabric(driver: Driver, card: ctypes.c_void_p) -> list[int]:
-    """State and status of the card in the fabric of NVLink."""
+def fabric(driver: Driver, card: ctypes.c_void_p) -> tuple[int, int]:
+    """State and status of the card in the fabric of NVLink; the state is -1 where it is not known."""
     raw = ctypes.create_string_buffer(FABRIC_INFO_V.size)
     ctypes.cast(raw, ctypes.POINTER(ctypes.c_uint))[0] = FABRIC_INFO_V.size | 2 << 24
     if driver.call("nvmlDeviceGetGpuFabricInfoV", card, raw) == 0:
         _, _, status, _, state, _ = FABRIC_INFO_V.unpack(raw.raw)
-        return [state, status]
+        return state, status
     if driver.call("nvmlDeviceGetGpuFabricInfo", card, raw) == 0:
         _, status, _, state = FABRIC_INFO.unpack_from(raw.raw)
-        return [state, status]
-    return []
-
-
-def processes(driver: Driver, card: ctypes.c_void_p) -> list[list[int]]:
-    """Those that compute on it: process and bytes."""
-    count = ctypes.c_uint(PROCESSES)
-    raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
-    names = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-    if driver.either(names[0], names[1], card, ctypes.byref(count), raw):
-        return []
-    each = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at) for at in range(min(count.value, PROCESSES))]
-    return [[process, used] for process, used, _, _ in each]
-
-
-def mig(driver: Driver, card: ctypes.c_void_p) -> dict[str, object]:
-    """Whether the card is cut into MIG devices now, and what these are called."""
-    mode = driver.numbers("nvmlDeviceGetMigMode", card, count=2)[:1]
-    room = driver.numbers("nvmlDeviceGetMaxMigDeviceCount", card) if mode == [1] else []
-    uuids = []
-    for index in range(min(sum(room), DEVICES)):
-        device = ctypes.c_void_p()
-        if driver.call("nvmlDeviceGetMigDeviceHandleByIndex", card, index, ctypes.byref(device)) == 0:
-            uuids.append(driver.text("nvmlDeviceGetUUID", device))
-    return {"mig": mode, "mig_devices": [each for each in uuids if each]}
+        return state, status
+    return -1, 0
 
 
 def licence(driver: Driver, card: ctypes.c_void_p) -> str:

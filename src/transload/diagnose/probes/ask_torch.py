@@ -31,16 +31,7 @@ DEVICES = 64
 def ask_torch() -> None:
     """Report everything."""
     report = begin()
-    watch(report)
-    imported = step(report, "import", load)
-    if imported:
-        examine(report, imported[0])
-    report.done()
-
-
-def watch(report: Report) -> None:
-    """Report warnings, and print Python's stack at a crash, or when the parent loses patience."""
-    try:
+    try:  # report warnings, and print Python's stack at a crash, or when the parent loses patience
         import warnings
 
         warnings.showwarning = lambda message, *_, **__: report.say(warning=clipped(message))
@@ -53,6 +44,10 @@ def watch(report: Report) -> None:
         report.say(traced=True)
     except Exception:  # noqa: BLE001, S110  on Windows, or where a file of the user's is called warnings.py
         pass
+    imported = step(report, "import", load)
+    if imported:
+        examine(report, imported[0])
+    report.done()
 
 
 def step(report: Report, name: str, action: Any) -> list[Any]:
@@ -109,14 +104,24 @@ def examine(report: Report, torch: Any) -> None:
 
 def compute(report: Report, torch: Any, cudnn: bool) -> bool:
     """Whether a kernel ran on the GPU. MIOpen in place of cuDNN would compile, and keep a cache in the user's home."""
+
+    def devices() -> list[str]:
+        each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
+        return [f"{one.name} ({one.major}, {one.minor})" for one in each]
+
+    def convolution() -> None:
+        report.say(cudnn=int(torch.backends.cudnn.version() or 0))
+        image, weights = torch.ones(1, 8, 16, 16, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda")
+        expect(torch.nn.functional.conv2d(image, weights).sum().item(), 8 * 14 * 14 * 72)
+
     if not step(report, "init", lambda: torch.cuda.init()):  # noqa: PLW0108  it may lack any of these names
         return False
-    report.say(devices=quietly(report, "devices", lambda: devices(torch)) or [])
+    report.say(devices=quietly(report, "devices", devices) or [])
     if not step(report, "kernel", lambda: expect((torch.zeros(1, device="cuda") + 1).item(), 1)):
         return False
     step(report, "matmul", lambda: matmul(torch, "cuda"))
     if cudnn:
-        step(report, "convolution", lambda: convolution(report, torch))
+        step(report, "convolution", convolution)
     return True
 
 
@@ -130,21 +135,9 @@ def attribute(thing: Any, *names: str) -> str:
         return ""
 
 
-def devices(torch: Any) -> list[str]:
-    """Name and compute capability of each."""
-    each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
-    return [f"{one.name} ({one.major}, {one.minor})" for one in each]
-
-
 def matmul(torch: Any, device: str) -> None:
     ones = torch.ones(64, 64, device=device)
     expect(((ones + ones) @ ones).sum().item(), 2 * 64**3)
-
-
-def convolution(report: Report, torch: Any) -> None:
-    report.say(cudnn=int(torch.backends.cudnn.version() or 0))
-    image, weights = torch.ones(1, 8, 16, 16, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda")
-    expect(torch.nn.functional.conv2d(image, weights).sum().item(), 8 * 14 * 14 * 72)
 
 
 def expect(result: float, wanted: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.machine import Answer, Cuda, CudaGpu, Experiment, Nvml, NvmlGpu
@@ -22,10 +22,6 @@ _FLAGS = ("-I", "-S", "-B")
 """Our own interpreter without any site: half the time, and nothing from the environment that could break it."""
 _NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}
 """What is loaded on Linux and on Windows."""
-_COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
-_MIG = ("disabled", "enabled")
-_FABRIC = ("not-supported", "not-started", "in-progress", "completed")
-_VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 _NOT_STATED = (1 << 64) - 1
 """What NVML gives for the memory of a process where the system does not tell."""
 
@@ -60,6 +56,17 @@ def cuda(host: Host, outcome: Outcome) -> Cuda:
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
     """What NVML answered; ``ours`` are processes of our own, which are left out."""
+
+    def process(pid: int, used: int) -> str:
+        """``python (4711), 3.2 GB``. A process of another container has a number, but no name here."""
+        name = host.line(f"/proc/{pid}/comm") or "process"
+        return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
+
+    gpus = []
+    for told in outcome.all("gpu"):
+        others = tuple(process(*each) for each in told.get("processes", ()) if each[0] not in ours)
+        lists = {name: tuple(told.get(name, ())) for name in ("capability", "mig_devices")}
+        gpus.append(NvmlGpu(**{**told, **lists, "processes": others}))
     facts = outcome.facts
     return Nvml(
         answer=_answer(host, outcome, "nvml"),
@@ -69,61 +76,9 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
         cuda=facts.get("cuda", 0),
         count=facts.get("count", -1),
         count_code=facts.get("count_code", -1),
-        gpus=tuple(_nvml_gpu(host, told, ours) for told in outcome.all("gpu")),
+        gpus=tuple(gpus),
         confidential=facts.get("confidential", ""),
     )
-
-
-def _nvml_gpu(host: Host, told: dict[str, Any], ours: Collection[int]) -> NvmlGpu:
-    if told["code"]:
-        return NvmlGpu(told["index"], told["code"])
-    memory, free, _ = told["memory"] or (-1, -1, -1)
-    state, status = told["fabric"] or (-1, 0)
-    pending, failure = told["remapped"][2:] or (0, 0)
-    return NvmlGpu(
-        told["index"],
-        name=told["name"],
-        uuid=told["uuid"],
-        capability=tuple(told["capability"]),
-        address=_address(told["address"]),
-        memory=memory,
-        free=free,
-        compute_mode=_word(_COMPUTE_MODES, told["compute_mode"]),
-        mig=_word(_MIG, told["mig"]),
-        mig_devices=tuple(told["mig_devices"]),
-        fabric=_word(_FABRIC, [state]),
-        fabric_status=status,
-        retired_pending=told["retired"] == [1],
-        remap_pending=bool(pending),
-        remap_failure=bool(failure),
-        virtualization=_word(_VIRTUALIZATION, told["virtualization"]),
-        licence=told["licence"],
-        processes=tuple(_process(host, *each) for each in told["processes"] if each[0] not in ours),
-    )
-
-
-def _word(words: tuple[str, ...], numbers: list[int]) -> str:
-    """The word for a number; empty for one that has none.
-
-    >>> _word(_MIG, [1]), _word(_MIG, []), _word(_MIG, [7])
-    ('enabled', '', '')
-    """
-    return dict(enumerate(words)).get(numbers[0], "") if numbers else ""
-
-
-def _address(text: str) -> str:
-    """NVML's address of a card as the kernel writes it, where that is possible.
-
-    >>> _address("00000000:0F:00.0")
-    '0000:0f:00.0'
-    """
-    return (text[4:] if text.startswith("0000") and len(text) == 16 else text).lower()
-
-
-def _process(host: Host, pid: int, used: int) -> str:
-    """``python (4711), 3.2 GB``. A process of another container has a number, but no name here."""
-    name = host.line(f"/proc/{pid}/comm") or "process"
-    return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
 
 
 def _answer(host: Host, outcome: Outcome, which: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The cards on the buses, the device nodes that lead to them, and accelerators that are not NVIDIA's."""
+"""The cards on the buses, NVIDIA's kernel driver, the device nodes, and accelerators that are not NVIDIA's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from transload.diagnose.children import in_fork
-from transload.diagnose.host import Host
-from transload.diagnose.probes.system import mount_of, mounts
-from transload.machine import AMD, INTEL, NVIDIA, Accelerator, Hardware, Node, Nodes, PciDevice, Unknown
+from transload.diagnose.host import Host, reason
+from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
+from transload.machine import (
+    AMD,
+    INTEL,
+    NVIDIA,
+    Accelerator,
+    Hardware,
+    Kernel,
+    Node,
+    Nodes,
+    PciDevice,
+    ProcGpu,
+    Unknown,
+)
 
-__all__ = ["accelerators", "hardware", "nodes"]
+__all__ = ["accelerators", "daemons_and_stuck", "hardware", "kernel", "kernel_log", "nodes"]
 
 _BUS = "/sys/bus/pci/devices"
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
@@ -28,33 +40,38 @@ def hardware(host: Host) -> Hardware:
     tegra = ""
     if release or "nvidia,tegra" in compatible or host.uname[1].endswith("-tegra"):
         tegra = ", ".join(part for part in (host.line(f"{_TREE}/model"), release) if part) or "Tegra"
-    return Hardware(pci=_pci(host), dxg=host.exists("/dev/dxg"), tegra=tegra)
+    on_linux = host.uname[0] == "Linux"
+    addresses = host.names(_BUS) if on_linux else Unknown(f"the PCI bus is not looked at on {host.uname[0]}")
+    devices = addresses if isinstance(addresses, Unknown) else tuple(_devices(host, addresses))
+    return Hardware(pci=devices, dxg=host.exists("/dev/dxg"), tegra=tegra)
 
 
-def _pci(host: Host) -> tuple[PciDevice, ...] | Unknown:
-    if host.uname[0] != "Linux":
-        return Unknown(f"the PCI bus is not looked at on {host.uname[0]}")
-    addresses = host.names(_BUS)
-    if isinstance(addresses, Unknown):
-        return addresses
-    found = []
+def _devices(host: Host, addresses: tuple[str, ...]) -> Iterator[PciDevice]:
     for address in addresses:
         folder = f"{_BUS}/{address}"
         vendor, kind = _hex(host.line(f"{folder}/vendor")), _hex(host.line(f"{folder}/class"))
-        if vendor == NVIDIA or kind >> 16 in (_DISPLAY, _ACCELERATOR):
-            power = host.line(f"{folder}/power_state")
-            device = PciDevice(
-                address,
-                vendor,
-                _hex(host.line(f"{folder}/device")),
-                kind,
-                driver=host.link(f"{folder}/driver").rpartition("/")[2],
-                power=power,
-                bars=_bars(host.text(f"{folder}/resource", 4096) or ""),
-                dead=vendor == NVIDIA and _dead(host, folder, power),
-            )
-            found.append(device)
-    return tuple(found)
+        if vendor != NVIDIA and kind >> 16 not in (_DISPLAY, _ACCELERATOR):
+            continue
+        power, dead = host.line(f"{folder}/power_state"), False
+        # Reading the configuration space would wake a card that sleeps: those are left alone.
+        asleep = power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended"
+        if vendor == NVIDIA and not asleep:
+            try:
+                # Not one byte more: each word is asked of the card, and a page of them takes 20 ms in a guest.
+                with open(host.real(f"{folder}/config"), "rb", buffering=0) as stream:
+                    dead = stream.read(4) == b"\xff\xff\xff\xff"
+            except OSError:
+                pass
+        yield PciDevice(
+            address,
+            vendor,
+            _hex(host.line(f"{folder}/device")),
+            kind,
+            driver=host.link(f"{folder}/driver").rpartition("/")[2],
+            power=power,
+            bars=_bars(host.text(f"{folder}/resource", 4096) or ""),
+            dead=dead,
+        )
 
 
 def _hex(text: str) -> int:
@@ -80,16 +97,236 @@ def _bars(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _dead(host: Host, folder: str, power: str) -> bool:
-    """Whether its configuration space reads all ones. Reading would wake a card that sleeps: those are left alone."""
-    if power == "D3cold" or host.line(f"{folder}/power/runtime_status") == "suspended":
-        return False
+# -- NVIDIA's kernel driver: whether it is loaded, and what could keep it from loading ---------------------------------
+
+_PROC = "/proc/driver/nvidia"
+_VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
+_CONCERN = re.compile(r"nvidia(?:_\w+)?|nouveau|nova_\w+|nvgpu|vfio_pci|dxgkrnl|amdgpu|i915|xe|habanalabs", re.ASCII)
+_MODULE_ROOTS = ("/lib/modules", "/usr/lib/modules", "/run/booted-system/kernel-modules/lib/modules")
+# As a line of modules.dep names it. Debian adds the flavour: nvidia-current.ko, nvidia-tesla-470.ko.
+_OBJECT = re.compile(rb"^(\S*/nvidia(?:-(?:current|open|tesla|legacy)[\w-]*)?\.ko(?:\.\w+)?):", re.MULTILINE)
+_FIRMWARE = ("/lib/firmware", "/usr/lib/firmware", "/lib/firmware/updates", "/run/current-system/firmware")
+_SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+_MOST = 64  # cards, kernels, and nodes of a folder: every slice of every card can have its own
+_DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
+_STANZA = 1 << 14  # of a package
+DRIVER_PATIENCE = 0.5
+"""Seconds for the pages of all cards: a driver in trouble may never answer."""
+
+
+def kernel(host: Host) -> Kernel:
+    """What the kernel says of NVIDIA's driver. On another system than Linux nothing is known."""
+    if host.uname[0] != "Linux":
+        return Kernel(loaded=Unknown(f"not looked at on {host.uname[0]}"))
+    told, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
+    names = {line.partition(" ")[0] for line in (listed or "").split("\n")}
+    modules = tuple(sorted(name for name in names if _CONCERN.fullmatch(name)))
+    loaded: bool | Unknown = host.folder("/sys/module/nvidia") or "NVRM version" in told or "nvidia" in modules
+    if not loaded and isinstance(listed, Unknown) and not host.names("/sys/module"):
+        loaded = listed  # some containers hide all three
+    stated = _VERSION.search(told.partition("\n")[0])
+    version = host.line("/sys/module/nvidia/version") or (stated[1] if stated else "")
+
+    # Drivers from 465 on bring firmware. Without any firmware folder this is a container, which uses the host's.
+    firmware: bool | Unknown = Unknown("the driver's version is not known")
+    if version:
+        own = host.line("/sys/module/firmware_class/parameters/path")
+        folders = [folder for folder in (own, *_FIRMWARE) if folder and host.folder(f"{folder}/nvidia")]
+        found = any(host.folder(f"{folder}/nvidia/{version}") for folder in folders)
+        firmware = found if folders else Unknown("/lib/firmware/nvidia is not there")
+
+    secure_boot: bool | Unknown
+    data = host.data(_SECURE_BOOT, 16)
+    if isinstance(data, Unknown):
+        there = host.names("/sys/firmware")
+        # A container is shown an empty folder. A machine that was not started by EFI has other things in it.
+        secure_boot = False if there and "efi" not in there else data
+    else:
+        secure_boot = data[4] == 1 if len(data) > 4 else Unknown(f"{_SECURE_BOOT} is too short")
+
+    line = host.text("/proc/cmdline", 1 << 14)
+    daemons, stuck = daemons_and_stuck(host) if loaded else ((), ())
+    mps = host.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"  # noqa: S108  where the daemon puts it
+    return Kernel(
+        loaded=loaded,
+        version=version,
+        flavour="open" if "Open Kernel Module" in told else "proprietary" if "Kernel Module" in told else "",
+        modules=modules,
+        built_for=_built_for(host),
+        secure_boot=secure_boot,
+        uvm_disable_hmm=host.line("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
+        kaslr=line if isinstance(line, Unknown) else "nokaslr" not in line.split(),
+        parameters=_pairs(host.text(f"{_PROC}/params", 1 << 16) or ""),
+        gpus=_gpus(host),
+        firmware=firmware,
+        log=kernel_log(host),
+        daemons=daemons,
+        stuck=stuck,
+        fabric_manager=_fabric_manager(host),
+        mps_directory=mps if host.folder(mps) else "",
+    )
+
+
+def _built_for(host: Host) -> tuple[str, ...] | Unknown:
+    """The kernels with a driver, by the list that depmod made: no other module is loaded. Its file must exist."""
+    root = next((root for root in _MODULE_ROOTS if host.folder(root)), _MODULE_ROOTS[0])
+    releases = host.names(root)
+    if isinstance(releases, Unknown):
+        return releases
+    found = []
+    for release in releases[:_MOST]:
+        folder = f"{root}/{release}"
+        dependencies = host.data(f"{folder}/modules.dep", _DEPENDENCIES) or b""
+        objects = (match[1].decode("utf-8", "surrogateescape") for match in _OBJECT.finditer(dependencies))
+        if any(host.exists(path if path.startswith("/") else f"{folder}/{path}") for path in objects):
+            found.append(release)
+    return tuple(found)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    lines = (line.partition(":") for line in text.split("\n"))
+    return {name.strip(): value.strip().strip('"') for name, colon, value in lines if colon}
+
+
+def _gpus(host: Host) -> tuple[ProcGpu, ...]:
+    """The driver's own list. A driver in trouble may keep us waiting for a card's page."""
+    addresses = (host.names(f"{_PROC}/gpus") or ())[:_MOST]
+    pages = [f"{_PROC}/gpus/{address}/information" for address in addresses]
+    questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]
+    found = []
+    for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
+        told = _pairs(text or "")
+        minor = told.get("Device Minor", "")
+        gpu = ProcGpu(
+            address,
+            model=told.get("Model", ""),
+            minor=int(minor) if re.fullmatch(r"\d{1,6}", minor, re.ASCII) else None,
+            firmware=told.get("GPU Firmware", ""),
+            excluded=told.get("GPU Excluded") == "Yes",
+        )
+        found.append(gpu)
+    return tuple(found)
+
+
+def _fabric_manager(host: Host) -> str:
+    """From the list of installed packages, else from the program itself, where it names one version only."""
+    program = executable(host, "nv-fabricmanager")
+    if program or any(host.paths("/var/lib/dpkg/info", "nvidia-fabricmanager", ".list")):
+        status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
+        for start in re.finditer(r"^Package: nvidia-fabricmanager(?:-\d+)?$", status, re.MULTILINE):
+            stanza = status[start.start() : start.start() + _STANZA].partition("\n\n")[0]
+            found = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)+)", stanza, re.MULTILINE)
+            if found and re.search(r"^Status: .* installed$", stanza, re.MULTILINE):
+                return found[1]
+    data = host.data(program, 32 << 20) if program else b""
+    versions = set(re.findall(rb"\b\d{3}\.\d{2,3}\.\d{2}\b", data or b""))
+    return versions.pop().decode() if len(versions) == 1 else ""
+
+
+# -- its log -----------------------------------------------------------------------------------------------------------
+
+_WORDS = ("NVRM", "nvidia", "nouveau", "Xid", "nova_core", "fallen off the bus", "request_free_mem_region")
+_NOISE = re.compile(
+    r"audit: .*apparmor=.(?:STATUS|ALLOWED)|ommand line:|input: .*HDMI|systemd\[\d+\]:|\]: segfault at |\btraps: "
+)
+_BEFORE = re.compile(r"^(?:<\d+>)?(?:.{0,80}? kernel: )?(?:\[ *[\d.]+\] ?)?")
+_BANNER = "Linux version "
+_LINES = 40
+_TAIL = 512 << 10  # bytes: most rings are smaller, and a log file is longer than anybody asked for
+_LINE = 1 << 11  # letters: the kernel itself writes no more than half of that at once
+_READ_ALL = 3  # SYSLOG_ACTION_READ_ALL
+_FILES = ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages")
+
+
+def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
+    """The last lines about a GPU since the machine started: from the kernel, else from a file that keeps them.
+
+    A line is the message alone, and appears once however often it came: times and the host's name are left out.
+    """
+    log = _ring() if host.root == "/" else Unknown("the log of a tree is in its files")
+    booted = re.search(r"^btime (\d{1,12})$", host.text("/proc/stat") or "", re.MULTILINE)
+    for path in _FILES if isinstance(log, Unknown) else ():
+        status = host.status(path)
+        if isinstance(status, Unknown) or status.st_mtime < int(booted[1] if booted else 0):
+            continue  # written before this start of the machine
+        try:
+            with open(host.real(path), "rb") as stream:
+                stream.seek(max(0, status.st_size - _TAIL))
+                text = stream.read(_TAIL).decode("utf-8", "replace")
+        except (OSError, ValueError):
+            continue
+        if text:
+            log = text[max(text.rfind(_BANNER), 0) :]
+            break
+    if isinstance(log, Unknown):
+        return log
+    messages: dict[str, None] = {}  # of several that are the same, the last is kept
+    for line in log.split("\n"):
+        if any(word in line for word in _WORDS) and not _NOISE.search(line):
+            message = _BEFORE.sub("", line[:_LINE].strip(), count=1)
+            messages.pop(message, None)
+            messages[message] = None
+    return tuple(messages)[-_LINES:]
+
+
+def _ring() -> str | Unknown:
+    """The kernel's own buffer. Read in one call: /dev/kmsg gives one line at a time, oldest first, of up to 100,000."""
+    import ctypes
+
     try:
-        # Not one byte more than these: each word is asked of the card, and a page of them takes 20 ms in a guest.
-        with open(host.real(f"{folder}/config"), "rb", buffering=0) as stream:
-            return stream.read(4) == b"\xff\xff\xff\xff"
-    except OSError:
-        return False
+        ask = ctypes.CDLL(None, use_errno=True).klogctl
+    except (OSError, AttributeError, TypeError):
+        return Unknown("this system has no klogctl")
+    buffer = ctypes.create_string_buffer(_TAIL)
+    length = ask(_READ_ALL, buffer, _TAIL)
+    if length < 0:
+        code = ctypes.get_errno()
+        return Unknown(reason("the kernel's log", OSError(code, os.strerror(code))))
+    return ctypes.string_at(buffer, length).decode("utf-8", "replace")
+
+
+# -- other processes that matter to a GPU ------------------------------------------------------------------------------
+
+_DAEMONS = (
+    *("nv-fabricmanager", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
+    *("nvidia-gridd",),
+)
+_SHORT = 15  # characters of a name that the kernel keeps: not enough to tell the two of MPS apart
+_STAT = re.compile(r"\d+ \((.*)\) (\S)", re.DOTALL)
+_WAITS = re.compile(r"_*(?:nv|uvm|rm_|os_acquire)")
+_MOST_PROCESSES = 4096
+_MOST_FILES = 256
+
+
+def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The daemons that run; and the processes in uninterruptible sleep that wait for an NVIDIA device."""
+
+    def name_and_state(folder: str) -> tuple[str, str]:
+        found = _STAT.match(host.text(f"{folder}/stat", 512) or "")
+        return (found[1], found[2]) if found else ("", "")
+
+    def waits_for_nvidia(folder: str) -> bool:
+        """Whether it waits in the driver, as far as that can be seen; else whether it has a device of it open."""
+        if stack := host.text(f"{folder}/stack", 1 << 14):
+            return "[nvidia" in stack
+        if _WAITS.match(host.line(f"{folder}/wchan")):
+            return True
+        files = (host.names(f"{folder}/fd") or ())[:_MOST_FILES]
+        return any(host.link(f"{folder}/fd/{number}").startswith("/dev/nvidia") for number in files)
+
+    numbers = [name for name in host.names("/proc") or () if name.isascii() and name.isdigit()]
+    running, stuck = set(), []
+    for number in numbers[:_MOST_PROCESSES]:
+        folder = f"/proc/{number}"
+        name, state = name_and_state(folder)
+        alike = [each for each in _DAEMONS if name == each[:_SHORT]] if state not in ("Z", "X") else []
+        if len(alike) > 1 and state != "D":  # the command line of one that hangs would not be answered
+            program = (host.text(f"{folder}/cmdline", 4096) or "").partition("\0")[0].rpartition("/")[2]
+            alike = [program] if program in alike else alike
+        running.update(alike[:1])
+        if state == "D" and name_and_state(folder)[1] == "D" and waits_for_nvidia(folder):
+            stuck.append(f"{name} ({number})")
+    return tuple(name for name in _DAEMONS if name in running), tuple(stuck)
 
 
 # -- device nodes ------------------------------------------------------------------------------------------------------
@@ -99,7 +336,7 @@ _CARD = re.compile(r"/dev/nvidia\d+")
 _NAMES = re.compile(r"nvidia\d+|nvidiactl|nvidia-(?:uvm|uvm-tools|modeset|nvswitchctl|nvlink)|dxg|nvmap|nvhost-.*|kfd")
 _FOLDERS = (("/dev/nvidia-caps", "nvidia-cap"), ("/dev/dri", "renderD"), ("/dev/accel", "accel"))
 _MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
-_MOST = 64  # of a folder: every slice of every card can have its nodes
+_CGROUP = re.compile(r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$", re.MULTILINE)
 
 PATIENCE = 0.25
 """Seconds. A refusal comes at once; an open that takes longer was admitted, and is starting a card."""
@@ -109,67 +346,58 @@ def nodes(host: Host) -> Nodes:
     """The nodes of NVIDIA's driver and of others for computing, and the numbers the kernel gave them."""
     if host.uname[0] != "Linux":
         return Nodes()
-    lines = (line.split(":") for line in (host.text("/etc/group") or "").split("\n"))
-    groups = {int(each[2]): each[0] for each in lines if len(each) > 2 and re.fullmatch(r"[0-9]{1,10}", each[2])}
     present = [f"/dev/{name}" for name in host.names("/dev") or () if _NAMES.fullmatch(name)]
     for folder, start in _FOLDERS:
         present += tuple(host.paths(folder, start))[:_MOST]
-    found = [_node(host, path, groups) for path in dict.fromkeys((*_ALWAYS, *present))]
-    # Cards are opened last: one that must be started first takes its time.
-    there = sorted(
-        (node for node in found if node.kind not in ("", "link")), key=lambda node: bool(_CARD.fullmatch(node.path))
-    )
-    answers = in_fork([lambda path=node.path: host.open_error(path) for node in there], PATIENCE)  # type: ignore[misc]
-    errors = {node.path: _refusal(host, node, answer) for node, answer in zip(there, answers, strict=True)}
-    around = mounts(host)
-    opened = []
-    for node in found:
-        mount = mount_of(around, node.path)
+    groups, around = group_names(host), mounts(host)
+    found = []
+    for path in dict.fromkeys((*_ALWAYS, *present)):
+        mount = mount_of(around, path)
         nodev = mount is not None and "nodev" in mount.options
-        opened.append(replace(node, error=errors.get(node.path, node.error), nodev=nodev))
+        status = host.status(path)
+        if isinstance(status, Unknown):
+            link = bool(host.link(path))
+            node = Node(path, exists=link, kind="link" if link else "", mode=0, error="ENOENT", nodev=nodev)
+        else:
+            mode, device = status.st_mode, getattr(status, "st_rdev", 0)
+            node = Node(
+                path,
+                kind="char" if stat.S_ISCHR(mode) else "directory" if stat.S_ISDIR(mode) else "file",
+                mode=stat.S_IMODE(mode),
+                uid=status.st_uid,
+                gid=status.st_gid,
+                group=groups.get(str(status.st_gid), ""),
+                major=os.major(device),
+                minor=os.minor(device),
+                nodev=nodev,
+            )
+        found.append(node)
+
+    # Cards are opened last: one that must be started first takes its time.
+    there = [node for node in found if node.kind not in ("", "link")]
+    there.sort(key=lambda node: bool(_CARD.fullmatch(node.path)))
+    answers = in_fork([lambda path=node.path: host.open_error(path) for node in there], PATIENCE)  # type: ignore[misc]
+    errors = {node.path: node.error for node in found}
+    for node, answer in zip(there, answers, strict=True):
+        if isinstance(answer, Unknown):
+            errors[node.path] = "" if os.access(host.at(node.path), os.R_OK | os.W_OK) else "EACCES"
+        elif "/nvidia-caps/" in node.path and node.mode & stat.S_IROTH:  # the driver opens these for reading only
+            errors[node.path] = answer if answer != "EACCES" else ""
+        else:
+            errors[node.path] = answer
+
     characters = (host.text("/proc/devices", 1 << 16) or "").partition("Block devices")[0]
     majors = {name: int(number) for number, name in _MAJORS.findall(characters)}
     if "nvidia-frontend" in majors:  # as drivers before 550 called it
         majors = {"nvidia": majors["nvidia-frontend"], "nvidiactl": majors["nvidia-frontend"]} | majors
-    return Nodes(tuple(opened), majors, _cgroup(host))
 
-
-def _node(host: Host, path: str, groups: dict[int, str]) -> Node:
-    status = host.status(path)
-    if isinstance(status, Unknown):
-        dangling = bool(host.link(path))
-        return Node(path, exists=dangling, kind="link" if dangling else "", mode=0, error="ENOENT")
-    device = getattr(status, "st_rdev", 0)
-    return Node(
-        path,
-        kind="char" if stat.S_ISCHR(status.st_mode) else "directory" if stat.S_ISDIR(status.st_mode) else "file",
-        mode=stat.S_IMODE(status.st_mode),
-        uid=status.st_uid,
-        gid=status.st_gid,
-        group=groups.get(status.st_gid, ""),
-        major=os.major(device),
-        minor=os.minor(device),
-    )
-
-
-def _refusal(host: Host, node: Node, answer: str | Unknown) -> str:
-    if isinstance(answer, Unknown):
-        return "" if os.access(host.at(node.path), os.R_OK | os.W_OK) else "EACCES"
-    if answer == "EACCES" and "/nvidia-caps/" in node.path and node.mode & stat.S_IROTH:
-        return ""  # the driver opens these for reading only, and so they are made
-    return answer
-
-
-def _cgroup(host: Host) -> tuple[str, ...]:
-    """Version 1 has a list; the rules of version 2 are a program in the kernel that only root can see."""
-    own = re.search(
-        r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$", host.text("/proc/self/cgroup", 1 << 14) or "", re.MULTILINE
-    )
-    for folder in ((own[1].rstrip("/"),) if own else ()) + ("",):
-        text = host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14)
-        if isinstance(text, str):
-            return tuple(line.strip() for line in text.split("\n") if line.strip())
-    return ()
+    # Version 1 of cgroups has a list of rules; those of version 2 are a program in the kernel that only root can see.
+    own = _CGROUP.search(host.text("/proc/self/cgroup", 1 << 14) or "")
+    folders = (own[1].rstrip("/"), "") if own else ("",)
+    lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
+    rules = next((text for text in lists if isinstance(text, str)), "")
+    allowed = tuple(line.strip() for line in rules.split("\n") if line.strip())
+    return Nodes(tuple(replace(node, error=errors[node.path]) for node in found), majors, allowed)
 
 
 # -- accelerators of other makers, each with the torch build it needs --------------------------------------------------
@@ -182,12 +410,8 @@ _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 _ARC = ((0x5690, 0x56BF), (0x56C0, 0x56C2), (0x0BD0, 0x0BDB), (0xE200, 0xE22F))
 """Device ids of Intel's cards that torch has a build for: Arc A, Flex, Data Center Max, Arc B."""
 _CORE_ULTRA = (
-    (0x7D51, 0x7D51),
-    (0x7D55, 0x7D55),
-    (0x7DD1, 0x7DD5),
-    (0x6420, 0x6420),
-    (0x64A0, 0x64B0),
-    (0xB080, 0xB0BF),
+    *((0x7D51, 0x7D51), (0x7D55, 0x7D55), (0x7DD1, 0x7DD5)),
+    *((0x6420, 0x6420), (0x64A0, 0x64B0), (0xB080, 0xB0BF)),
 )
 """And of the graphics inside its processors: Meteor, Arrow, Lunar and Panther Lake."""
 _LEVEL_ZERO = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
@@ -204,15 +428,14 @@ _DEVICES = (
 
 def accelerators(host: Host, found: Hardware) -> tuple[Accelerator, ...]:
     """What this machine has beside NVIDIA's cards, the usable ones first."""
-    apple = host.uname[0] == "Darwin" and host.uname[2] == "arm64"
-    mps = [Accelerator("mps", "Apple GPU", usable=True, integrated=True)] if apple else []
-    cards = tuple(found.pci or ())
-    every = (*mps, *_rocm(host, cards), *_xpu(host, cards), *_others(host, cards))
-    return tuple(sorted(every, key=lambda each: (not each.usable, each.integrated)))
+    return tuple(sorted(_others(host, found.pci or ()), key=lambda each: (not each.usable, each.integrated)))
 
 
-def _rocm(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
-    """The GPUs of AMD's compute driver; then cards on the bus that it does not have."""
+def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
+    if host.uname[0] == "Darwin" and host.uname[2] == "arm64":
+        yield Accelerator("mps", "Apple GPU", usable=True, integrated=True)
+
+    # The GPUs of AMD's compute driver; then cards on the bus that it does not have.
     ready, driven = host.exists("/dev/kfd"), set()
     for folder in host.paths(_KFD):
         told = {name: int(value) for name, value in _PROPERTY.findall(host.text(f"{folder}/properties", 1 << 14) or "")}
@@ -222,9 +445,34 @@ def _rocm(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
             driven.add(address)
             name = host.line(f"{_BUS}/{address}/product_name") or "AMD GPU"
             yield Accelerator("rocm", name, gfx, usable=ready, integrated=bool(_APU.fullmatch(gfx)))
+
+    ids = {card.address: f"{card.vendor:04x}:{card.device:04x}" for card in cards}
     for card in cards:
         if card.vendor == AMD and card.address not in driven:
-            yield Accelerator("rocm", "AMD GPU", _ids(card))
+            yield Accelerator("rocm", "AMD GPU", ids[card.address])
+
+    # Intel's are usable only with both halves of the driver: the kernel's, and the Level Zero library.
+    intel = [card for card in cards if card.vendor == INTEL]
+    folders = (folder.format(machine=host.uname[2]) for folder in _LEVEL_ZERO)
+    library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
+    for card in intel:
+        usable = library and card.driver in ("xe", "i915")
+        if any(first <= card.device <= last for first, last in _ARC):
+            yield Accelerator("xpu", "Intel GPU", ids[card.address], usable=usable)
+        elif any(first <= card.device <= last for first, last in _CORE_ULTRA):
+            yield Accelerator("xpu", "Intel Core Ultra graphics", ids[card.address], usable=usable, integrated=True)
+
+    # Others by the nodes their drivers make; by the bus where a maker builds nothing else.
+    names = host.names("/dev") or ()
+    for pattern, kind, name in _DEVICES:
+        if count := sum(bool(pattern.fullmatch(each)) for each in names):
+            yield Accelerator(kind, name, f"{count} in /dev", usable=True)
+    for card in cards:
+        if card.vendor == _HABANA and not any(each.startswith("hl") for each in names):
+            yield Accelerator("hpu", "Intel Gaudi", ids[card.address], usable=card.driver == "habanalabs")
+        elif card.vendor == _GOOGLE:
+            usable = any(each.startswith("accel") for each in names)
+            yield Accelerator("tpu", "Google TPU", ids[card.address], usable=usable)
 
 
 def _gfx(version: int) -> str:
@@ -234,33 +482,3 @@ def _gfx(version: int) -> str:
     ('gfx942', 'gfx90a', 'gfx1100')
     """
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
-
-
-def _ids(card: PciDevice) -> str:
-    return f"{card.vendor:04x}:{card.device:04x}"
-
-
-def _xpu(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
-    """Usable only with both halves of the driver: the kernel's, and the Level Zero library."""
-    intel = [card for card in cards if card.vendor == INTEL]
-    folders = (folder.format(machine=host.uname[2]) for folder in _LEVEL_ZERO)
-    library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
-    for card in intel:
-        usable = library and card.driver in ("xe", "i915")
-        if any(first <= card.device <= last for first, last in _ARC):
-            yield Accelerator("xpu", "Intel GPU", _ids(card), usable=usable)
-        elif any(first <= card.device <= last for first, last in _CORE_ULTRA):
-            yield Accelerator("xpu", "Intel Core Ultra graphics", _ids(card), usable=usable, integrated=True)
-
-
-def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
-    """By the nodes their drivers make; by the bus where a maker builds nothing else."""
-    names = host.names("/dev") or ()
-    for pattern, kind, name in _DEVICES:
-        if count := sum(bool(pattern.fullmatch(each)) for each in names):
-            yield Accelerator(kind, name, f"{count} in /dev", usable=True)
-    for card in cards:
-        if card.vendor == _HABANA and not any(each.startswith("hl") for each in names):
-            yield Accelerator("hpu", "Intel Gaudi", _ids(card), usable=card.driver == "habanalabs")
-        elif card.vendor == _GOOGLE:
-            yield Accelerator("tpu", "Google TPU", _ids(card), usable=any(each.startswith("accel") for each in names))

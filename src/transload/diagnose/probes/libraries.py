@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from transload.diagnose.elf import (
@@ -20,7 +21,7 @@ from transload.diagnose.elf import (
     version_needs,
 )
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Found, Loader, Missing, Object, Process, elements
+from transload.diagnose.loader import Loader, Missing, Object, Process, elements
 from transload.diagnose.probes.python import Distribution, distributions, fields, version
 from transload.machine import (
     DriverLibraries,
@@ -48,8 +49,6 @@ __all__ = [
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
-_CUDA, _NVML, _PTX = "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"
-
 _FOLDERS = (
     *("/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"),
     *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib"),
@@ -73,62 +72,54 @@ _CONSTANTS = 1 << 21
 _PROGRAMS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib", "/opt/nvidia/bin")
 
 
-def driver_libraries(host: Host, loader: Loader | None = None) -> DriverLibraries:
-    """The files of the driver's libraries: which the loader takes, which others exist, and of which release they are.
-
-    ``loader`` is one that has already looked at this host.
-    """
+def driver_libraries(loader: Loader) -> DriverLibraries:
+    """The files of the driver's libraries: which the loader takes, which others exist, and of which release each is."""
+    host = loader.host
     if host.uname[0] != "Linux":
         why = Unknown(f"the loader of {host.uname[0] or 'this system'} is not known")
         return DriverLibraries(why, why, why)
-    loader = loader or Loader(host)
-    path = "" if loader.musl else host.environ.get("LD_LIBRARY_PATH", "")
-    relative = [each for each in elements(path) if each and not each.startswith(("/", "$"))]
-    searched = ["LD_LIBRARY_PATH has an empty element"] if "" in elements(path) else []
+    path = elements("" if loader.musl else host.environ.get("LD_LIBRARY_PATH", ""))
+    relative = [each for each in path if each and not each.startswith(("/", "$"))]
+    searched = ["LD_LIBRARY_PATH has an empty element"] if "" in path else []
     searched += [f"LD_LIBRARY_PATH has a relative element: {each}" for each in relative[:1]]
     folders = [each for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
     folders = [each for each in folders if not each.startswith("/mnt/")]  # WSL: slow, and Windows'
     programs = (f"{folder.rstrip('/')}/nvidia-smi" for folder in (*_PROGRAMS, *folders))
     return DriverLibraries(
-        cuda=tuple(_libraries(loader, _CUDA)),
-        nvml=tuple(_libraries(loader, _NVML)),
-        ptx_compiler=tuple(_libraries(loader, _PTX)),
+        cuda=_libraries(loader, "libcuda.so.1"),
+        nvml=_libraries(loader, "libnvidia-ml.so.1"),
+        ptx_compiler=_libraries(loader, "libnvidia-ptxjitcompiler.so.1"),
         smi=next((each for each in programs if host.exists(each)), ""),
         preload=loader.preload_file,
         cwd_searched=tuple(searched),
     )
 
 
-def _libraries(loader: Loader, name: str) -> Iterator[Library]:
+def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     """Every file of that name, each once: those the loader sees, in its order, then the others."""
     host = loader.host
+    preloaded = [(each.via, each.path) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
+    # Where installers, containers and distributions put drivers, whether the loader looks there or not.
+    disk = [f"{folder}/{name}" for folder in _FOLDERS]
+    for folder, start, rest in _BELOW:
+        disk += (f"{path}{rest}/{name}" for path in host.paths(folder, start))
+    disk += (f"{path}/lib64/stubs/{name.removesuffix('.1')}" for path in host.paths("/usr/local", "cuda"))
     seen: dict[str, Library] = {}
     unseen: dict[str, Library] = {}
-    preloaded = (
-        (found.via, found.path)
-        for listed, found in loader.preloaded()
-        if isinstance(found.elf, Elf) and name in (found.elf.soname, listed)
-    )
-    for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in _disk(host, name))):
+    for via, path in (*preloaded, *loader.places(name), *(("disk", path) for path in disk)):
         taken = loader.examine(path) is not None
         if not taken and not (host.link(path) or os.path.lexists(host.real(path))):
             continue
-        target, elf = host.target(path), read_elf(host.real(path))
+        target, elf, problem = host.target(path), read_elf(host.real(path)), ""
+        if isinstance(elf, Unknown):
+            problem = elf.reason if host.exists(path) else f"a link to {host.link(path)}, which is not there"
+        elif loader.foreign(elf):
+            named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
+            problem = f"for another machine ({named})"
         version = _release(target, elf)
-        problem = _problem(loader, path, elf)
         found = Library(name, path, target, via if taken else "disk", version, _kind(path, target, version), problem)
         (unseen if found.via == "disk" else seen).setdefault(target, found)
-    yield from seen.values()
-    yield from (found for target, found in unseen.items() if target not in seen)
-
-
-def _disk(host: Host, name: str) -> Iterator[str]:
-    """Paths where installers, containers and distributions put drivers, whether the loader looks there or not."""
-    yield from (f"{folder}/{name}" for folder in _FOLDERS)
-    for folder, start, rest in _BELOW:
-        yield from (f"{path}{rest}/{name}" for path in host.paths(folder, start))
-    for path in host.paths("/usr/local", "cuda"):
-        yield f"{path}/lib64/stubs/{name.removesuffix('.1')}"
+    return (*seen.values(), *(found for target, found in unseen.items() if target not in seen))
 
 
 def _release(target: str, elf: Elf | Unknown) -> str:
@@ -151,15 +142,6 @@ def _kind(path: str, target: str, version: str) -> Kind:
     return "driver" if version or folders & {"tegra", "nvidia"} else "other"
 
 
-def _problem(loader: Loader, path: str, elf: Elf | Unknown) -> str:
-    if isinstance(elf, Elf):
-        named = f"{elf.machine}, {elf.bits} bits" if elf.bits != 64 else elf.machine
-        return f"for another machine ({named})" if loader.foreign(elf) else ""
-    if not loader.host.exists(path):
-        return f"a link to {loader.host.link(path)}, which is not there"
-    return elf.reason
-
-
 # -- what importing torch brings in ------------------------------------------------------------------------------------
 # Before its own libraries torch loads libtorch_global_deps.so, and with it, or when that fails, NVIDIA's libraries from
 # site-packages, by their full paths. Which of them, in which order and when has changed with nearly every release, so
@@ -173,8 +155,7 @@ _LAZY = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
 """Opened at first use, not by the import."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preload:
+class Preload(NamedTuple):
     """A library that torch loads by its path: a folder of NVIDIA's packages, and a pattern of a name."""
 
     folder: str
@@ -186,14 +167,8 @@ class Preload:
         start, star, _ = self.name.partition("*")
         return name.startswith(start) and name[-1:].isdigit() if star else name == self.name
 
-    @property
-    def stem(self) -> str:
-        """Of the name: ``libcudnn``."""
-        return self.name.partition(".")[0]
 
-
-@dataclass(frozen=True, slots=True)
-class Preloads:
+class Preloads(NamedTuple):
     """What ``torch/__init__.py`` loads beside its own libraries."""
 
     always: tuple[Preload, ...] = ()
@@ -220,63 +195,8 @@ def preloads(source: str) -> Preloads:
     if not marker:
         return Preloads(rescue=every)
     optional = "_preload_cuda_deps(required=False)" in after
-    always = (replace(each, required=each.required and not optional) for each in pairs(after) or every)
+    always = (each._replace(required=each.required and not optional) for each in pairs(after) or every)
     return Preloads(tuple(always), marker[1], every)
-
-
-@dataclass(frozen=True, slots=True)
-class _Imported:
-    """A process that has imported torch, and has opened what torch opens later: what came in, and what did not."""
-
-    process: Process
-    install: TorchInstall
-    objects: tuple[Object, ...]
-    missing: tuple[Missing, ...]
-
-
-def _import_torch(loader: Loader, path: Sequence[str], install: TorchInstall) -> _Imported:
-    """What importing ``install`` brings into a process whose ``sys.path`` is ``path``."""
-    process, host, lib = Process(loader), loader.host, f"{install.location}/lib"
-    process.start()
-    plan = preloads(host.text(f"{install.location}/__init__.py") or "")
-
-    def load(libraries: Sequence[Preload]) -> Iterator[Object]:
-        """Load one after the other, up to the first that is required and cannot be loaded."""
-        for each in libraries:
-            file = _preloaded_file(host, path, install, each)
-            opened = process.open(file) if file else None
-            yield from opened.objects if opened else ()
-            if (opened is None and each.required) or (opened and opened.missing):
-                return
-
-    first = process.open(f"{lib}/libtorch_global_deps.so")
-    objects, missing = [*first.objects], [*first.missing]
-    if missing and any(each.stem in missing[0].name for each in plan.rescue):
-        objects += load(plan.rescue)
-        first = process.open(f"{lib}/libtorch_global_deps.so")
-        objects, missing = [*objects, *first.objects], [*first.missing]
-    elif any(plan.marker in host.target(each.path) for each in process.names.values() if plan.marker):
-        objects += load(plan.always)
-    extension = host.paths(install.location, "_C.", ".so")
-    for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
-        opened = process.open(file, anyway=True)
-        objects, missing = [*objects, *opened.objects], [*missing, *opened.missing]
-    return _Imported(process, install, tuple(objects), tuple(missing))
-
-
-def _preloaded_file(host: Host, path: Sequence[str], install: TorchInstall, each: Preload) -> str:
-    """As torch searches: in every entry of ``sys.path`` the folder of the package, then that of its CUDA."""
-    major = install.cuda.partition(".")[0]
-    for entry in path:
-        for folder in (f"nvidia/{each.folder}", f"nvidia/cu{major}", each.folder):
-            for file in host.paths(f"{entry}/{folder}/lib"):
-                if each.matches(_name(file)):
-                    return file
-    return ""
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 # -- NVIDIA's libraries as pip installs them: which distribution brought which file ------------------------------------
@@ -315,32 +235,6 @@ class Owned(NamedTuple):
     package: str
     version: str
 
-    @property
-    def name(self) -> str:
-        """Of the file: ``libcudnn.so.9``."""
-        return self.path.rpartition("/")[2]
-
-
-def _owned(host: Host, path: Sequence[str]) -> Iterator[Owned]:
-    """The libraries that NVIDIA's distributions on the import path list in their RECORDs."""
-    for folder in dict.fromkeys(path):
-        names = (name for name in host.names(folder) or () if name.lower().startswith("nvidia"))
-        for each in distributions(folder, names):
-            data = b"" if each.name in _WITHOUT_LIBRARIES else host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA)
-            for line in _OWNED.findall(data or b""):
-                place = line.decode("utf-8", "surrogateescape")
-                yield Owned(f"{folder.rstrip('/')}/{place}", each.name, each.version)
-
-
-def _overlaps(libraries: Sequence[Owned]) -> Iterator[str]:
-    """Files that more than one distribution lists: ``…/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.1, …``."""
-    owners: dict[str, dict[str, str]] = {}
-    for each in libraries:
-        owners.setdefault(each.path, {})[each.package] = each.version
-    for path, packages in owners.items():
-        if len(packages) > 1:
-            yield f"{path}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
-
 
 def package_of(name: str, cuda: str) -> str:
     """The distribution that should bring a library for that CUDA version; empty for one of no known package.
@@ -357,6 +251,194 @@ def package_of(name: str, cuda: str) -> str:
     return f"nvidia-{package}" if int(major) >= 13 and package not in _WITH_MAJOR else f"nvidia-{package}-cu{major}"
 
 
+# -- an import of torch ------------------------------------------------------------------------------------------------
+
+
+class _TorchImport:
+    """A process that has imported torch, and has opened what torch opens later: what came in, and what did not."""
+
+    def __init__(self, loader: Loader, path: Sequence[str], install: TorchInstall) -> None:
+        """Import ``install`` in a process whose ``sys.path`` is ``path``."""
+        self.loader, self.path, self.install = loader, path, install
+        self.process = Process(loader)
+        self.objects: list[Object] = []
+        self.missing: list[Missing] = []
+        host, lib = loader.host, f"{install.location}/lib"
+        plan = preloads(host.text(f"{install.location}/__init__.py") or "")
+        self.process.start()
+        self._open(f"{lib}/libtorch_global_deps.so")
+        first = self.missing[0].name if self.missing else ""
+        if any(each.name.partition(".")[0] in first for each in plan.rescue):
+            self._preload(plan.rescue)
+            self.missing.clear()
+            self._open(f"{lib}/libtorch_global_deps.so")
+        elif any(plan.marker in host.target(each.path) for each in self.process.names.values() if plan.marker):
+            self._preload(plan.always)
+        extension = host.paths(install.location, "_C.", ".so")
+        for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
+            self._open(file, anyway=True)
+
+    def _open(self, path: str, *, anyway: bool = False) -> None:
+        opened = self.process.open(path, anyway=anyway)
+        self.objects += opened.objects
+        self.missing += opened.missing
+
+    def _preload(self, libraries: Sequence[Preload]) -> None:
+        """Load one after the other, up to the first that is required and cannot be loaded.
+
+        Torch searches in every entry of ``sys.path`` the folder of the package, then that of its CUDA.
+        """
+        major = self.install.cuda.partition(".")[0]
+        for each in libraries:
+            folders = (f"nvidia/{each.folder}", f"nvidia/cu{major}", each.folder)
+            paths = (f"{entry}/{folder}/lib" for entry in self.path for folder in folders)
+            files = (file for path in paths for file in self.loader.host.paths(path))
+            file = next((file for file in files if each.matches(os.path.basename(file))), "")
+            opened = self.process.open(file) if file else None
+            self.objects += opened.objects if opened else ()
+            if (opened is None and each.required) or (opened and opened.missing):
+                return
+
+    # -- which files
+
+    @cached_property
+    def owned(self) -> tuple[Owned, ...]:
+        """The libraries that NVIDIA's distributions on the import path list in their RECORDs."""
+        host, found = self.loader.host, []
+        for folder in dict.fromkeys(self.path):
+            names = (name for name in host.names(folder) or () if name.lower().startswith("nvidia"))
+            for each in distributions(folder, names):
+                data = b"" if each.name in _WITHOUT_LIBRARIES else host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA)
+                for line in _OWNED.findall(data or b""):
+                    path = f"{folder.rstrip('/')}/{line.decode('utf-8', 'surrogateescape')}"
+                    found.append(Owned(path, each.name, each.version))
+        return tuple(found)
+
+    def overlaps(self) -> Iterator[str]:
+        """Files that several distributions list: ``…/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.1, …``."""
+        owners: dict[str, dict[str, str]] = {}
+        for each in self.owned:
+            owners.setdefault(each.path, {})[each.package] = each.version
+        for path, packages in owners.items():
+            if len(packages) > 1:
+                yield f"{path}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
+
+    def needed(self) -> Iterator[Resolved]:
+        """NVIDIA's libraries, for the first that asks for each, torch's own libraries first; then what is missing."""
+        names = self.process.names
+        met: set[str] = set()
+        own = f"{self.install.location}/"
+        for asker in sorted(self.objects, key=lambda each: not each.path.startswith(own)):
+            for name in asker.elf.needed:
+                if not NVIDIA.fullmatch(name) or name in met or name not in names:
+                    continue
+                met.add(name)
+                got, expected = names[name], self._expected(name)
+                path, via = self._clean(got.path, expected.path), "loaded" if got.via == "path" else got.via
+                by = os.path.basename(asker.path)
+                yield Resolved(name, path, via, by, self._version(path), expected.path, expected.package)
+        for each in self.missing:
+            if each.name in met or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
+                continue
+            met.add(each.name)
+            expected = self._expected(each.name)
+            by = os.path.basename(each.needed_by.path) if each.needed_by else "torch"
+            path = self._clean(each.path, expected.path)
+            yield Resolved(each.name, path, each.via, by, "", expected.path, expected.package, each.problem)
+
+    def _expected(self, name: str) -> Owned:
+        """The file in site-packages that is meant; its path is empty where none is."""
+        location = self.install.location
+        site = location.rpartition("/")[0]
+        bundled = f"{location}/lib/{name}"
+        if self.loader.host.exists(bundled):
+            return Owned(bundled, "torch", self.install.version)
+        # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
+        own = (each for each in self.objects if each.path.startswith(location))
+        folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
+        if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
+            return Owned("", "", "")
+        fitting = [each for each in self.owned if os.path.basename(each.path) == name]
+        fitting.sort(key=lambda each: not each.path.startswith(f"{site}/"))
+        return fitting[0] if fitting else Owned("", package_of(name, self.install.cuda), "")
+
+    def _clean(self, path: str, expected: str) -> str:
+        """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
+        target = self.loader.host.target
+        spellings = (each for each in (expected, os.path.normpath(path)) if path and each)
+        return next((each for each in spellings if target(each) == target(path)), path)
+
+    def _version(self, path: str) -> str:
+        suffix = _VERSION.search(self.loader.host.target(path))
+        return next((each.version for each in self.owned if each.path == path), suffix[1] if suffix else "")
+
+    # -- whether they fit
+
+    def unresolved(self) -> Iterator[str]:
+        """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
+        names = self.process.names
+        definitions: dict[str, frozenset[str]] = {}
+        for asker in dict.fromkeys(self.objects):
+            by = f"needed by {os.path.basename(asker.path)}"
+            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
+            wanted = undefined(asker.elf, files) if files else ()
+            for file in files:
+                absent = lacking(names[file].elf, [each for each in wanted or () if each.file == file])
+                for each in (absent or ())[:_MOST_SYMBOLS]:
+                    yield f"{each.name} of {file}, {by}"
+            own = asker.path.startswith(self.install.location)
+            for file, wants in (version_needs(asker.elf) or ()) if own else ():
+                if file not in names or NVIDIA.fullmatch(file):
+                    continue
+                if file not in definitions:
+                    definitions[file] = version_definitions(names[file].elf) or frozenset()
+                if definitions[file] and wants not in definitions[file]:
+                    yield f"{wants} of {file}, {by}"
+
+    def split_cudnn(self) -> Iterator[str]:
+        """Parts of cuDNN that would be taken from elsewhere, and of another release than cuDNN's own, ``9.20.0``."""
+        loader, target = self.loader, self.loader.host.target
+        for soname, cudnn in self.process.names.items():
+            release = self._version(self._clean(cudnn.path, "")) if _CUDNN.fullmatch(soname) else ""
+            if not release:
+                continue
+            numbers, begin = release.split(".")[:3], re.match(r"[0-9]{1,4}", release)
+            major = int(begin[0]) if begin else 0
+            askers: list[tuple[Object, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
+            graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
+            if isinstance(elf := loader.examine(graph), Elf):
+                askers.append((Object(graph, elf), _BY_GRAPH))
+            own = os.path.dirname(target(cudnn.path))
+            for asker, part in ((asker, part) for asker, parts in askers for part in parts):
+                names = (f"libcudnn_{part}.so.{'.'.join(numbers[:length])}" for length in range(len(numbers), 0, -1))
+                name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
+                if found is None or os.path.dirname(target(found.path)) == own:
+                    continue
+                constants = contents(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
+                known = re.search(rf"cudnn_{part}\b".encode(), constants)  # a newer one on the system may have more
+                if known and not target(found.path).endswith(f".so.{'.'.join(numbers)}"):
+                    yield f"{name}: {found.path}, by {found.via}"
+
+    def cwd_searched(self) -> Iterator[str]:
+        """Libraries that have the loader look into the current directory."""
+        for each in dict.fromkeys(self.objects):
+            kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
+            if "" in elements(path, ":") and not self.loader.musl:
+                yield f"{os.path.basename(each.path)}: {kind} has an empty element"
+
+
+# cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It asks for
+# the exact release first (libcudnn_ops.so.9.20.0), then for libcudnn_ops.so.9.20, then for libcudnn_ops.so.9, each time
+# through the whole search of the loader. NVIDIA's wheels have only the last; so whatever LD_LIBRARY_PATH holds comes
+# before it, as long as cuDNN has a DT_RUNPATH, which it had in 9.1 to 9.20.
+
+_CUDNN = re.compile(r"libcudnn\.so\.\d+")
+_BY_CUDNN = {8: ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")}
+_BY_CUDNN_9 = ("graph", "ops", "cnn", "adv", "ext")
+_BY_GRAPH = ("heuristic", "engines_precompiled", "engines_runtime_compiled", "engines_tensor_ir")
+_CONSTANTS_OF_CUDNN = 1 << 25
+
+
 # -- torch's -----------------------------------------------------------------------------------------------------------
 
 _CONSTANTS_OF_TORCH = 1 << 26  # libtorch_python has 1 MB of them
@@ -370,24 +452,20 @@ _MOST_SYMBOLS = 8
 """Symbols named of one library: a wrong one lacks hundreds."""
 
 
-def torch_libraries(host: Host, python: Python, install: TorchInstall, loader: Loader | None = None) -> TorchLibraries:
-    """For which cards torch was built, and which of NVIDIA's libraries it would get in the environment of ``python``.
-
-    ``loader`` is one that has already looked at this host, if there is one.
-    """
-    if host.uname[0] != "Linux":
-        return TorchLibraries(architectures=_listed(host, install), cubins=Unknown("read on Linux only"))
-    loader = loader or Loader(host)
-    owned = tuple(_owned(host, python.path))
-    view = _TorchView(loader, _import_torch(loader, python.path, install), owned)
+def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> TorchLibraries:
+    """For which cards torch was built, and which of NVIDIA's libraries it gets in the environment of ``python``."""
+    listed = _listed(loader.host, install)
+    if loader.host.uname[0] != "Linux":
+        return TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
+    imported = _TorchImport(loader, python.path, install)
     return TorchLibraries(
-        architectures=_listed(host, install),
+        architectures=listed,
         cubins=_cubins(loader, install),
-        needed=tuple(view.needed()),
-        unresolved=tuple(view.unresolved()),
-        overlaps=tuple(_overlaps(owned)),
-        split_cudnn=tuple(view.split_cudnn()),
-        cwd_searched=tuple(view.cwd_searched()),
+        needed=tuple(imported.needed()),
+        unresolved=tuple(imported.unresolved()),
+        overlaps=tuple(imported.overlaps()),
+        split_cudnn=tuple(imported.split_cudnn()),
+        cwd_searched=tuple(imported.cwd_searched()),
     )
 
 
@@ -431,137 +509,6 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchView:
-    """A simulated import, as the facts want it."""
-
-    loader: Loader
-    imported: _Imported
-    owned: tuple[Owned, ...]
-
-    @property
-    def location(self) -> str:
-        return self.imported.install.location
-
-    # -- which files
-
-    def needed(self) -> Iterator[Resolved]:
-        """NVIDIA's libraries, for the first that asks for each, torch's own libraries first; then what is missing."""
-        names = self.imported.process.names
-        met: set[str] = set()
-        for asker in sorted(self.imported.objects, key=lambda each: not each.path.startswith(f"{self.location}/")):
-            for name in asker.elf.needed:
-                if not NVIDIA.fullmatch(name) or name in met or name not in names:
-                    continue
-                met.add(name)
-                got, expected = names[name], self._expected(name)
-                path, via = self._clean(got.path, expected.path), "loaded" if got.via == "path" else got.via
-                yield Resolved(name, path, via, _name(asker.path), self._version(path), expected.path, expected.package)
-        for each in self.imported.missing:
-            if each.name in met or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
-                continue
-            met.add(each.name)
-            expected = self._expected(each.name)
-            by = _name(each.needed_by.path) if each.needed_by else "torch"
-            path = self._clean(each.path, expected.path)
-            yield Resolved(each.name, path, each.via, by, "", expected.path, expected.package, each.problem)
-
-    def _expected(self, name: str) -> Owned:
-        """The file in site-packages that is meant; its path is empty where none is."""
-        site = self.location.rpartition("/")[0]
-        bundled = f"{self.location}/lib/{name}"
-        if self.loader.host.exists(bundled):
-            return Owned(bundled, "torch", self.imported.install.version)
-        # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
-        own = (each for each in self.imported.objects if each.path.startswith(self.location))
-        folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
-        if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
-            return Owned("", "", "")
-        fitting = [each for each in self.owned if each.name == name]
-        fitting.sort(key=lambda each: not each.path.startswith(f"{site}/"))
-        return fitting[0] if fitting else Owned("", package_of(name, self.imported.install.cuda), "")
-
-    def _clean(self, path: str, expected: str) -> str:
-        """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
-        target = self.loader.host.target
-        spellings = (each for each in (expected, os.path.normpath(path)) if path and each)
-        return next((each for each in spellings if target(each) == target(path)), path)
-
-    def _version(self, path: str) -> str:
-        suffix = _VERSION.search(self.loader.host.target(path))
-        return next((each.version for each in self.owned if each.path == path), suffix[1] if suffix else "")
-
-    # -- whether they fit
-
-    def unresolved(self) -> Iterator[str]:
-        """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
-        names = self.imported.process.names
-        definitions: dict[str, frozenset[str]] = {}
-        for asker in dict.fromkeys(self.imported.objects):
-            files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
-            wanted = undefined(asker.elf, files) if files else ()
-            for file in files:
-                absent = lacking(names[file].elf, [each for each in wanted or () if each.file == file])
-                for each in (absent or ())[:_MOST_SYMBOLS]:
-                    yield f"{each.name} of {file}, needed by {_name(asker.path)}"
-            for file, wants in (version_needs(asker.elf) or ()) if asker.path.startswith(self.location) else ():
-                if file not in names or NVIDIA.fullmatch(file):
-                    continue
-                if file not in definitions:
-                    definitions[file] = version_definitions(names[file].elf) or frozenset()
-                if definitions[file] and wants not in definitions[file]:
-                    yield f"{wants} of {file}, needed by {_name(asker.path)}"
-
-    def split_cudnn(self) -> Iterator[str]:
-        """Parts of cuDNN that would come from another release."""
-        for name, cudnn in self.imported.process.names.items():
-            if re.fullmatch(r"libcudnn\.so\.\d+", name):
-                release = ".".join(self._version(self._clean(cudnn.path, "")).split(".")[:3])
-                for part, found in _strange_parts(self.loader, cudnn, release) if release else ():
-                    yield f"{part}: {found.path}, by {found.via}"
-
-    def cwd_searched(self) -> Iterator[str]:
-        """Libraries that have the loader look into the current directory."""
-        for each in dict.fromkeys(self.imported.objects):
-            kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
-            if "" in elements(path, ":") and not self.loader.musl:
-                yield f"{_name(each.path)}: {kind} has an empty element"
-
-
-# -- the parts of cuDNN ------------------------------------------------------------------------------------------------
-# cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It asks for
-# the exact release first (libcudnn_ops.so.9.20.0), then for libcudnn_ops.so.9.20, then for libcudnn_ops.so.9, each time
-# through the whole search of the loader. NVIDIA's wheels have only the last; so whatever LD_LIBRARY_PATH holds comes
-# before it, as long as cuDNN has a DT_RUNPATH, which it had in 9.1 to 9.20.
-
-_BY_CUDNN = {8: ("ops_infer", "ops_train", "cnn_infer", "cnn_train", "adv_infer", "adv_train")}
-_BY_CUDNN_9 = ("graph", "ops", "cnn", "adv", "ext")
-_BY_GRAPH = ("heuristic", "engines_precompiled", "engines_runtime_compiled", "engines_tensor_ir")
-_CONSTANTS_OF_CUDNN = 1 << 25
-
-
-def _strange_parts(loader: Loader, cudnn: Object, release: str) -> Iterator[tuple[str, Found]]:
-    """The parts that ``cudnn``, of the release ``9.20.0``, would take from elsewhere and of another release."""
-    number = re.match(r"[0-9]{1,4}", release)
-    major = int(number[0]) if number else 0
-    askers: list[tuple[Object, tuple[str, ...]]] = [(cudnn, _BY_CUDNN.get(major, _BY_CUDNN_9))]
-    graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
-    if isinstance(elf := loader.examine(graph), Elf):
-        askers.append((Object(graph, elf), _BY_GRAPH))
-    target, numbers = loader.host.target, release.split(".")
-    own = os.path.dirname(target(cudnn.path))
-    for asker, parts in askers:
-        for part in parts:
-            names = (f"libcudnn_{part}.so.{'.'.join(numbers[:length])}" for length in range(len(numbers), 0, -1))
-            name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
-            if found is None or os.path.dirname(target(found.path)) == own:
-                continue
-            constants = contents(asker.elf, ".rodata", _CONSTANTS_OF_CUDNN) or b""
-            known = re.search(rf"cudnn_{part}\b".encode(), constants)  # a newer one on the system may have more parts
-            if known and not target(found.path).endswith(f".so.{release}"):
-                yield name, found
-
-
 # -- those of packages beside torch: for which cards they were built, and whether they fit this torch ------------------
 
 KNOWN = frozenset({
@@ -579,20 +526,16 @@ _LIBRARY = re.compile(rb"^\"?([^,\n\"]+\.so)\"?,", re.MULTILINE)
 _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
-"""Mangled names of what lies in the namespaces c10, at and torch."""
+"""Mangled names from the namespaces c10, at and torch."""
 _DRIVER = re.compile(r"libcuda\.so|libnvidia-")
 _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
 """FFmpeg and SoX: packages bring a library for every release of them, and try one after the other."""
 _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 
 
-def extensions(
-    host: Host, python: Python, install: TorchInstall | None, loader: Loader | None = None
-) -> tuple[Extension, ...]:
-    """The extensions on the import path of ``python``, compared with the torch that would be imported.
-
-    ``loader`` is one that has already looked at this host, if there is one.
-    """
+def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> tuple[Extension, ...]:
+    """The extensions on the import path of ``python``, compared with the torch that would be imported."""
+    host = loader.host
     found: dict[str, Distribution] = {}
     for folder in dict.fromkeys(python.path):
         for each in distributions(folder, host.names(folder) or ()):
@@ -601,13 +544,12 @@ def extensions(
     bare = {each: _bare(host, each) for each in found.values()}
     if not found or host.uname[0] != "Linux":
         return tuple(bare.values())
-    loader = loader or Loader(host)
     if install:
-        process = _import_torch(loader, python.path, install).process
+        process = _TorchImport(loader, python.path, install).process
     else:
         process = Process(loader)
         process.start()
-    view = _ExtensionView(host, process, install)
+    view = _ExtensionView(process, install)
     return tuple(view.extension(each, stated) for each, stated in bare.items())
 
 
@@ -632,21 +574,39 @@ def _bare(host: Host, dist: Distribution) -> Extension:
 class _ExtensionView:
     """Extensions in a process that has imported torch, as each of them does first."""
 
-    host: Host
     process: Process
     install: TorchInstall | None
     absent: dict[str, bool] = field(default_factory=dict)
     """Symbol → whether torch lacks it: extensions ask for the same ones."""
 
     def extension(self, dist: Distribution, bare: Extension) -> Extension:
-        paths = list(self._libraries(dist))
+        """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
+        host = self.process.loader.host
+        site, module = dist.path.rpartition("/")[0], dist.name.replace("-", "_")
+        if record := host.data(f"{dist.path}/RECORD", _RECORD):
+            paths = [f"{site}/{line.decode('utf-8', 'surrogateescape')}" for line in _LIBRARY.findall(record)]
+        else:
+            paths = [*host.paths(f"{site}/{module}", end=".so"), *host.paths(site, module, ".so")]
         if dist.name == "bitsandbytes" and self.install:
             paths = _of_build(paths, self.install)
             if not paths:
                 return replace(bare, missing=(f"libbitsandbytes_cuda{self.install.cuda.replace('.', '')}.so",))
         examined = ((path, self.process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
         elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
-        found = [self._examined(path, elf, elves.values()) for path, elf in elves.items()]
+        found = []
+        for path, elf in elves.items():
+            missing = [each.name for each in self.process.open(path).missing]
+            if any(_CODECS.match(name) for name in missing):
+                found.append(Extension("", library=path))
+                continue
+            alone = Extension(
+                "",
+                library=path,
+                architectures=tuple(architectures(elf) or ()),
+                undefined=self._absent(elf, elves.values()) if self.install else (),
+                missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
+            )
+            found.append(alone)
         found = [each for each in found if each.architectures or each.undefined or each.missing] or found
         if not found:
             return bare
@@ -658,30 +618,6 @@ class _ExtensionView:
             architectures=tuple(sorted(every, key=_order)),
             undefined=worst.undefined,
             missing=worst.missing,
-        )
-
-    def _libraries(self, dist: Distribution) -> Iterator[str]:
-        """Its libraries: those that RECORD lists, else those in the folders that have its name."""
-        site = dist.path.rpartition("/")[0]
-        record = self.host.data(f"{dist.path}/RECORD", _RECORD) or b""
-        if record:
-            yield from (f"{site}/{line.decode('utf-8', 'surrogateescape')}" for line in _LIBRARY.findall(record))
-            return
-        module = dist.name.replace("-", "_")
-        yield from self.host.paths(f"{site}/{module}", end=".so")
-        yield from (path for path in self.host.paths(site, end=".so") if path.startswith(f"{site}/{module}"))
-
-    def _examined(self, path: str, elf: Elf, own: Iterable[Elf]) -> Extension:
-        """One library alone."""
-        missing = [each.name for each in self.process.open(path).missing]
-        if any(_CODECS.match(name) for name in missing):
-            return Extension("", library=path)
-        return Extension(
-            "",
-            library=path,
-            architectures=tuple(architectures(elf) or ()),
-            undefined=self._absent(elf, own) if self.install else (),
-            missing=tuple(dict.fromkeys(name for name in missing if not _DRIVER.match(name))),
         )
 
     def _absent(self, elf: Elf, own: Iterable[Elf]) -> tuple[str, ...]:

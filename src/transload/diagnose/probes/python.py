@@ -10,13 +10,13 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from transload.machine import Python, TorchInstall, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from transload.diagnose.host import Host
 
@@ -53,8 +53,8 @@ def choose(host: Host) -> tuple[Host, str]:
 
 def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     """The interpreter that ``host.python`` names: by its path, that of an environment's folder, or its name on PATH."""
-    executable = _executable(host)
-    told = own() if _is_own(host, executable) else _absent(host, executable) or asked(host, executable, deadline)
+    executable, absent = _executable(host)
+    told = own() if _is_own(host, executable) else absent or asked(host, executable, deadline)
     if isinstance(told, str):
         return Python(executable or host.python, why=why, problem=told)
     prefix, base_prefix = host.named(told["prefix"]), host.named(told["base_prefix"])
@@ -87,30 +87,25 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     )
 
 
-def _executable(host: Host) -> str:
-    """The path that the user means; empty for a folder that holds no interpreter."""
+def _executable(host: Host) -> tuple[str, str]:
+    """The path that the user means, empty for a folder that holds no interpreter; and why there is nothing to ask."""
     name = host.python
     if name.startswith("~/"):
         name = host.environ.get("HOME", "~") + name[1:]
     if name and not os.path.isabs(name):
         here = os.path.normpath(f"{host.cwd}/{name}")
         name = here if os.sep in name or host.exists(here) else _first_on_path(host, name) or name
-    if not os.path.isabs(name) or not host.folder(name):
-        return name
-    usual_place = f"{name.rstrip('/')}/bin/python"
-    return _in_folder(host, name) or (usual_place if host.link(usual_place) else "")
-
-
-def _absent(host: Host, executable: str) -> str:
-    """Why there is nothing to ask; empty where there is."""
-    if not executable:
-        return f"{host.python} holds no Python: there is no bin/python in it" if host.python else "no Python was named"
-    if not os.path.isabs(executable):
-        return f"{executable} is neither in the current folder nor on PATH"
-    target = host.target(executable)
-    if host.exists(executable):
-        return ""
-    return f"{executable if target == executable else f'{executable} leads to {target}, which'} is not there"
+    if not os.path.isabs(name):
+        return name, f"{name} is neither in the current folder nor on PATH" if name else "no Python was named"
+    if host.folder(name):
+        usual_place = f"{name.rstrip('/')}/bin/python"
+        name = _in_folder(host, name) or (usual_place if host.link(usual_place) else "")
+        if not name:
+            return "", f"{host.python} holds no Python: there is no bin/python in it"
+    target = host.target(name)
+    if host.exists(name):
+        return name, ""
+    return name, f"{name if target == name else f'{name} leads to {target}, which'} is not there"
 
 
 def _is_own(host: Host, executable: str) -> bool:
@@ -118,21 +113,19 @@ def _is_own(host: Host, executable: str) -> bool:
 
     It may be our own by another name: ``bin/python3`` for ``bin/python``. A link from elsewhere is another.
     """
-    flags = sys.flags
+    flags, ours = sys.flags, sys.executable or ""
     plain = not (flags.ignore_environment or flags.no_site) and all(
         bool(getattr(flags, flag, 0)) == bool(os.environ.get(name))
         for flag, name in (("no_user_site", "PYTHONNOUSERSITE"), ("safe_path", "PYTHONSAFEPATH"))
     )
-    if not plain or host.root != "/" or _concerning(host.environ) != _concerning(os.environ):
+    theirs, mine = (  # the variables that decide what an interpreter is
+        {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
+        for environ in (host.environ, os.environ)
+    )
+    if not plain or host.root != "/" or theirs != mine:
         return False
-    ours = sys.executable or ""
     pairs = ((executable, ours), (os.path.dirname(executable), os.path.dirname(ours)))
     return executable == ours or all(os.path.realpath(one) == os.path.realpath(other) for one, other in pairs)
-
-
-def _concerning(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that decide what an interpreter is."""
-    return {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
 
 
 # -- what an interpreter says of itself --------------------------------------------------------------------------------
@@ -140,9 +133,12 @@ def _concerning(environ: Mapping[str, str]) -> dict[str, str]:
 Told = dict[str, Any]
 """What it said: the fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its library."""
 
-_TEXTS = ("executable", "version", "implementation", "prefix", "base_prefix", "stdlib", "user_site")
-_SWITCHES = ("free_threaded", "user_site_enabled")
-
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("executable", "version", "implementation", "prefix", "base_prefix", "stdlib", "user_site"), str),
+    **dict.fromkeys(("free_threaded", "user_site_enabled"), bool),
+    "bits": int,
+    "path": list,
+}
 _FACTS = """
 def facts(path):
     import os, sys
@@ -186,29 +182,23 @@ os.write(1, ("\\n\\x1e" + json.dumps(told) + "\\n").encode("ascii"))
 
 
 def own() -> Told:
-    """What the interpreter we run in says."""
-    space: dict[str, Any] = {}
-    exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
-    told: Told = space["facts"](without_script(sys.path))
-    return told
+    """What the interpreter we run in says.
 
-
-def without_script(path: Sequence[str]) -> list[str]:
-    """``sys.path`` of this process without the entry that belongs to our script, module or zipapp.
-
-    Another program, started from elsewhere, would not have it.
+    Of its path without the entry that belongs to our script, module or zipapp: another program would not have it.
     """
-    first, rest = (path[0], list(path[1:])) if path else ("", [])
+    first = sys.path[0] if sys.path else ""
     main = sys.modules.get("__main__")
     file = os.path.realpath(getattr(main, "__file__", None) or os.sep)
     real = os.path.realpath(first)
-    if first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep)):
-        return rest
     starts = {os.path.dirname(file)}
     if getattr(main, "__spec__", None) is not None:  # -m puts the current folder there
         starts.add(os.path.realpath("."))
-    inserted = not getattr(sys.flags, "safe_path", False) and real in starts
-    return rest if inserted else list(path)
+    ours = first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep))
+    ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
+    space: dict[str, Any] = {}
+    exec(_FACTS, space)  # noqa: S102  our own text, a few lines up
+    told: Told = space["facts"](sys.path[1:] if ours else sys.path)
+    return told
 
 
 def asked(host: Host, executable: str, deadline: float) -> Told | str:
@@ -223,13 +213,8 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
         outcome = child.outcome()
     told = outcome.facts
     if outcome.state == "answered":
-        kinds = [
-            *((name, str) for name in _TEXTS),
-            *((name, bool) for name in _SWITCHES),
-            ("bits", int),
-            ("path", list),
-        ]
-        whole = all(type(told.get(name)) is kind for name, kind in kinds) and all(type(e) is str for e in told["path"])
+        whole = all(type(told.get(name)) is kind for name, kind in _KINDS.items())
+        whole = whole and all(type(each) is str for each in told["path"])
         return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
     if outcome.state == "unasked":
         return f"{executable} {outcome.end}"
@@ -273,7 +258,7 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
     found = []
-    for each in islice(all_interpreters(host, prefix), _MANY):
+    for each in islice(chain(usual(host), _each(host, _more(host, prefix))), _MANY):
         folder = each.torch(host)
         if not folder or each.prefix == prefix or host.target(folder) in seen:
             continue
@@ -282,17 +267,25 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def all_interpreters(host: Host, prefix: str = "") -> Iterator[Interpreter]:
-    """Every interpreter that can be found cheaply, the likeliest first."""
-    yield from usual(host)
-    on_path = (f"{folder}/{name}" for folder in _search(host) for name in host.names(folder) or ())
-    yield from _each(host, (path for path in on_path if _EXECUTABLE.fullmatch(path.rpartition("/")[2])), "PATH")
-    yield from _each(host, _kernels(host, prefix), "a Jupyter kernel")
+def _more(host: Host, prefix: str) -> Iterator[str]:
+    """Paths of interpreters that can be found cheaply: on PATH, and those of Jupyter's kernels, of conda, of pyenv."""
+    for folder in _search(host):
+        yield from (f"{folder}/{name}" for name in host.names(folder) or () if _EXECUTABLE.fullmatch(name))
     home = host.environ.get("HOME", "")
+    data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
+    roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
+    for root in (*roots, "/usr/local/share/jupyter", "/usr/share/jupyter"):
+        for folder in islice(host.paths(f"{root}/kernels"), _MANY):
+            try:
+                first = json.loads(host.text(f"{folder}/kernel.json") or "{}")["argv"][0]
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue
+            if isinstance(first, str) and first.startswith("/"):
+                yield first
     remembered = islice((host.text(f"{home}/.conda/environments.txt") or "").splitlines(), _MANY)
-    yield from _each(host, (_in_folder(host, line.strip()) for line in remembered if line.startswith("/")), "conda")
+    yield from (_in_folder(host, line.strip()) for line in remembered if line.startswith("/"))
     pyenv = host.environ.get("PYENV_ROOT") or f"{home}/.pyenv"
-    yield from _each(host, (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions")), "pyenv")
+    yield from (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions"))
 
 
 def usual(host: Host) -> Iterator[Interpreter]:
@@ -306,7 +299,7 @@ def usual(host: Host) -> Iterator[Interpreter]:
         yield from _each(host, (_first_on_path(host, name),), f"{name} on PATH")
 
 
-def _each(host: Host, executables: Iterable[str], how: str) -> Iterator[Interpreter]:
+def _each(host: Host, executables: Iterable[str], how: str = "") -> Iterator[Interpreter]:
     for executable in executables:
         if executable and (found := interpreter(host, executable, how)):
             yield found
@@ -326,27 +319,8 @@ def _first_on_path(host: Host, name: str) -> str:
 
 def _search(host: Host) -> Iterator[str]:
     folders = host.environ.get("PATH", "").split(":")[:_FOLDERS]
-    seen = set()
-    for folder in folders:
-        real = host.target(folder) if folder.startswith("/") else ""
-        if real and real not in seen:
-            seen.add(real)
-            yield folder.rstrip("/")
-
-
-def _kernels(host: Host, prefix: str) -> Iterator[str]:
-    """What the kernels that Jupyter offers are started with."""
-    home = host.environ.get("HOME", "")
-    data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
-    roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
-    for root in (*roots, "/usr/local/share/jupyter", "/usr/share/jupyter"):
-        for folder in islice(host.paths(f"{root}/kernels"), _MANY):
-            try:
-                first = json.loads(host.text(f"{folder}/kernel.json") or "{}")["argv"][0]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                continue
-            if isinstance(first, str) and first.startswith("/"):
-                yield first
+    for folder in host.distinct(folder for folder in folders if folder.startswith("/")):
+        yield folder.rstrip("/")
 
 
 def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | None:
@@ -362,10 +336,10 @@ def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | Non
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
     prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
-    return Interpreter(executable, prefix, tuple(_folders(host, executable, prefix)), how)
+    return Interpreter(executable, prefix, _folders(host, executable, prefix), how)
 
 
-def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
+def _folders(host: Host, executable: str, prefix: str) -> tuple[str, ...]:
     """Where it takes packages from, each once: the user's, its own, and those of its base where it shares them."""
     named = _VERSION.match(host.target(executable).rpartition("/")[2])
     settings = _config(host, prefix)
@@ -377,12 +351,7 @@ def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
         folders.insert(0, f"{base}/lib/python{version}/site-packages")
     if shares and settings.get("home", "").startswith("/"):
         folders += _own_folders(host, settings["home"].rstrip("/").rpartition("/")[0], version)
-    seen = set()
-    for folder in folders:
-        real = host.target(folder)
-        if real not in seen and host.folder(folder):
-            seen.add(real)
-            yield folder
+    return tuple(host.distinct(folder for folder in folders if host.folder(folder)))
 
 
 def _own_folders(host: Host, prefix: str, version: str) -> Iterator[str]:
@@ -416,37 +385,31 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
 
     Kinds are ``venv``, ``conda``, ``pixi``, ``pipx``, ``uv-tool``, ``pyenv``, ``nix`` and ``system``.
     """
+
+    def project(folder: str) -> list[str]:
+        """The tools of a project, by their lock files and its settings."""
+        locked = [tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}")]
+        return locked + _TABLE.findall(host.text(f"{folder}/pyproject.toml") or "")
+
     if host.folder(f"{prefix}/conda-meta"):
         return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")
     settings = _config(host, prefix)
     if settings or prefix != base_prefix:
         one_tool = _ONE_TOOL.search(f"{prefix}/") or host.exists(f"{prefix}/uv-receipt.toml")
-        pipx = host.exists(f"{prefix}/pipx_metadata.json")
-        return "pipx" if pipx else "uv-tool" if one_tool else "venv", next(_tools(host, prefix, settings))
+        kind = "pipx" if host.exists(f"{prefix}/pipx_metadata.json") else "uv-tool" if one_tool else "venv"
+        # What manages it, the surest sign first: the project around it, its maker, its place.
+        around, _, name = prefix.rpartition("/")
+        tools = project(around) if name in (".venv", "venv") else []
+        tools += ["uv"] if "uv" in settings else []
+        tools += ["poetry"] if "/pypoetry/virtualenvs/" in prefix else []
+        tools += [tool for tool in project(host.cwd) if tool != "uv"]  # uv keeps to the project's own .venv
+        return kind, (*tools, "pip")[0]
     if prefix.startswith("/nix/store/"):
         return "nix", "pip"
     root = host.environ.get("PYENV_ROOT") or "/.pyenv"
     if f"{root.rstrip('/')}/versions/" in f"{prefix}/":
         return "pyenv", "pip"
     return "system", "uv" if "/uv/python/" in prefix else "pip"
-
-
-def _tools(host: Host, prefix: str, settings: dict[str, str]) -> Iterator[str]:
-    """What may manage a virtual environment, the surest sign first: the project around it, its maker, its place."""
-    project, _, name = prefix.rpartition("/")
-    if name in (".venv", "venv"):
-        yield from _project(host, project)
-    if "uv" in settings:
-        yield "uv"
-    if "/pypoetry/virtualenvs/" in prefix:
-        yield "poetry"
-    yield from (tool for tool in _project(host, host.cwd) if tool != "uv")  # uv keeps to the project's own .venv
-    yield "pip"
-
-
-def _project(host: Host, folder: str) -> Iterator[str]:
-    yield from (tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}"))
-    yield from _TABLE.findall(host.text(f"{folder}/pyproject.toml") or "")
 
 
 # -- installed distributions, by the names of their metadata folders: quick, and right where the metadata is broken ----

@@ -1,4 +1,4 @@
-"""The operating system: what it is, its memory, what is mounted where, and the CUDA toolkits on its disk."""
+"""The operating system, its memory, mounts and CUDA toolkits; the containers and variables around the process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transload.diagnose.host import Host
-from transload.machine import Platform, Toolkit, Unknown
+from transload.diagnose.host import Host, reason
+from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
-__all__ = ["Mount", "executable", "memory", "mount_of", "mounts", "platform", "toolkit"]
+__all__ = [
+    "DECIDING",
+    "SHOWN",
+    "Mount",
+    "executable",
+    "group_names",
+    "memory",
+    "mount_of",
+    "mounts",
+    "platform",
+    "service_of",
+    "surroundings",
+    "toolkit",
+    "variables",
+]
+
 
 # Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
@@ -32,8 +47,6 @@ _FAMILIES = {
     "nixos": "nix",
 }
 _PRIME = {"on": "nvidia", "off": "intel", "integrated": "intel", "intel2": "intel"}
-
-
 _BINARIES = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", "/usr/local/nvidia/toolkit")
 _DIGITS = 20  # a longer number is nonsense
 
@@ -47,7 +60,13 @@ def platform(host: Host) -> Platform:
     text = host.text("/etc/os-release") or host.text("/usr/lib/os-release") or ""
     pairs = (line.strip().partition("=") for line in text.split("\n") if not line.lstrip().startswith("#"))
     release = {name: value.strip("\"'") for name, equals, value in pairs if equals}
-    like = tuple(release.get("ID_LIKE", "").split())
+    distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
+    # The distribution's own package manager, where it is installed; else the first there is.
+    wanted = [_FAMILIES[name] for name in (distribution, *like) if name in _FAMILIES]
+    managers = (each for each in (*wanted, *_MANAGERS) if any(host.exists(program) for program in _MANAGERS[each]))
+    status = host.text("/proc/self/status", 1 << 14) or ""
+    numbers = re.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", status, re.MULTILINE)
+    groups = group_names(host)
     chassis = host.text("/sys/class/dmi/id/chassis_type", 64)
     limit = re.search(r"^Max address space +(\d{1,19})\b", host.text("/proc/self/limits", 1 << 14) or "", re.MULTILINE)
     prime = host.line("/etc/prime-discrete") or host.line("/etc/prime/current_type")  # Ubuntu's, openSUSE's
@@ -56,15 +75,15 @@ def platform(host: Host) -> Platform:
         system,
         machine,
         kernel,
-        distribution=release.get("ID", ""),
+        distribution=distribution,
         distribution_like=like,
         distribution_version=release.get("VERSION_ID", ""),
         distribution_name=release.get("PRETTY_NAME", ""),
         libc=_libc(host),
-        package_manager=_package_manager(host, (release.get("ID", ""), *like)),
+        package_manager=next(managers, ""),
         shell=shell,
         root=host.uid == 0,
-        groups=_groups(host),
+        groups=tuple(sorted(groups.get(number, number) for number in {*" ".join(numbers).split()})),
         laptop=chassis if isinstance(chassis, Unknown) else _number(chassis.strip(), 0) in _LAPTOPS,
         address_space=int(limit[1]) if limit else None,
         memory=total,
@@ -97,21 +116,10 @@ def _libc(host: Host) -> str:
     return ""
 
 
-def _package_manager(host: Host, family: tuple[str, ...]) -> str:
-    """The distribution's own, where it is installed; else the first there is."""
-    wanted = [_FAMILIES[name] for name in family if name in _FAMILIES]
-    there = (each for each in (*wanted, *_MANAGERS) if any(host.exists(program) for program in _MANAGERS[each]))
-    return next(there, "")
-
-
-def _groups(host: Host) -> tuple[str, ...]:
-    """From /proc and /etc/group: asking the system might go over the network, to a directory that is down."""
-    status = host.text("/proc/self/status", 1 << 14) or ""
-    numbers = re.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", status, re.MULTILINE)
-    mine = dict.fromkeys(number for each in numbers for number in each.split())
+def group_names(host: Host) -> dict[str, str]:
+    """Number → name, from /etc/group: asking the system might go over the network, to a directory that is down."""
     lines = (line.split(":") for line in (host.text("/etc/group") or "").split("\n"))
-    names = {line[2]: line[0] for line in lines if len(line) > 2}
-    return tuple(sorted(names.get(number, number) for number in mine))
+    return {line[2]: line[0] for line in lines if len(line) > 2}
 
 
 def executable(host: Host, name: str) -> str:
@@ -121,40 +129,34 @@ def executable(host: Host, name: str) -> str:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-_V1 = "/sys/fs/cgroup/memory/memory"
+_V1 = "/sys/fs/cgroup/memory"
 _NO_LIMIT = 1 << 60  # what version 1 writes for none is a little less than 2**63
 
 
 def memory(host: Host) -> tuple[int, int]:
     """Bytes in all and bytes free; -1 where they are not known. A container's limit counts where it is lower."""
-    told = {}
-    for line in (host.text("/proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        amount = _number("".join(rest.split()[:1]), -1)
-        if amount >= 0:
-            told[name] = amount * 1024
+
+    def numbers(path: str, separator: str) -> dict[str, int]:
+        lines = (line.partition(separator) for line in (host.text(path) or "").splitlines())
+        return {name: _number("".join(rest.split()[:1]), -1) for name, _, rest in lines}
+
+    told = {name: amount * 1024 for name, amount in numbers("/proc/meminfo", ":").items() if amount >= 0}
     total, free = told.get("MemTotal", -1), told.get("MemAvailable", told.get("MemFree", -1))
-    for limit, used in _limits(host):
-        if 0 <= limit < _NO_LIMIT:
-            total = min(total, limit) if total >= 0 else limit
-            free = min(free, max(0, limit - used)) if free >= 0 else max(0, limit - used)
-    return total, free
-
-
-def _limits(host: Host) -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group above this process that has one. The page cache can be given back."""
+    # Every control group above this process may have a limit.
     lines = (host.text("/proc/self/cgroup") or "").splitlines()
     path = next((line[3:] for line in lines if line.startswith("0::/")), "/")
     steps = [step for step in path.split("/") if step and step != ".."]
     groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
-    files = [(f"{group}/memory.max", f"{group}/memory.current", f"{group}/memory.stat") for group in groups]
-    for most, used, statistics in (*files, (f"{_V1}.limit_in_bytes", f"{_V1}.usage_in_bytes", f"{_V1}.stat")):
-        name = "total_inactive_file" if statistics == f"{_V1}.stat" else "inactive_file"
-        cached = 0
-        for line in (host.text(statistics) or "").splitlines():
-            key, _, value = line.partition(" ")
-            cached = cached or (_number(value, 0) if key == name else 0)
-        yield _number(host.line(most), -1), max(0, _number(host.line(used), -1) - cached)
+    names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")  # version 1
+    for group, (most, used, statistics, cache) in (*((each, names) for each in groups), (_V1, first)):
+        limit = _number(host.line(f"{group}/{most}"), -1)
+        if 0 <= limit < _NO_LIMIT:
+            cached = max(0, numbers(f"{group}/{statistics}", " ").get(cache, 0))  # which can be given back
+            left = max(0, limit - max(0, _number(host.line(f"{group}/{used}"), -1) - cached))
+            total = min(total, limit) if total >= 0 else limit
+            free = min(free, left) if free >= 0 else left
+    return total, free
 
 
 # -- file systems mounted where device nodes live, and at the root -----------------------------------------------------
@@ -186,7 +188,7 @@ def mounts(host: Host) -> tuple[Mount, ...]:
 
 
 def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
-    """The one that ``path`` lies on: the deepest, and of several at one place the last.
+    """The one that ``path`` is on: the deepest, and of several at one place the last.
 
     >>> mount_of((Mount("/", "ext4"), Mount("/dev", "devtmpfs")), "/dev/nvidia0").kind
     'devtmpfs'
@@ -210,27 +212,300 @@ def toolkit(host: Host) -> Toolkit:
     folders = [each.rstrip("/") for each in host.environ.get("PATH", "").split(":") if each.startswith("/")]
     folders += [f"{home.rstrip('/')}/bin"] if home.startswith("/") else []
     nvcc = next((path for each in (*folders, f"{_LOCAL}/cuda/bin") if host.exists(path := f"{each}/nvcc")), "")
-    return Toolkit(
-        nvcc=nvcc,
-        version=_toolkit_version(host, nvcc) if nvcc else "",
-        home=home,
-        folders=tuple(path for path in host.paths(_LOCAL, "cuda") if host.folder(path)),
-    )
+    installed = tuple(path for path in host.paths(_LOCAL, "cuda") if host.folder(path))
+    return Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
 
-def _toolkit_version(host: Host, nvcc: str) -> str:
+def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     """Of the toolkit that nvcc belongs to: NVIDIA's own has a version file, those of Debian and conda a header."""
     path = host.target(nvcc)
     begin = host.data(path, 1024) or b""  # it may be a script that starts the compiler itself
     started = re.search(rb"(/[\w./-]+/bin/nvcc)\b", begin) if begin.startswith(b"#!") else None
     home = (host.target(started[1].decode()) if started else path).removesuffix("/bin/nvcc")
-    for name, pattern in (("version.json", _JSON), ("version.txt", _TEXT)):
-        if found := pattern.search(host.text(f"{home}/{name}", 1 << 16) or ""):
-            return found[1]
+    yield from _JSON.findall(host.text(f"{home}/version.json", 1 << 16) or "")
+    yield from _TEXT.findall(host.text(f"{home}/version.txt", 1 << 16) or "")
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
     targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
     for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
-        if found := _HEADER.search(host.text(f"{folder}/cuda.h", 1 << 16) or ""):
-            return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
-    found = _FOLDER.search(home)
-    return found[1] if found else ""
+        for number in _HEADER.findall(host.text(f"{folder}/cuda.h", 1 << 16) or ""):
+            yield f"{int(number) // 1000}.{int(number) % 1000 // 10}"
+    yield from _FOLDER.findall(home)
+
+
+# What managers of containers call themselves in the variable "container" → what we call them.
+_NAMES = {"systemd-nspawn": "nspawn", "lxc-libvirt": "lxc", "oci": "container", "buildah": "podman"}
+_NO_CONTAINERS = frozenset({"", "wsl", "flatpak", "snap", "host"})
+
+# Paths of cgroups and of layers of the root file system, as the engines on the other side name them.
+_CGROUPS = (
+    r"(?P<docker>/docker[-/][0-9a-f]{12})|(?P<podman>/libpod(?:-conmon)?-[0-9a-f]{12})|(?P<lxc>/lxc/|/lxc\.payload)"
+    r"|(?P<containerd>cri-containerd[-:]|/kubepods)|(?P<container>/crio-[0-9a-f]{12})|(?P<nspawn>/systemd-nspawn@)"
+)
+_LAYERS = (
+    r"(?P<docker>/docker/overlay2?/|/docker/rootfs/)|(?P<containerd>io\.containerd\.snapshotter|/containerd/)"
+    r"|(?P<podman>/containers/storage/)"
+)
+
+# Kaggle comes first: its images are made of Colab's.
+_NOTEBOOKS = (
+    ("KAGGLE_KERNEL_RUN_TYPE", "kaggle"),
+    ("KAGGLE_URL_BASE", "kaggle"),
+    ("COLAB_RELEASE_TAG", "colab"),
+    ("COLAB_GPU", "colab"),
+    ("RUNPOD_POD_ID", "runpod"),
+    ("VAST_CONTAINERLABEL", "vast"),
+    ("MODAL_TASK_ID", "modal"),
+    ("LIGHTNING_CLOUD_PROJECT_ID", "lightning"),
+    ("DATABRICKS_RUNTIME_VERSION", "databricks"),
+    ("SAGEMAKER_INTERNAL_IMAGE_URI", "sagemaker"),
+    ("SM_CURRENT_HOST", "sagemaker"),
+    ("PAPERSPACE_FQDN", "paperspace"),
+    ("CODESPACES", "codespaces"),
+)
+
+_HARMLESS = frozenset({
+    *("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "mqueue", "hugepages"),
+    *("log", "fd", "stdin", "stdout", "stderr", "core", "termination-log", "initctl", "char", "block", "vsock"),
+    *(".lxc", ".lxd-mounts"),
+})  # fmt: skip
+"""What every private /dev holds: nothing behind these is a device that was built in."""
+
+_GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # its made-up kernel was built then, every release of it
+_CDI = re.compile(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)")
+_CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
+
+
+def surroundings(host: Host) -> Surroundings:
+    """What surrounds the process, and the evidence for it."""
+    around, environ = mounts(host), host.environ
+    secrets = "/var/run/secrets/kubernetes.io"
+    kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        kubernetes = "KUBERNETES_SERVICE_HOST is set"
+    container, by_container = next(_containers(host, around), ("", ""))
+    if kubernetes and container in ("", "podman"):  # CRI-O keeps its images where Podman does
+        container, by_container = "container", by_container or "Kubernetes runs containers"
+    slurm = next((f"{name} is set" for name in ("SLURM_JOB_ID", "SLURM_JOBID") if environ.get(name)), "")
+    notebook, by_notebook = next(((kind, f"{name} is set") for name, kind in _NOTEBOOKS if name in environ), ("", ""))
+    service = service_of(host)
+
+    version = host.line("/proc/version")
+    wsl, by_wsl = 0, ""
+    if re.search(r"microsoft-standard|wsl2", f"{host.uname[1]} {version}", re.IGNORECASE):
+        wsl, by_wsl = 2, "the kernel is that of WSL 2"
+    elif re.search(r"-Microsoft\b", f"{host.uname[1]} {version}"):
+        wsl, by_wsl = 1, "the kernel is that of WSL 1"
+    elif environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
+        wsl, by_wsl = 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
+
+    words = host.line("/proc/cmdline").split()
+    sandbox, by_sandbox = "", ""
+    if _GVISOR in version or "gvisor" in version.lower():
+        sandbox, by_sandbox = "gvisor", "/proc/version is gVisor's"
+    elif any("kata-containers" in word or word.startswith("agent.log=") for word in words):
+        sandbox, by_sandbox = "kata", "the kernel was started by Kata"
+    elif {"reboot=k", "panic=1"} <= set(words) and not host.folder("/sys/class/dmi/id"):
+        sandbox = "firecracker"
+        by_sandbox = "the kernel was started as Firecracker does, on a board without a name"
+
+    dev = mount_of(around, "/dev/null")
+    own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
+    folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
+    specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
+    drivers = {version for path in specifications for version in _CDI.findall(host.text(path) or "")}
+    toolkit: bool | Unknown = any(executable(host, name) for name in _CONTAINER_TOOLKIT)
+    programs = host.names("/usr/bin")
+    docker = "snap" if host.exists("/snap/bin/docker") else ""
+    for path in ("/usr/bin/docker", "/usr/local/bin/docker"):
+        begin = host.data(path, 256)
+        if begin and b"podman" not in begin and not host.link(path).endswith("/snap"):  # podman-docker is a script
+            docker = "installed"
+    by_service = f"/proc/self/cgroup names {service}" if service else ""
+    evidence = (by_container, kubernetes, slurm, by_wsl, by_notebook, by_sandbox, by_service)
+    return Surroundings(
+        container=container,
+        kubernetes=bool(kubernetes),
+        slurm=bool(slurm),
+        wsl=wsl,
+        service=service,
+        notebook=notebook,
+        sandbox=sandbox,
+        selinux={"1": "enforcing", "0": "permissive"}.get(host.line("/sys/fs/selinux/enforce"), ""),
+        private_dev=own_dev and not set(host.names("/dev") or ("unknown",)) - _HARMLESS,
+        cdi=tuple(sorted(drivers)),
+        container_toolkit=programs if isinstance(programs, Unknown) else toolkit,
+        docker=docker,
+        evidence=tuple(line for line in evidence if line),
+    )
+
+
+def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, str]]:
+    """Kinds of container and the evidence for each, from the surest to the weakest."""
+    for name, kind in (("APPTAINER_CONTAINER", "apptainer"), ("SINGULARITY_CONTAINER", "singularity")):
+        if host.environ.get(name):
+            yield kind, f"{name} is set"
+    for path, kind in (("/.singularity.d", "apptainer"), ("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
+        if host.exists(path):
+            yield kind, f"{path} is there"
+    # What the manager itself has said, to us or to the first process of the container.
+    first = re.search(r"(?:^|\0)container=([^\0]*)", host.text("/proc/1/environ", 1 << 16) or "")
+    told = (
+        (host.environ.get("container", ""), "the variable container is {}"),
+        (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
+        (first[1] if first else "", "the variable container of process 1 is {}"),
+    )
+    for name, why in told:
+        if name not in _NO_CONTAINERS:
+            yield _NAMES.get(name, name), why.format(name)
+    for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
+        if found := re.search(_CGROUPS, host.text(path, 1 << 14) or ""):
+            yield found.lastgroup or "", f"{path} names one of {found.lastgroup}"
+    root = mount_of(around, "/") or Mount("/", "")
+    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(_LAYERS, root.detail)):
+        yield found.lastgroup or "", f"/ is a layer of {found.lastgroup}"
+
+
+def service_of(host: Host) -> str:
+    """The systemd unit this process belongs to, where it is a service of the system.
+
+    What runs under ``user@1000.service`` is a user's session: terminals of a desktop are services there.
+    """
+    for line in (host.text("/proc/self/cgroup", 1 << 14) or "").split("\n"):
+        _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "-", "")
+        steps = path.split("/")
+        if controllers not in ("", "name=systemd") or any(step.startswith("user@") for step in steps):
+            continue
+        if unit := next((step for step in steps if step.endswith(".service")), ""):
+            return unit
+    return ""
+
+
+# -- environment variables that matter, and the files that set them ----------------------------------------------------
+
+_DECIDING = """
+CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDA_LAUNCH_BLOCKING
+CUDA_FORCE_PTX_JIT CUDA_DISABLE_PTX_JIT CUDA_FORCE_JIT CUDA_DISABLE_JIT CUDA_MPS_PIPE_DIRECTORY
+NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT
+PYTORCH_NVML_BASED_CUDA_CHECK PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF
+HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL HSA_OVERRIDE_GFX_VERSION ZE_AFFINITY_MASK
+PYTHONPATH PYTHONHOME PYTHONNOUSERSITE PYTHONUSERBASE NCCL_NVLS_ENABLE
+"""
+DECIDING = frozenset(_DECIDING.split())
+"""Those that can break CUDA or torch: of these it is also found out which file sets them."""
+
+_SHOWN = """
+CUDA_ROOT CUDA_VERSION CUDA_MODULE_LOADING CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_INJECTION64_PATH
+CUDA_DEVICE_MAX_CONNECTIONS CUDA_MPS_LOG_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUBLAS_WORKSPACE_CONFIG CUDNN_PATH
+NVIDIA_REQUIRE_CUDA NVIDIA_DISABLE_REQUIRE NVIDIA_PRODUCT_NAME NVIDIA_PYTORCH_VERSION NVIDIA_IMEX_CHANNELS
+NVIDIA_MIG_CONFIG_DEVICES NVIDIA_MIG_MONITOR_DEVICES NVIDIA_TF32_OVERRIDE
+LIBRARY_PATH DYLD_LIBRARY_PATH GLIBC_TUNABLES NIX_LD_LIBRARY_PATH
+PYTORCH_HIP_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_ENABLE_MPS_FALLBACK PYTORCH_ROCM_ARCH PYTORCH_VERSION
+TORCH_CUDA_ARCH_LIST TORCH_USE_CUDA_DSA TORCH_CUDNN_V8_API_DISABLED TORCH_DEVICE_BACKEND_AUTOLOAD
+TORCH_BLAS_PREFER_CUBLASLT TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD TORCH_FORCE_WEIGHTS_ONLY_LOAD TORCH_COMPILE_DISABLE
+TORCHDYNAMO_DISABLE TRITON_PTXAS_PATH TRITON_LIBCUDA_PATH TRITON_CACHE_DIR BNB_CUDA_VERSION VLLM_TARGET_DEVICE
+ROCM_PATH ROCM_HOME HIP_PATH HIP_PLATFORM HSA_ENABLE_SDMA
+ONEAPI_DEVICE_SELECTOR SYCL_DEVICE_FILTER ASCEND_RT_VISIBLE_DEVICES ASCEND_HOME_PATH HABANA_VISIBLE_DEVICES
+PJRT_DEVICE TPU_VISIBLE_CHIPS
+SLURM_JOB_ID SLURM_JOBID SLURM_STEP_ID SLURM_JOB_GPUS SLURM_STEP_GPUS SLURM_GPUS SLURM_GPUS_ON_NODE
+SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPU_BIND SLURM_JOB_PARTITION SLURM_NTASKS SLURM_PROCID SLURM_LOCALID
+LSB_JOBID KUBERNETES_SERVICE_HOST
+container APPTAINER_CONTAINER APPTAINER_NV SINGULARITY_CONTAINER SINGULARITY_NV WSL_DISTRO_NAME
+PYTHONSAFEPATH PYTHONWARNINGS VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV CONDA_OVERRIDE_CUDA CONDA_EXE
+MAMBA_EXE MAMBA_ROOT_PREFIX UV_TORCH_BACKEND UV_PROJECT_ENVIRONMENT PIXI_PROJECT_ROOT PIXI_ENVIRONMENT_NAME
+POETRY_ACTIVE PIP_TARGET PIP_USER
+NCCL_DEBUG NCCL_P2P_DISABLE NCCL_IB_DISABLE NCCL_SHM_DISABLE NCCL_CUMEM_ENABLE NCCL_SOCKET_IFNAME
+COLAB_GPU COLAB_RELEASE_TAG COLAB_TPU_ADDR KAGGLE_KERNEL_RUN_TYPE RUNPOD_GPU_COUNT RUNPOD_GPU_NAME
+DRI_PRIME __NV_PRIME_RENDER_OFFLOAD KMP_DUPLICATE_LIB_OK OMP_NUM_THREADS
+HOME SHELL LANG LC_ALL LC_CTYPE TMPDIR XDG_CACHE_HOME
+"""
+SHOWN = DECIDING.union(_SHOWN.split())
+"""Names, not prefixes: SLURM_JWT, KAGGLE_KEY and NVIDIA_API_KEY are secrets, and a report is meant to be pasted."""
+
+_LONGEST = 1 << 14
+_FILE = 256 << 10
+_MOST = 8  # files that set one variable
+_NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # such a line sets no variable
+
+_SYSTEM = (
+    *("/etc/environment", "/etc/security/pam_env.conf", "/etc/profile", "/etc/bash.bashrc", "/etc/bashrc"),
+    *("/etc/zsh/zshenv", "/etc/zsh/zshrc", "/etc/zshenv"),
+)
+_SYSTEM_FOLDERS = (("/etc/profile.d", ".sh"), ("/etc/environment.d", ".conf"), ("/etc/fish/conf.d", ".fish"))
+_HOME = (
+    *(".profile", ".bashrc", ".bash_profile", ".bash_login", ".bash_aliases", ".zshenv", ".zshrc"),
+    *(".zprofile", ".cshrc", ".tcshrc", ".pam_environment", ".config/fish/config.fish"),
+)
+_HOME_FOLDERS = ((".config/fish/conf.d", ".fish"), (".config/environment.d", ".conf"))
+_PROJECT = (".env", ".envrc", "Dockerfile")
+_UNITS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
+
+
+def variables(host: Host) -> Variables:
+    """The values that may be shown, and for those that decide the places that set them: ``/etc/environment:3``."""
+    values = {name: host.environ[name][:_LONGEST] for name in sorted(SHOWN & host.environ.keys())}
+    names = DECIDING & values.keys()
+    origins: dict[str, list[str]] = {}
+    setting = _setting(names)
+    for path in dict.fromkeys(_files(host)) if names else ():
+        text = host.text(path, _FILE) or ""
+        for number, line in enumerate(text.split("\n") if any(name in text for name in names) else (), 1):
+            for found in () if _NOT_SET.match(line) else setting.finditer(line):
+                origins.setdefault(next(filter(None, found.groups())), []).append(f"{path}:{number}")
+
+    # CUDA's cache, by its folder or the nearest one above it, in which it would have to be made.
+    problem = ""
+    if host.uname[0] == "Linux" and host.environ.get("CUDA_CACHE_DISABLE") != "1":
+        home = host.environ.get("HOME")
+        cache = host.environ.get("CUDA_CACHE_PATH") or (f"{home}/.nv/ComputeCache" if home else "")
+        folder = cache if cache.startswith("/") else f"{host.cwd}/{cache}"
+        while len(folder) > 1 and not host.exists(folder):
+            folder = folder.rpartition("/")[0] or "/"
+        real = host.real(folder)
+        try:
+            if not cache:
+                problem = "neither HOME nor CUDA_CACHE_PATH is set"
+            elif not os.path.isdir(real):
+                problem = f"{folder}: not a folder"
+            elif not os.access(real, os.W_OK | os.X_OK):
+                read_only = os.statvfs(real).f_flag & os.ST_RDONLY
+                problem = f"{folder}: {'read-only file system' if read_only else 'EACCES'}"
+        except (OSError, ValueError) as error:
+            problem = f"{folder}: {reason(folder, error).partition(': ')[2] or 'cannot be read'}"
+    return Variables(values, {name: tuple(found[:_MOST]) for name, found in sorted(origins.items())}, problem)
+
+
+def _setting(names: frozenset[str]) -> re.Pattern[str]:
+    """``NAME=`` of shells, systemd and Dockerfiles; ``setenv NAME`` and ``set -gx NAME``; ``NAME DEFAULT=`` of PAM.
+
+    >>> _setting(frozenset({"CUDA_VISIBLE_DEVICES"})).search("export A=1 CUDA_VISIBLE_DEVICES=0")[1]
+    'CUDA_VISIBLE_DEVICES'
+    """
+    name = f"(?:{'|'.join(sorted(names))})"
+    words = r"(?:setenv|ENV|set(?:\s+-\S+)+)"
+    return re.compile(
+        rf"(?<![\w$./{{-])({name})=|^\s*{words}\s+({name})\s|^({name})\s+(?:DEFAULT|OVERRIDE)=|\"({name})\":"
+    )
+
+
+def _files(host: Host) -> Iterator[str]:
+    """Where a variable may come from, from the system down to the project."""
+    yield from _SYSTEM
+    for folder, end in _SYSTEM_FOLDERS:
+        yield from host.paths(folder, end=end)
+    home = host.environ.get("HOME", "").rstrip("/")
+    if home.startswith("/"):
+        yield from (f"{home}/{name}" for name in _HOME)
+        for folder, end in _HOME_FOLDERS:
+            yield from host.paths(f"{home}/{folder}", end=end)
+    if conda := host.environ.get("CONDA_PREFIX", "").rstrip("/"):  # its scripts, and the variables it keeps
+        yield from host.paths(f"{conda}/etc/conda/activate.d")
+        yield f"{conda}/conda-meta/state"
+    if venv := host.environ.get("VIRTUAL_ENV", "").rstrip("/"):
+        yield from (f"{venv}/bin/activate", f"{venv}/bin/activate.fish")
+    if host.cwd.startswith("/"):
+        yield from (f"{host.cwd.rstrip('/')}/{name}" for name in _PROJECT)
+    if unit := service_of(host):
+        for folder in _UNITS:
+            yield f"{folder}/{unit}"
+            yield from host.paths(f"{folder}/{unit}.d", end=".conf")

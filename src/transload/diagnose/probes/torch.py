@@ -59,14 +59,40 @@ def torch(host: Host, python: Python) -> Torch:
         return Torch(installs=Unknown(python.problem))
     places = tuple(_places(host, python))
     hits = [hit for hit in (_hit(host, place) for place in places) if hit]
-    installs = _installs(host, hits, places, python)
+
+    # In the order of an import: packages, then remains, then what an editable install's own finder leads to.
+    with_files = {hit.place.folder for hit in hits if hit.kind in ("install", "remains")}
+    strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
+    stray = next((dist for dist in strays if _elsewhere(host, dist)), None)  # that of a torch without one
+    installs = []
+    for hit in (hit for kind in ("install", "remains") for hit in hits if hit.kind == kind):
+        dist = _best(hit.place.dists, build(host, hit.path).version) or stray
+        install = _install(host, hit.path, dist, python.prefix)
+        if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
+            install = replace(install, missing=("__init__.py: absent", *install.missing))
+        installs.append(install)
+    known = {host.target(each.location) for each in installs}
+    # What setuptools or scikit-build-core wrote for an editable install says where torch is.
+    for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
+        found = _MAPPED.search(host.text(finder) or "")
+        path = found[1].removesuffix("/__init__.py") if found else ""
+        if path and host.folder(path) and host.target(path) not in known:
+            installs.append(_install(host, path, stray, python.prefix))
+
+    # Distributions without files. One beside another of the same version is only a second record of it.
+    taken, dangling = {each.dist_info for each in installs}, []
+    for place in places:
+        versions = {dist.version for dist in place.dists if dist.path in taken}
+        left = [dist for dist in place.dists if dist.path not in taken and dist.version not in versions]
+        dangling += [dist.path for dist in left if not _elsewhere(host, dist)]
+
     first = next((hit for hit in hits if hit.kind != "remains"), None)
     shadow = first if first and first.kind != "install" else None
     return Torch(
-        installs=installs,
+        installs=tuple(installs),
         shadow=shadow.path if shadow else "",
         leftovers=tuple(f"{p.folder}/{name}" for p in places for name in p.names if _LEFTOVER.fullmatch(name)),
-        dangling=tuple(_dangling(host, places, installs)),
+        dangling=tuple(dangling),
         shadow_kind=shadow.kind if shadow else "",
         shadow_via=shadow.place.via if shadow else "",
     )
@@ -81,78 +107,29 @@ def _places(host: Host, python: Python) -> Iterator[_Place]:
     safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
     if host.cwd and not safe:
         ways.insert(0, (host.cwd, "the current directory"))
-    seen = set()
-    for entry, via in ways:
-        real, names = host.target(entry), host.names(entry)
-        if names and real not in seen:
-            seen.add(real)
-            folder = entry.rstrip("/")
-            yield _Place(folder, names, via, tuple(d for d in distributions(folder, names) if d.name == "torch"))
+    via = dict(reversed(ways))  # of an entry that is listed twice the first counts
+    for entry in host.distinct(entry for entry, _ in ways):
+        folder = entry.rstrip("/")
+        if names := host.names(entry):
+            dists = tuple(each for each in distributions(folder, names) if each.name == "torch")
+            yield _Place(folder, names, via[entry], dists)
 
 
 def _hit(host: Host, place: _Place) -> _Hit | None:
     """As Python's own finder: a package before a module; a folder without ``__init__`` only if there is no other."""
     path = f"{place.folder}/torch"
     inside = host.names(path) or () if "torch" in place.names else ()
+    compiled = any(_COMPILED.fullmatch(name) for name in inside)
     if any(_START.fullmatch(name) for name in inside):
-        return _Hit(_kind(host, place, inside), path, place)
+        # A distribution that claims it, or compiled code, makes it an install, if perhaps a broken one.
+        if place.dists or compiled:
+            return _Hit("install", path, place)
+        source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(host.text(f"{path}/version.py", 1 << 16) or "")
+        return _Hit("source" if source else "package", path, place)
     for name in place.names:
         if _MODULE.fullmatch(name) and not host.folder(f"{place.folder}/{name}"):
             return _Hit("file", f"{place.folder}/{name}", place)
-    return _Hit("remains", path, place) if _compiled(inside) or "version.py" in inside else None
-
-
-def _kind(host: Host, place: _Place, inside: Sequence[str]) -> Literal["install", "package", "source"]:
-    """A distribution that claims it, or compiled code, makes it an install, if perhaps a broken one."""
-    if place.dists or _compiled(inside):
-        return "install"
-    text = host.text(f"{place.folder}/torch/version.py", 1 << 16) or ""
-    return "source" if {"csrc", "_C"} & set(inside) or "cuda" in assigned(text) else "package"
-
-
-def _compiled(inside: Sequence[str]) -> bool:
-    return any(_COMPILED.fullmatch(name) for name in inside)
-
-
-def _installs(host: Host, hits: Sequence[_Hit], places: Sequence[_Place], python: Python) -> tuple[TorchInstall, ...]:
-    """In the order of an import: packages, then remains, then what an editable install's own finder leads to."""
-    with_files = {hit.place.folder for hit in hits if hit.kind in ("install", "remains")}
-    strays = (dist for place in places if place.folder not in with_files for dist in place.dists)
-    stray = next((dist for dist in strays if _elsewhere(host, dist)), None)
-    made = [
-        _made(host, hit, stray, python.prefix) for kind in ("install", "remains") for hit in hits if hit.kind == kind
-    ]
-    known = {host.target(each.location) for each in made}
-    mapped = [path for path in _mapped(host, places) if host.target(path) not in known]
-    return (*made, *(_install(host, path, stray, python.prefix) for path in mapped))
-
-
-def _made(host: Host, hit: _Hit, stray: Distribution | None, prefix: str) -> TorchInstall:
-    """``stray`` is an editable install's distribution, which names no files: it is that of a torch without one."""
-    dist = _best(hit.place.dists, build(host, hit.path).version) or stray
-    made = _install(host, hit.path, dist, prefix)
-    if hit.kind == "install" or any(each.startswith("__init__.py:") for each in made.missing):
-        return made
-    return replace(made, missing=("__init__.py: absent", *made.missing))
-
-
-def _mapped(host: Host, places: Sequence[_Place]) -> Iterator[str]:
-    """Where the finder that setuptools or scikit-build-core wrote for an editable install says that torch is."""
-    for place in places:
-        for name in place.names:
-            text = host.text(f"{place.folder}/{name}") or "" if _FINDER.fullmatch(name) else ""
-            if (found := _MAPPED.search(text)) and host.folder(path := found[1].removesuffix("/__init__.py")):
-                yield path
-
-
-def _dangling(host: Host, places: Sequence[_Place], installs: Sequence[TorchInstall]) -> Iterator[str]:
-    """Distributions without files. One beside another of the same version is only a second record of it."""
-    taken = {each.dist_info for each in installs}
-    for place in places:
-        versions = {dist.version for dist in place.dists if dist.path in taken}
-        for dist in place.dists:
-            if dist.path not in taken and dist.version not in versions and not _elsewhere(host, dist):
-                yield dist.path
+    return _Hit("remains", path, place) if compiled or "version.py" in inside else None
 
 
 # -- one installed torch: what its version.py, its dist-info and conda's records say of it -----------------------------
@@ -166,7 +143,6 @@ _CREDENTIALS = re.compile(r"(?<=//)[^/@]*@")
 
 def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) -> TorchInstall:
     """The torch in ``folder``, whose distribution is ``dist``, in the environment at ``prefix``."""
-    built = build(host, folder)
     installer = host.line(f"{dist.path}/INSTALLER") if dist else ""
     conda = ""
     if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
@@ -174,23 +150,35 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         conda = next((each[1] for each in records if each), "")
     files = _listed(host, dist.path) if dist else {}
     damaged, altered = _compared(host, folder, files)
-    made = replace(
-        built,
+    there: Sequence[str] = ()
+    if not conda and any(name.startswith("lib/") for name in files):  # conda links libraries there from its own folder
+        there = [f"lib/{name}" for name in host.names(f"{folder}/lib") or ()]
+    install = replace(
+        build(host, folder),
         installer=installer or ("conda" if conda else ""),
         conda_build=conda,
         missing=damaged,
-        unlisted=() if conda else _unlisted(host, folder, files),  # conda links libraries there from its own folder
+        unlisted=tuple(name for name in there if name not in files and _is_library(name)),
         altered=altered,
     )
     if dist is None:
-        return made
+        return install
+
+    # What was installed with it and needs it, unless torch itself was asked for: pip marks what was asked for.
+    site, then, reasons = dist.path.rpartition("/")[0], _time(host, dist.path), []
+    for each in distributions(site, host.names(site) or ()) if not host.exists(f"{dist.path}/REQUESTED") else ():
+        if each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER:
+            needs = fields(host, each, "Requires-Dist")
+            if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
+                reasons.append(each)
+    reasons.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
     return replace(
-        made,
+        install,
         dist_info=dist.path,
         dist_version=version(host, dist),
         tags=tuple(re.findall(r"(?mi)^Tag:[ \t]*(\S+)", host.text(f"{dist.path}/WHEEL", 1 << 16) or "")),
-        installed=_time(host, dist.path),
-        replaced_by=tuple(_reasons(host, dist)),
+        installed=then,
+        replaced_by=tuple(f"{each.name} {version(host, each)}" for each in reasons[:_NAMED]),
         origin=_CREDENTIALS.sub("", str(_direct_url(host, dist.path).get("url", ""))),
     )
 
@@ -227,21 +215,6 @@ def _time(host: Host, path: str) -> float:
     return status.st_mtime if status else 0.0
 
 
-def _reasons(host: Host, dist: Distribution) -> Iterator[str]:
-    """What was installed with it and needs it, where nobody asked for torch itself: pip marks what was asked for."""
-    if host.exists(f"{dist.path}/REQUESTED"):
-        return
-    site, then = dist.path.rpartition("/")[0], _time(host, dist.path)
-    found = []
-    for each in distributions(site, host.names(site) or ()):
-        if each.path != dist.path and abs(_time(host, each.path) - then) <= _TOGETHER:
-            needs = fields(host, each, "Requires-Dist")
-            if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
-                found.append(each)
-    found.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
-    yield from (f"{each.name} {version(host, each)}" for each in found[:_NAMED])
-
-
 # -- RECORD, the list of an installed wheel's files, compared with the disk: torch's libraries, by presence and size ---
 
 _RECORD = 1 << 26  # torch's own has two megabytes
@@ -265,10 +238,18 @@ def _is_library(name: str) -> bool:
 
 
 def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of ``files`` in ``folder`` are of no use, and which libraries are whole and yet of another size.
+    """Which of ``files`` in ``folder`` are missing or damaged, and which libraries are whole but of another size.
 
     ``lib/libc10.so: absent``, ``…: cut off after 10 of 20 bytes``; ``lib/libc10.so: 18 bytes instead of 20``
     """
+
+    def loads(path: str) -> bool:
+        """Whether all that the loader maps of an ELF file lies within it. Files of other kinds are trusted."""
+        head = host.data(path, 4) or b""
+        elf = read_elf(host.real(path))
+        elf_loads = isinstance(elf, Elf) and elf.bits == 64 and elf.little
+        return elf_loads or head[:2] == b"MZ" or head in _MACH_O
+
     damaged, altered = [], []
     for name, expected in files.items():
         path = f"{folder}/{name}"
@@ -276,28 +257,11 @@ def _compared(host: Host, folder: str, files: dict[str, int]) -> tuple[tuple[str
         if isinstance(status, Unknown):
             damaged.append(f"{name}: {status.reason if host.exists(path) else 'absent'}")
         elif not name.endswith(".py") and 0 <= expected != status.st_size:
-            if status.st_size > expected or _loads(host, path):
+            if status.st_size > expected or loads(path):
                 altered.append(f"{name}: {status.st_size} bytes instead of {expected}")
             else:
                 damaged.append(f"{name}: cut off after {status.st_size} of {expected} bytes")
     return tuple(damaged), tuple(altered)
-
-
-def _loads(host: Host, path: str) -> bool:
-    """Whether all that the loader maps of an ELF file lies within it. Files of other kinds are trusted."""
-    head = host.data(path, 4) or b""
-    if head[:2] == b"MZ" or head in _MACH_O:
-        return True
-    elf = read_elf(host.real(path))
-    return isinstance(elf, Elf) and elf.bits == 64 and elf.little
-
-
-def _unlisted(host: Host, folder: str, files: dict[str, int]) -> tuple[str, ...]:
-    """Libraries in ``torch/lib`` that RECORD does not list, where it lists any."""
-    if not any(name.startswith("lib/") for name in files):
-        return ()
-    there = (f"lib/{name}" for name in host.names(f"{folder}/lib") or ())
-    return tuple(name for name in there if name not in files and _is_library(name))
 
 
 # -- what happens when it is imported and used -------------------------------------------------------------------------
