@@ -55,9 +55,7 @@ from transload.machine import (
     Unknown,
     Variables,
 )
-from transload.render.lines import layout, plain
-from transload.render.style import Style
-from transload.render.terminal import emit
+from transload.render.lines import Style, emit, layout, plain
 
 if TYPE_CHECKING:
     import pytest

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transload.loading.landing import landing
-from transload.render.escape import printable
+from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, heading, layout, note, plain
-from transload.render.sizes import plural, size
-from transload.render.text import findings
-from transload.render.words import format_words
+from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +32,7 @@ _OUTCOMES = {
 
 def as_text(check: Check) -> str:
     """The report as a pipe gets it, without colour."""
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     return "\n".join(plain(line) for line in layout(report(check), Style()))
 

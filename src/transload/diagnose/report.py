@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.diagnose.rules.rule import LAYERS
 from transload.machine import Machine, Unknown
-from transload.render.escape import printable
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, heading, layout, note, plain
-from transload.render.sizes import plural
+from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ _ROLE = {"ok": "good", "no-gpu": "good", "degraded": "trust", "broken": "bad"}
 def as_text(diagnosis: Diagnosis) -> str:
     """The report as a pipe gets it: redacted but for what a fix says to type, without colour."""
     from transload.diagnose.redact import names_here, redacted
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     blocks = report(redacted(diagnosis, names_here(), runnable=True))
     return "\n".join(plain(line) for line in layout(blocks, Style()))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from transload.render.escape import printable
 from transload.render.lines import BLANK, GLUE, Block, Prose, layout, note, plain
-from transload.render.sizes import plural
+from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ _NEXT = ("If it is about a file: transload check FILE. If it is about the GPU: t
 
 def as_text(explanation: Explanation) -> str:
     """The report as a pipe gets it, without colour."""
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     return "\n".join(plain(line) for line in layout(report(explanation), Style()))
 

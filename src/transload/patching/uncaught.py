@@ -42,7 +42,7 @@ def tell(error: BaseException) -> None:
     try:
         from transload.explaining import explain
         from transload.explaining.report import report
-        from transload.render.terminal import emit
+        from transload.render.lines import emit
 
         explanation = explain(error)
         if explanation.known:
