@@ -1,4 +1,4 @@
-"""``transload inspect`` and ``transload verify``: they take several files, and one that fails does not stop the rest."""
+"""``transload inspect`` and ``transload verify``: they take several files, and one that fails does not stop them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _each(paths: Sequence[str], look: Callable[[str], T]) -> list[T | TransloadE
     for path in paths:
         try:
             results.append(look(path))
-        except TransloadError as error:
+        except TransloadError as error:  # noqa: PERF203
             results.append(error)
         except Exception as error:  # noqa: BLE001  a bug with one file must not hide the others
             results.append(as_bug(error, path))
