@@ -150,7 +150,7 @@ def run_explain(arguments: Namespace) -> int:
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
-    from transload.explaining.report import report
+    from transload.explaining.result import report
 
     show_result(explanation, report, arguments)
     return int(not explanation.known)

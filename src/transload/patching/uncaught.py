@@ -41,7 +41,7 @@ def tell(error: BaseException) -> None:
         return
     try:
         from transload.explaining import explain
-        from transload.explaining.report import report
+        from transload.explaining.result import report
         from transload.render.lines import emit
 
         explanation = explain(error)
