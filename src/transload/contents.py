@@ -21,21 +21,6 @@ from transload.findings import Finding, Integrity, Problem, Safety
 if TYPE_CHECKING:
     from transload.nodes import Pickle
 
-__all__ = [
-    "FORMATS",
-    "Contents",
-    "DeviceUse",
-    "GlobalUse",
-    "Key",
-    "Leaf",
-    "Origin",
-    "Part",
-    "Record",
-    "Storage",
-    "Tensor",
-    "contiguous",
-]
-
 FORMATS: dict[str, str] = {
     "torch-zip": "torch.save zip archive",
     "torch-legacy": "torch.save legacy stream",
