@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transload.contents import (
     FORMATS,
     Contents,
@@ -35,7 +33,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint(Contents):
     """Everything known of one checkpoint without running it.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
+from transload.frozen import facts
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle
@@ -156,7 +157,7 @@ class Tensor(NamedTuple):
         return out
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class GlobalUse:
     """A name the file asks a loader to import: a class, a function, a constant.
 
@@ -195,7 +196,7 @@ class GlobalUse:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Leaf:
     """A value in the tree that is no tensor: an epoch, a learning rate, a ``torch.device``.
 
@@ -226,7 +227,7 @@ class Record(NamedTuple):
     method: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Part:
     """A file of a directory checkpoint, a shard, or a compiled piece in a package.
 
@@ -243,7 +244,7 @@ class Part:
         return {"name": self.name, "kind": self.kind, "nbytes": self.nbytes, "facts": dict(self.facts)}
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Origin:
     """Who wrote the file: the torch releases that can have, the evidence, and versions it records itself.
 
@@ -284,7 +285,7 @@ class Origin:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class DeviceUse:
     """How much of a checkpoint is tagged with one device."""
 
@@ -297,7 +298,7 @@ class DeviceUse:
         return {"device": self.device, "tensors": self.tensors, "nbytes": self.nbytes}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@facts(frozen=True)
 class Contents:
     """The facts of a ``Checkpoint``, for whatever draws one.
 

@@ -86,8 +86,8 @@ SAFETENSORS: dict[str, str] = {
 
 # torch.export writes the ordinal of its own ScalarType enum (torch/_export/serde/schema.py).
 SCALAR_TYPES: dict[int, str] = {
-    **dict(enumerate("uint8 int8 int16 int32 int64 float16 float32 float64".split(), 1)),
-    **dict(enumerate("complex32 complex64 complex128 bool bfloat16".split(), 9)),
-    **dict(enumerate("uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split(), 28)),
-    **dict(enumerate("float8_e8m0fnu uint32 uint64".split(), 33)),
+    **dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1)),
+    **dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9)),
+    **dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28)),
+    **dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33)),
 }

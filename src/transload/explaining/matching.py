@@ -135,7 +135,17 @@ def subjects() -> tuple[Subject, ...]:
     """All pages, parsed."""
     import pkgutil
 
-    return tuple(_parsed((pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode()) for name in _SUBJECTS)
+    out = []
+    for name in _SUBJECTS:
+        title, *pages = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
+        errors, variants = [], {}
+        for page in pages:
+            main, *others = page.split("\n### ")
+            errors.append(KnownError(**_section(main)))
+            for fields in map(_section, others):
+                variants[fields.pop("code")] = fields
+        out.append(Subject(title.removeprefix("# ").strip(), tuple(errors), variants))
+    return tuple(out)
 
 
 def known_errors() -> Iterator[KnownError]:
@@ -148,34 +158,23 @@ def variant(name: str) -> dict[str, Any]:
     return next(subject.variants[name] for subject in subjects() if name in subject.variants)
 
 
-def _parsed(text: str) -> Subject:
-    title, *pages = text.split("\n## ")
-    errors, variants = [], {}
-    for page in pages:
-        main, *others = page.split("\n### ")
-        errors.append(KnownError(**_section(main)))
-        for fields in map(_section, others):
-            variants[fields.pop("code")] = fields
-    return Subject(title.removeprefix("# ").strip(), tuple(errors), variants)
-
-
 def _section(text: str) -> dict[str, Any]:
     """The fields of a section; unknown ones fail where the ``KnownError`` is made."""
     code, *blocks = text.strip("\n").split("\n\n")
     fields: dict[str, Any] = {"code": code}
     for block in blocks:
         if block.startswith("- "):
-            steps = [" ".join(step.split()) for step in block[2:].split("\n- ")]
-            code_in = [step[1:-1] if step[0] == step[-1] == "`" else "" for step in steps]
-            fields["fix"] = tuple(
-                step if not line else line if line.startswith("$ ") else f"| {line}"
-                for step, line in zip(steps, code_in, strict=True)
-            )
-        elif block.startswith("Wrong: "):
-            fields["wrong"] = " ".join(block.split()[1:])
-        elif not block.startswith("    "):
-            fields["cause"] = " ".join(block.split())
-        for line in block.split("\n") if block.startswith("    ") else ():
+            fix = [" ".join(step.split()) for step in block[2:].split("\n- ")]
+            for index, step in enumerate(fix):
+                if step[0] == step[-1] == "`":
+                    fix[index] = step[1:-1] if step.startswith("`$ ") else f"| {step[1:-1]}"
+            fields["fix"] = tuple(fix)
+            continue
+        if not block.startswith("    "):
+            wrong = block.startswith("Wrong: ")
+            fields["wrong" if wrong else "cause"] = " ".join(block.removeprefix("Wrong: ").split())
+            continue
+        for line in block.split("\n"):
             name, _, value = line.strip().partition(": ")
             forms = [value] if name == "says" else []
             if name == "cuda":
