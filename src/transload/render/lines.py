@@ -43,7 +43,12 @@ _CODES = {"strong": "1", "dim": "2", "good": "32", "trust": "33", "bad": "31"}
 
 _GLYPHS = "…·×→›✓✗├─└│▁█▾"
 # The same signs for a stream that cannot encode them; names lose nothing else.
-_ASCII = {**str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""'), ord("…"): "...", ord("→"): "->", ord("✓"): "ok"}
+_ASCII: dict[int, int | str] = {
+    **str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""'),
+    ord("…"): "...",
+    ord("→"): "->",
+    ord("✓"): "ok",
+}
 
 
 # -- what a stream can show

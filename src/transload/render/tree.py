@@ -106,7 +106,7 @@ def tensor_tree(tensors: Iterable[Tensor]) -> Twig:
 
 def _twigs(branch: _Branch) -> tuple[Twig, ...]:
     """The children of a branch, in order; those that are alike folded into the first of them."""
-    alike: dict[object, list[_Branch]] = {}
+    alike: dict[tuple[int, str, str | None], list[_Branch]] = {}
     for child in branch.children.values():
         pattern, numbers = _DIGITS.subn("#", child.text)
         # Without a number in it, a name has kin under any name.
