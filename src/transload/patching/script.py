@@ -87,8 +87,15 @@ def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return _names("<stdin>", BuiltinImporter, None), compile(source, "<stdin>", "exec", dont_inherit=True)
     path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - as Python itself: not made any simpler
-    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
-        return _folder(path)
+    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
+        from pkgutil import get_importer
+
+        _lead_path(path)
+        finder: Any = get_importer(path)
+        spec = finder.find_spec("__main__") if finder is not None else None
+        if spec is None:
+            sys.exit(f"transload run: can't find '__main__' module in '{path}'")
+        return _names(spec.origin, spec.loader, spec), spec.loader.get_code("__main__")
     _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
     if path.endswith(".pyc"):
         loader = SourcelessFileLoader("__main__", path)
@@ -110,18 +117,6 @@ def _is_archive(path: str) -> bool:
     from zipfile import is_zipfile
 
     return is_zipfile(path)
-
-
-def _folder(path: str) -> tuple[dict[str, Any], CodeType]:
-    """A folder, or a zip archive, with a ``__main__.py``."""
-    from pkgutil import get_importer
-
-    _lead_path(path)
-    finder: Any = get_importer(path)
-    spec = finder.find_spec("__main__") if finder is not None else None
-    if spec is None:
-        sys.exit(f"transload run: can't find '__main__' module in '{path}'")
-    return _names(spec.origin, spec.loader, spec), spec.loader.get_code("__main__")
 
 
 def _names(path: str, loader: Any, spec: Any) -> dict[str, Any]:
