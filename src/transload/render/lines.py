@@ -278,13 +278,19 @@ def _folded(block: Prose, style: Style) -> Iterator[Line]:
     for word in _words(body):
         pieces = [word]
         if style.cut and _stripped(word) > room:  # else the terminal would break it across the indent
-            pieces = [((piece, role),) for text, role in word for piece in _pieces(text, room)]
-        for piece in pieces:
-            if used and used + _stripped(piece) > room:
+            pieces = []
+            for text, role in word:
+                rest = text
+                while rest:
+                    piece = _first(rest, room) or rest[0]
+                    pieces.append(((piece, role),))
+                    rest = rest[len(piece) :]
+        for part in pieces:
+            if used and used + _stripped(part) > room:
                 yield tuple(line)
                 line, used = [(" " * indent, "")], 0
-            line += ((text.replace(GLUE, " "), role) for text, role in piece)
-            used += _length(piece)
+            line += ((text.replace(GLUE, " "), role) for text, role in part)
+            used += _length(part)
     yield tuple(line)
 
 
@@ -305,13 +311,6 @@ def _stripped(word: Line) -> int:
     """The length without the blanks at the end."""
     text = word[-1][0]
     return _length(word) - len(text) + len(text.rstrip(" "))
-
-
-def _pieces(text: str, room: int) -> Iterator[str]:
-    while text:
-        piece = _first(text, room) or text[0]
-        yield piece
-        text = text[len(piece) :]
 
 
 def _aligned(table: Table, style: Style) -> Iterator[Line]:

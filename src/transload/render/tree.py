@@ -112,8 +112,8 @@ def _twigs(branch: _Branch) -> tuple[Twig, ...]:
         # Without a number in it, a name has kin under any name.
         alike.setdefault((child.form, child.separator, pattern if numbers else None), []).append(child)
     groups: dict[_Branch, list[_Branch]] = {}
-    for (_, _, pattern), group in alike.items():
-        least = _ALIKE_UNNUMBERED if pattern is None else _ALIKE if group[0].children else _ALIKE_TENSORS
+    for (_, _, numbered), group in alike.items():
+        least = _ALIKE_UNNUMBERED if numbered is None else _ALIKE if group[0].children else _ALIKE_TENSORS
         groups |= {group[0]: group} if len(group) >= least else {each: [each] for each in group}
     return tuple(twig for child in branch.children.values() if child in groups for twig in _twig(groups[child]))
 
