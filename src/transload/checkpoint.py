@@ -40,6 +40,11 @@ class Checkpoint(Contents):
     >>> checkpoint = transload.inspect("model.pt")        # doctest: +SKIP
     >>> checkpoint.safety, checkpoint.integrity           # doctest: +SKIP
     ('data-only', 'unchecked')
+
+    ``format`` is one of the names in ``FORMATS``; ``flavour`` a known tree inside it (``"Lightning"``). ``facts`` are
+    further words on the container (``("byteorder", "little")``). ``problems`` is what the reader met, ``findings``
+    what the judges made of it. ``pickles`` are the inert graphs themselves, for the parts of transload that rebuild
+    objects; they are not in ``to_dict()``.
     """
 
     def __repr__(self) -> str:

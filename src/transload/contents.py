@@ -300,13 +300,7 @@ class DeviceUse:
 
 @facts(frozen=True)
 class Contents:
-    """The facts of a ``Checkpoint``, for whatever draws one.
-
-    ``format`` is one of the names in ``FORMATS``; ``flavour`` a known tree inside it (``"Lightning"``). ``facts`` are
-    further words on the container (``("byteorder", "little")``). ``problems`` is what the reader met, ``findings``
-    what the judges made of it. ``pickles`` are the inert graphs themselves, for the parts of transload that rebuild
-    objects; they are not in ``to_dict()``.
-    """
+    """The facts of a ``Checkpoint``, which describes them; for whatever draws one."""
 
     path: str
     format: str

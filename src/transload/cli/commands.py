@@ -63,18 +63,18 @@ exit codes:
   1  DST was written, but something is in neither file: the report names it
   2  nothing was written
 """
-    add = parser.add_argument
-    add("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
-    add("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
-    add("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
-    add("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
-    add("--list", action="store_true", help="show the parts that --key can choose")
-    add("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
-    add("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
-    add("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
-    add("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
-    add("--force", action="store_true", help="overwrite DST")
-    add("--no-verify", action="store_true", help="do not read DST back or check SRC's checksums")
+    option = parser.add_argument
+    option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
+    option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
+    option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
+    option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
+    option("--list", action="store_true", help="show the parts that --key can choose")
+    option("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
+    option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
+    option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
+    option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
+    option("--force", action="store_true", help="overwrite DST")
+    option("--no-verify", action="store_true", help="do not read DST back or check SRC's checksums")
 
 
 def run_convert(arguments: Namespace) -> int:
@@ -208,14 +208,14 @@ exit codes:
   1  part of it was recovered; the report says what is lost
   2  nothing was recovered, and nothing was written
 """
-    add = parser.add_argument
+    option = parser.add_argument
     # Not `path`: other commands finish an interrupted retag of their `path`; the source of a rescue is never written.
-    add("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
-    add("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
-    add("--dry-run", action="store_true", help="report what would be written, and write nothing")
-    add("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
-    add("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
-    add("--force", action="store_true", help="overwrite DST if it exists")
+    option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
+    option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
+    option("--dry-run", action="store_true", help="report what would be written, and write nothing")
+    option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
+    option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
+    option("--force", action="store_true", help="overwrite DST if it exists")
 
 
 def run_rescue(arguments: Namespace) -> int:
@@ -258,15 +258,15 @@ exit codes:
   0  the tags are as asked
   2  they are not, and the file is as it was
 """
-    add = parser.add_argument
-    add("path", metavar="FILE", help="a file of torch.save, zip or legacy format")
-    add("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
-    add("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
-    add("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
-    add("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    add("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
-    add("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
-    add("--hard-links", action="store_true", help="also change a file that has other names")
+    option = parser.add_argument
+    option("path", metavar="FILE", help="a file of torch.save, zip or legacy format")
+    option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
+    option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
+    option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
+    option("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
+    option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
+    option("--hard-links", action="store_true", help="also change a file that has other names")
 
 
 def run_retag(arguments: Namespace) -> int:

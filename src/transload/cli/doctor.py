@@ -41,15 +41,15 @@ exit codes:
   1  something is broken, or what --require names is not usable
   2  the command could not do its job
 """
-    add = parser.add_argument
-    add("--verbose", action="store_true", help="also show all facts, and where each came from")
-    add("--require", choices=("cuda",), help="exit with 1 unless it is usable")
-    add("--python", metavar="PATH", help="examine the environment of another interpreter")
-    add("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    add("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
-    add("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
-    add("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    add("--explain", metavar="CODE", help="explain one cause in full, such as U04")
+    option = parser.add_argument
+    option("--verbose", action="store_true", help="also show all facts, and where each came from")
+    option("--require", choices=("cuda",), help="exit with 1 unless it is usable")
+    option("--python", metavar="PATH", help="examine the environment of another interpreter")
+    option("--no-torch", action="store_true", help="do not run torch, only look at its files")
+    option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
+    option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
+    option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
+    option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
 
 
 def _seconds(text: str) -> float:

@@ -58,12 +58,12 @@ exit codes:
   1  a file is damaged, or loading it needs trust
   2  a file could not be read
 """
-    add = parser.add_argument
-    add("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one")
-    add("--tensors", action="store_true", help="list every tensor, one a line")
-    add("--globals", action="store_true", help="list every class and function the file asks for")
-    add("--tree", action="store_true", help="show the whole structure of the saved object")
-    add("--verify", action="store_true", help="read every byte and compare the checksums")
+    option = parser.add_argument
+    option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one")
+    option("--tensors", action="store_true", help="list every tensor, one a line")
+    option("--globals", action="store_true", help="list every class and function the file asks for")
+    option("--tree", action="store_true", help="show the whole structure of the saved object")
+    option("--verify", action="store_true", help="read every byte and compare the checksums")
 
 
 def run_inspect(arguments: Namespace) -> int:
@@ -111,13 +111,13 @@ exit codes:
   1  a tensor is damaged, or differs from the manifest; each is named
   2  a file could not be read
 """
-    add = parser.add_argument
-    add("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
-    add("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
-    add("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
-    add("--write", metavar="M.json", help="write the hashes to a manifest")
-    add("--against", metavar="M.json", help="compare with a manifest; without FILE, all files in it")
-    add("--force", action="store_true", help="let --write replace a manifest that is there")
+    option = parser.add_argument
+    option("paths", nargs="*", metavar="FILE", help="a checkpoint file, or the directory of one")
+    option("--hash", action="store_true", help="sha256 of each tensor and of all, whatever the container")
+    option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
+    option("--write", metavar="M.json", help="write the hashes to a manifest")
+    option("--against", metavar="M.json", help="compare with a manifest; without FILE, all files in it")
+    option("--force", action="store_true", help="let --write replace a manifest that is there")
 
 
 def run_verify(arguments: Namespace) -> int:
