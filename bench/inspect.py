@@ -71,9 +71,7 @@ def by_size(folder: Path, repeat: int) -> list[Row]:
     detail = f"{seconds['large'] * 1e3:.1f} ms against {seconds['small'] * 1e3:.1f} ms, {TENSORS} tensors ({size})"
     return [
         Row("10 GB against 10 MB, time", ratio, "≤ 1.2", ratio <= 1.2, detail),
-        Row(
-            "10 GB, peak memory in MB", peak / 1e6, "< 60", peak < 60e6, "the whole process, rich and torch not loaded"
-        ),
+        Row("10 GB, peak memory in MB", peak / 1e6, "< 60", peak < 60e6, "the whole process, torch not loaded"),
     ]
 
 

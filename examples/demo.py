@@ -28,7 +28,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 import transload  # noqa: E402
 from transload.cli.main import main as command_line  # noqa: E402
-from transload.render.style import style_of  # noqa: E402
+from transload.render.lines import style_of  # noqa: E402
 
 FILE = os.path.relpath(HERE / "model_cuda0.pt")
 RECORD = os.path.relpath(HERE / "model_cuda0.json")  # by `transload verify model_cuda0.pt --write model_cuda0.json`

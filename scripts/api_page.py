@@ -102,7 +102,7 @@ def result(each: type) -> str:
 def error(each: type) -> str:
     """The row of an error."""
     told = (transload.TransloadError, Exception, BaseException, object)
-    own = [base.__name__ for base in each.__mro__[1:] if base not in told]
+    own = [base.__name__ for base in each.__mro__[1:] if base not in told and not base.__name__.startswith("_")]
     return f"| `{each.__name__}` | {', '.join(f'`{name}`' for name in own)} | {first_words(each)} |\n"
 
 
@@ -117,7 +117,9 @@ def fields_of(each: type) -> Iterator[tuple[str, str]]:
 
 def members_of(each: type) -> Iterator[str]:
     """Public properties and methods, those that a result shares with all others left out."""
-    for name, member in vars(each).items():
+    ours = [base for base in each.__mro__ if base.__module__.startswith("transload.")]
+    own = {name: member for base in ours for name, member in vars(base).items()}
+    for name, member in own.items():
         about = inspect.getdoc(member)
         if name.startswith("_") or name == "to_dict" or about is None:
             continue

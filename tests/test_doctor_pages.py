@@ -61,15 +61,11 @@ def test_json_is_what_the_schema_promises(machine: Machine) -> None:
 
 
 def test_the_manual_names_every_option() -> None:
-    from argparse import ArgumentParser
+    from transload.cli.main import parser_of
 
-    from transload.cli.doctor import add_arguments
-
-    parser = ArgumentParser()
-    add_arguments(parser)
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    options = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-    assert [name for name in options if f"`{name}" not in text and name != "--help"] == []
+    options = [name for action in parser_of("doctor")._actions for name in action.option_strings]
+    assert [name for name in options if f"`{name}" not in text and name not in ("-h", "--help")] == []
 
 
 STUBS = "/usr/local/cuda/lib64/stubs"

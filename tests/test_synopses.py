@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from argparse import Action, ArgumentParser
-from importlib import import_module
+from argparse import Action
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ from tests.each import each
 
 import transload
 from transload.cli import COMMANDS
-from transload.cli.main import _parser
-
-
-def parser_of(command: str) -> ArgumentParser:
-    parser = _parser(command)
-    import_module(f"transload.cli.{command}").add_arguments(parser)
-    return parser
+from transload.cli.main import parser_of
 
 
 def options_only(command: str) -> list[Action]:

@@ -1,25 +1,21 @@
-"""What a checkpoint file is: plain, frozen facts, the same for every format.
-
-A reader fills these, ``judge`` adds the two verdicts and the findings, and everything else (``render``
-today; placing, loading and writing tomorrow) only looks at them. Nothing here touches a file.
-
-Those a file has by the ten thousand (``Tensor``, ``Storage``, ``Record``) are named tuples: made four times as fast
-as frozen dataclasses, which was a tenth of the time it takes to read such a file.
-"""
+"""``Checkpoint``, what ``inspect`` returns: the facts of ``contents``, shown in a REPL and a notebook by ``render``."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from transload.dtypes import itemsize
-from transload.findings import Finding, Integrity, Problem, Safety
-
-if TYPE_CHECKING:
-    from transload.nodes import Pickle
+from transload.contents import (
+    FORMATS,
+    Contents,
+    DeviceUse,
+    GlobalUse,
+    Key,
+    Leaf,
+    Origin,
+    Part,
+    Record,
+    Storage,
+    Tensor,
+    contiguous,
+)
 
 __all__ = [
     "FORMATS",
@@ -36,284 +32,8 @@ __all__ = [
     "contiguous",
 ]
 
-FORMATS: dict[str, str] = {
-    "torch-zip": "torch.save zip archive",
-    "torch-legacy": "torch.save legacy stream",
-    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
-    "torch-directory": "unpacked torch.save archive",
-    "torchscript": "TorchScript program",
-    "torch-export": "torch.export program",
-    "aotinductor": "AOTInductor package",
-    "torch-package": "torch.package archive",
-    "safetensors": "safetensors",
-    "sharded": "sharded checkpoint",
-    "dcp": "torch.distributed.checkpoint directory",
-    "deepspeed": "DeepSpeed checkpoint directory",
-    "megatron": "Megatron checkpoint directory",
-    "directory": "directory",
-    "pickle": "plain pickle",
-}
-"""What each format is called. A file that is none of them has the name of what it is instead (``html``, ``gzip`` …)."""
 
-Key = str | int
-"""One step of a path: a dictionary key or attribute name, or an index. Other keys appear as their text."""
-
-
-class Storage(NamedTuple):
-    """A run of bytes that one or more tensors look at, tagged with the device it was saved from.
-
-    ``id`` is unique in the checkpoint; ``key`` is the file's own name for it. ``nbytes`` is what the
-    index claims, ``stored`` how many of them the file really holds. ``offset`` is the absolute position
-    of the first byte in ``file``; ``None`` when there is no such place (a missing record, a compressed
-    one, or the meta device). ``tensors`` are the names of those that look at it: more than one name
-    means shared memory.
-    """
-
-    id: str
-    key: str
-    device: str
-    dtype: str
-    nbytes: int
-    stored: int
-    offset: int | None
-    record: str = ""
-    file: str = ""
-    crc32: int | None = None
-    compressed: bool = False
-    big_endian: bool = False
-    tensors: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "id": self.id,
-            "key": self.key,
-            "device": self.device,
-            "dtype": self.dtype,
-            "nbytes": self.nbytes,
-            "stored": self.stored,
-            "offset": self.offset,
-            "record": self.record,
-            "file": self.file,
-            "crc32": None if self.crc32 is None else f"{self.crc32:08x}",
-            "compressed": self.compressed,
-            "byteorder": "big" if self.big_endian else "little",
-            "tensors": list(self.tensors),
-        }
-
-
-class Tensor(NamedTuple):
-    """One tensor, as ``torch.load`` would build it.
-
-    ``path`` leads to it from the root; ``name`` is the path joined by ``/``, or for a pickled module the key its
-    ``state_dict()`` would use. ``offset`` counts elements into the storage, as ``Tensor.storage_offset()`` does.
-    ``kind`` says how it is made: ``strided`` for the ordinary one, else ``quantized``, ``sparse_coo``, ``sparse_csr``
-    …, ``nested``, ``meta``, ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), ``sharded`` (in
-    pieces, over several files: the path of a part ends in the position of its first element); those made of other
-    tensors carry them as ``parts`` and have no storage of their own. ``cls`` is the class where it is not plain
-    ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers still have to be conjugated or negated.
-    """
-
-    path: tuple[Key, ...]
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: str
-    storage: str | None
-    offset: int = 0
-    requires_grad: bool = False
-    kind: str = "strided"
-    cls: str = ""
-    parts: tuple[Tensor, ...] = ()
-    file_offset: int | None = None
-    flags: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """How many elements the shape names."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes its elements take; of its parts where it is made of parts."""
-        if self.parts:
-            return sum(part.nbytes for part in self.parts)
-        if self.kind == "meta":
-            return 0
-        return itemsize(self.dtype, self.numel)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        out: dict[str, Any] = {
-            "name": self.name,
-            "path": list(self.path),
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "stride": list(self.stride),
-            "device": self.device,
-            "nbytes": self.nbytes,
-            "storage": self.storage,
-            "offset": self.offset,
-            "file_offset": self.file_offset,
-            "requires_grad": self.requires_grad,
-            "kind": self.kind,
-        }
-        if self.cls:
-            out["class"] = self.cls
-        if self.flags:
-            out["flags"] = list(self.flags)
-        if self.parts:
-            out["parts"] = [part.to_dict() for part in self.parts]
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalUse:
-    """A name the file asks a loader to import: a class, a function, a constant.
-
-    ``verdict`` is ``data`` (part of plain checkpoints, harmless as used here), ``harmless`` (known, runs
-    no code of the file's choosing, but torch refuses it by default), ``unknown``, or ``dangerous``.
-    ``imported``, ``called`` and ``built`` count its uses. ``spelling`` is how the file writes it where
-    that differs (Python 2 names). ``stream`` is the record it stands in.
-    """
-
-    module: str
-    name: str
-    verdict: str
-    purpose: str
-    imported: int = 0
-    called: int = 0
-    built: int = 0
-    spelling: str = ""
-    stream: str = ""
-
-    @property
-    def full_name(self) -> str:
-        """``module.name``."""
-        return f"{self.module}.{self.name}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "name": self.full_name,
-            "verdict": self.verdict,
-            "purpose": self.purpose,
-            "imported": self.imported,
-            "called": self.called,
-            "built": self.built,
-            "spelling": self.spelling,
-            "stream": self.stream,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A value in the tree that is no tensor: an epoch, a learning rate, a ``torch.device``.
-
-    ``kind`` is its type's name; ``text`` a short, printable form of the value.
-    """
-
-    path: tuple[Key, ...]
-    name: str
-    kind: str
-    text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"name": self.name, "path": list(self.path), "kind": self.kind, "value": self.text}
-
-
-class Record(NamedTuple):
-    """A named run of bytes in a container. ``offset`` is where its payload begins, ``None`` if unknown.
-
-    ``stored`` is the size in the file and ``size`` the size once unpacked; they differ only under compression.
-    """
-
-    name: str
-    offset: int | None
-    size: int
-    stored: int
-    crc32: int | None = None
-    method: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A file of a directory checkpoint, a shard, or a compiled piece in a package.
-
-    ``facts`` are what is known of it in words, e.g. ``(("compute capability", "9.0"),)``.
-    """
-
-    name: str
-    kind: str
-    nbytes: int
-    facts: tuple[tuple[str, str], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"name": self.name, "kind": self.kind, "nbytes": self.nbytes, "facts": dict(self.facts)}
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Who wrote the file: the torch releases that can have, the evidence, and versions it records itself.
-
-    ``oldest`` and ``newest`` bound the releases (``"1.13"``, ``"2.0"``; an empty ``newest`` is open, an
-    empty ``oldest`` with an empty ``newest`` means the file shows nothing). ``recorded`` are versions
-    written in the file by somebody, e.g. ``(("torch", "2.13.0+cu130"),)``.
-    """
-
-    oldest: str = ""
-    newest: str = ""
-    evidence: tuple[str, ...] = ()
-    recorded: tuple[tuple[str, str], ...] = ()
-    note: str = ""
-
-    @property
-    def text(self) -> str:
-        """One phrase for a person: ``torch 2.1 to 2.6``."""
-        exact = dict(self.recorded).get("torch")
-        if exact:
-            return f"torch {exact} (recorded in the file)"
-        if self.oldest and self.newest:
-            span = self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
-            return f"torch {span}{self.note}"
-        if self.oldest:
-            return f"torch {self.oldest} or later{self.note}"
-        if self.newest:
-            return f"torch {self.newest} or earlier{self.note}"
-        return self.note or "unknown"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "text": self.text,
-            "oldest": self.oldest,
-            "newest": self.newest,
-            "evidence": list(self.evidence),
-            "recorded": dict(self.recorded),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """How much of a checkpoint is tagged with one device."""
-
-    device: str
-    tensors: int
-    nbytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {"device": self.device, "tensors": self.tensors, "nbytes": self.nbytes}
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Checkpoint:
+class Checkpoint(Contents):
     """Everything known of one checkpoint without running it.
 
     >>> import transload
@@ -321,126 +41,15 @@ class Checkpoint:
     >>> checkpoint.safety, checkpoint.integrity           # doctest: +SKIP
     ('data-only', 'unchecked')
 
-    ``format`` is one of the names in ``read.FORMATS``; ``flavour`` a known tree inside it (``"Lightning"``).
-    ``facts`` are further words on the container (``("byteorder", "little")``). ``problems`` is what the
-    reader met, ``findings`` what the judges made of it. ``pickles`` are the inert graphs themselves,
-    for the parts of transload that rebuild objects; they are not in ``to_dict()``.
+    ``format`` is one of the names in ``FORMATS``; ``flavour`` a known tree inside it (``"Lightning"``). ``facts`` are
+    further words on the container (``("byteorder", "little")``). ``problems`` is what the reader met, ``findings``
+    what the judges made of it. ``pickles`` are the inert graphs themselves, for the parts of transload that rebuild
+    objects; they are not in ``to_dict()``.
     """
-
-    path: str
-    format: str
-    nbytes: int
-    flavour: str = ""
-    tensors: tuple[Tensor, ...] = ()
-    storages: tuple[Storage, ...] = ()
-    globals: tuple[GlobalUse, ...] = ()
-    leaves: tuple[Leaf, ...] = ()
-    records: tuple[Record, ...] = ()
-    parts: tuple[Part, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    written_by: Origin = field(default_factory=Origin)
-    problems: tuple[Problem, ...] = ()
-    pickles: tuple[Pickle, ...] = ()
-    counted: tuple[tuple[str, int], ...] = ()
-    """Tensors by device tag, where they were only counted: see ``read.read_source``."""
-    checksummed: bool = False
-    """The container carries checksums, and all of them were compared and agree."""
-    safety: Safety = "unknown"
-    integrity: Integrity = "unchecked"
-    findings: tuple[Finding, ...] = ()
-    prediction: str = ""
-    """What plain ``torch.load`` will do with it, in a sentence or two."""
-
-    @property
-    def ok(self) -> bool:
-        """Only data, and nothing wrong with it: the condition of exit code 0."""
-        return self.safety == "data-only" and self.integrity in ("whole", "unchecked")
-
-    @property
-    def devices(self) -> tuple[DeviceUse, ...]:
-        """Tensors and bytes by device tag, most bytes first; shared storage is counted once."""
-        tensors = Counter(map(attrgetter("device"), self.tensors))
-        nbytes: dict[str, int] = dict.fromkeys(tensors, 0)
-        for device, size in map(attrgetter("device", "nbytes"), self.storages):
-            nbytes[device] = nbytes.get(device, 0) + size
-        uses = (DeviceUse(device, tensors[device], size) for device, size in nbytes.items())
-        return tuple(sorted(uses, key=lambda use: (-use.nbytes, use.device)))
-
-    @property
-    def dtypes(self) -> tuple[tuple[str, int, int], ...]:
-        """``(dtype, tensors, bytes)``, most bytes first; shared storage is counted once."""
-        counts: dict[str, list[int]] = {}
-        for tensor in self.tensors:
-            counts.setdefault(tensor.dtype, [0, 0])[0] += 1
-        owners = {tensor.storage: tensor.dtype for tensor in reversed(tuple(_flat(self.tensors)))}
-        for storage in self.storages:
-            counts.setdefault(owners.get(storage.id, storage.dtype), [0, 0])[1] += storage.nbytes
-        rows = ((name, tensors, nbytes) for name, (tensors, nbytes) in counts.items())
-        return tuple(sorted(rows, key=lambda row: (-row[2], row[0])))
-
-    @property
-    def tensor_nbytes(self) -> int:
-        """Bytes of all storages, each counted once."""
-        return sum(map(attrgetter("nbytes"), self.storages))
-
-    @property
-    def dead_nbytes(self) -> int:
-        """Storage bytes that no tensor looks at: a view saved with all of its base."""
-        seen: dict[str, list[tuple[int, int]]] = {storage.id: [] for storage in self.storages}
-        for tensor in _flat(self.tensors):
-            if tensor.storage in seen and tensor.numel:
-                seen[tensor.storage].append(_extent(tensor))
-        return sum(max(0, storage.nbytes - _covered(seen[storage.id])) for storage in self.storages)
-
-    @property
-    def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of tensor names that look at the same storage."""
-        return tuple(storage.tensors for storage in self.storages if len(storage.tensors) > 1)
-
-    @property
-    def root(self) -> object:
-        """The object the file holds, as inert nodes; ``None`` where there is no pickle."""
-        return next((pickle.root for pickle in self.pickles if pickle.main), None)
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of that name; ``KeyError`` with close names if there is none."""
-        for tensor in self.tensors:
-            if tensor.name == name:
-                return tensor
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, [tensor.name for tensor in self.tensors], 3)
-        raise KeyError(f"no tensor {name!r}" + (f"; close: {', '.join(near)}" if near else ""))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The whole of it as plain data; this is what ``--json`` prints."""
-        return {
-            "schema": 1,
-            "path": self.path,
-            "format": self.format,
-            "flavour": self.flavour,
-            "nbytes": self.nbytes,
-            "safety": self.safety,
-            "integrity": self.integrity,
-            "ok": self.ok,
-            "prediction": self.prediction,
-            "written_by": self.written_by.to_dict(),
-            "devices": [use.to_dict() for use in self.devices],
-            "dtypes": [{"dtype": d, "tensors": n, "nbytes": b} for d, n, b in self.dtypes],
-            "tensor_nbytes": self.tensor_nbytes,
-            "dead_nbytes": self.dead_nbytes,
-            "facts": dict(self.facts),
-            "findings": [finding.to_dict() for finding in self.findings],
-            "globals": [use.to_dict() for use in self.globals],
-            "parts": [part.to_dict() for part in self.parts],
-            "leaves": [leaf.to_dict() for leaf in self.leaves],
-            "storages": [storage.to_dict() for storage in self.storages],
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-        }
 
     def __repr__(self) -> str:
         """Ten lines at most: what it is, who wrote it, how big, where it lands, what is wrong."""
-        from transload.render.text import summary_lines
+        from transload.render.checkpoint import summary_lines
 
         return "\n".join(summary_lines(self)[:10])
 
@@ -449,42 +58,3 @@ class Checkpoint:
         from transload.render.html import fragment
 
         return fragment(self)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor, as torch gives them.
-
-    >>> contiguous((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = min(step * max(size, 1), _MAX_STRIDE)  # a zero-sized tensor may claim any other sizes
-    return tuple(reversed(strides))
-
-
-_MAX_STRIDE = 1 << 64
-
-
-def _flat(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Tensors and the parts they are made of."""
-    for tensor in tensors:
-        yield tensor
-        yield from _flat(tensor.parts)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last-plus-one byte of its storage that a non-empty tensor can reach."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
-    return itemsize(tensor.dtype, tensor.offset), itemsize(tensor.dtype, tensor.offset + last + 1)
-
-
-def _covered(spans: Sequence[tuple[int, int]]) -> int:
-    """Length of the union of half-open intervals."""
-    total = end = 0
-    for low, high in sorted(spans):
-        total += max(0, high - max(low, end))
-        end = max(end, high)
-    return total

@@ -1,16 +1,15 @@
-"""The kinds of devices whose tags torch, or a package that extends it, restores."""
+"""Devices: the kinds that torch knows, and those that work here."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from transload.frozen import facts
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
-    from transload.machine import Machine
 
 __all__ = ["KINDS", "Device", "Devices", "devices_of", "local_rank", "near_kind", "split"]
 
@@ -129,42 +128,31 @@ def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
     Where no torch is installed they are those that one would find.
     """
     machine = diagnosis.machine
-    host = Device("cpu", machine.platform.memory_free, machine.platform.memory)
-    others = tuple(_cuda(machine)) if _cuda_works(diagnosis) else tuple(_other(machine))
-    current = others[0].name if others else ""
-    return Devices((host, *others), current, local_rank(environ), "" if others else _why_none(diagnosis))
-
-
-def _cuda_works(diagnosis: Diagnosis) -> bool:
-    machine = diagnosis.machine
-    no_torch = isinstance(machine.torch.installs, tuple) and machine.torch.first is None
-    return diagnosis.cuda_usable or (no_torch and machine.driver.cuda.works)
-
-
-def _cuda(machine: Machine) -> Iterator[Device]:
-    """The cards by the driver's word; only NVML knows what is free of them."""
-    free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
-    for gpu in machine.driver.cuda.gpus:
-        yield Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name)
-
-
-def _other(machine: Machine) -> Iterator[Device]:
-    """Accelerators that are no NVIDIA cards and that the installed torch is built for."""
     torch = machine.torch.first
-    built = (
-        {"mps": "mps"} if torch is None else {"mps": "mps", "rocm": torch.hip and "cuda", "xpu": torch.xpu and "xpu"}
-    )
-    seen: Counter[str] = Counter()
-    for each in machine.accelerators:
-        kind = built.get(each.kind, "")
-        name = kind if kind == "mps" else f"{kind}:{seen[kind]}"
-        if each.usable and kind and name not in seen:
-            yield Device(name, label=each.name)
-            seen.update((kind, name))
-
-
-def _why_none(diagnosis: Diagnosis) -> str:
-    cause = diagnosis.cause
-    if cause is not None and diagnosis.status == "broken" and diagnosis.machine.hardware.present:
-        return f"{cause.title} [{cause.code}]"
-    return "no GPU works here"
+    without_torch = isinstance(machine.torch.installs, tuple) and torch is None
+    found: list[Device] = []
+    if diagnosis.cuda_usable or (without_torch and machine.driver.cuda.works):
+        # The cards by the driver's word; only NVML knows what is free of them.
+        free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
+        found += [
+            Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name)
+            for gpu in machine.driver.cuda.gpus
+        ]
+    else:
+        # Accelerators that are not NVIDIA cards and that the installed torch is built for.
+        built = {"mps": "mps"}
+        if torch is not None:
+            built |= {"rocm": "cuda" if torch.hip else "", "xpu": "xpu" if torch.xpu else ""}
+        seen: Counter[str] = Counter()
+        for each in machine.accelerators:
+            kind = built.get(each.kind, "")
+            name = kind if kind == "mps" else f"{kind}:{seen[kind]}"
+            if each.usable and kind and name not in seen:
+                found.append(Device(name, label=each.name))
+                seen.update((kind, name))
+    why, cause = "no GPU works here", diagnosis.cause
+    if cause is not None and diagnosis.status == "broken" and machine.hardware.present:
+        why = f"{cause.title} [{cause.code}]"
+    host = Device("cpu", machine.platform.memory_free, machine.platform.memory)
+    current, absent = (found[0].name, "") if found else ("", why)
+    return Devices((host, *found), current, local_rank(environ), absent)

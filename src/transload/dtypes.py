@@ -6,43 +6,16 @@ __all__ = ["ITEMSIZE", "QUANTIZED", "SAFETENSORS", "SCALAR_TYPES", "STORAGES", "
 
 # Bytes an element of a storage takes. Of the sub-byte dtypes torch stores one element a byte, except the packed
 # ones (x2, 4x2, 2x4), whose storage element is the byte itself.
-ITEMSIZE: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
-    "bcomplex32": 4,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-    "qint8": 1,
-    "quint8": 1,
-    "qint32": 4,
-    "quint4x2": 1,
-    "quint2x4": 1,
-    "bits8": 1,
-    "bits16": 2,
-    "bits1x8": 1,
-    "bits2x4": 1,
-    "bits4x2": 1,
-    **{f"uint{bits}": 1 for bits in range(1, 8)},
-    **{f"int{bits}": 1 for bits in range(1, 8)},
-}
+_BY_SIZE = (
+    (16, "complex128"),
+    (8, "float64 int64 uint64 complex64"),
+    (4, "float32 int32 uint32 complex32 bcomplex32 qint32"),
+    (2, "float16 bfloat16 int16 uint16 bits16"),
+    (1, "bool int8 uint8 qint8 quint8 quint4x2 quint2x4 bits8 bits1x8 bits2x4 bits4x2"),
+    (1, "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"),
+    (1, "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
+)
+ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE for name in names.split()}
 
 QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
@@ -113,25 +86,8 @@ SAFETENSORS: dict[str, str] = {
 
 # torch.export writes the ordinal of its own ScalarType enum (torch/_export/serde/schema.py).
 SCALAR_TYPES: dict[int, str] = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float16",
-    7: "float32",
-    8: "float64",
-    9: "complex32",
-    10: "complex64",
-    11: "complex128",
-    12: "bool",
-    13: "bfloat16",
-    28: "uint16",
-    29: "float8_e4m3fn",
-    30: "float8_e5m2",
-    31: "float8_e4m3fnuz",
-    32: "float8_e5m2fnuz",
-    33: "float8_e8m0fnu",
-    34: "uint32",
-    35: "uint64",
+    **dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1)),
+    **dict(enumerate(["complex32", "complex64", "complex128", "bool", "bfloat16"], 9)),
+    **dict(enumerate(["uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"], 28)),
+    **dict(enumerate(["float8_e8m0fnu", "uint32", "uint64"], 33)),
 }

@@ -9,40 +9,6 @@ from contextlib import contextmanager
 from pickle import PicklingError, UnpicklingError
 from typing import Any
 
-__all__ = [
-    "BrokenFileError",
-    "BusyFileError",
-    "CannotPickleError",
-    "CannotReadError",
-    "CannotWriteError",
-    "ContentError",
-    "ConvertError",
-    "DoesNotFitError",
-    "FileWarning",
-    "ForbiddenFileError",
-    "ForbiddenWriteError",
-    "FullDiskError",
-    "LandingWarning",
-    "LoadError",
-    "ManifestError",
-    "MissingFileError",
-    "NoDeviceError",
-    "NoDirectoryError",
-    "NoTorchError",
-    "NotACheckpointError",
-    "OverflowRefusedError",
-    "RescueError",
-    "RetagError",
-    "SaveError",
-    "SaveWarning",
-    "TransloadError",
-    "UnsafeError",
-    "UsageError",
-    "cannot_write",
-    "os_error",
-    "told",
-]
-
 
 class TransloadError(Exception):
     """Base of every error transload raises on purpose; anything else that escapes is a bug.
@@ -58,7 +24,10 @@ class TransloadError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes by pickle, which would give all of ``args`` to ``__init__`` by position."""
-        return _again, (type(self), self.what, self.where, self.fix), dict(vars(self))
+        state = dict(vars(self))
+        if isinstance(self, OSError):
+            state["errno"] = self.errno  # which OSError keeps elsewhere
+        return _again, (type(self), self.what, self.where, self.fix), state
 
     def __str__(self) -> str:
         """All three parts, on as many lines."""
@@ -72,39 +41,25 @@ def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> Trans
     return made
 
 
-class CannotReadError(TransloadError, OSError):
-    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
-
+class _SystemError(TransloadError, OSError):
     def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
         self.errno = errno
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again_with_errno, (type(self), self.what, self.where, self.fix, self.errno)
+
+class CannotReadError(_SystemError):
+    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
 
 
-class UsageError(TransloadError, ValueError):
-    """The call itself makes no sense."""
-
-
-class CannotWriteError(TransloadError, OSError, RuntimeError):
+class CannotWriteError(_SystemError, RuntimeError):
     """The operating system did not take the bytes; ``errno`` is its number for the reason.
 
     It is a ``RuntimeError`` too, since that is what ``torch.save`` raises.
     """
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "", errno: int | None = None) -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.errno = errno
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again_with_errno, (type(self), self.what, self.where, self.fix, self.errno)
-
-
-def _again_with_errno(
-    kind: type[CannotReadError | CannotWriteError], what: str, where: str, fix: str, errno: int | None
-) -> TransloadError:
-    return kind(what, where=where, fix=fix, errno=errno)
+class UsageError(TransloadError, ValueError):
+    """The call itself makes no sense."""
 
 
 class NoDirectoryError(CannotWriteError, FileNotFoundError):

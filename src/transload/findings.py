@@ -6,24 +6,6 @@ from typing import Any, Literal
 
 from transload.frozen import facts
 
-__all__ = [
-    "INTEGRITY",
-    "SAFETY",
-    "Finding",
-    "Integrity",
-    "Noted",
-    "Problem",
-    "Safety",
-    "Severity",
-    "is_named",
-    "quoted",
-    "rescue_command",
-    "some",
-    "worst_integrity",
-    "worst_safety",
-]
-
-
 Severity = Literal["error", "warning", "note"]
 Safety = Literal["data-only", "needs-trust", "code", "unknown", "dangerous"]
 Integrity = Literal["whole", "unchecked", "repairable", "damaged", "not-a-checkpoint"]

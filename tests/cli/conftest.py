@@ -56,7 +56,7 @@ def imported(program: Transload, tmp_path_factory: pytest.TempPathFactory) -> Im
     that a command could want from there.
     """
     packages = tmp_path_factory.mktemp("packages")
-    for name in ("numpy", "rich", "torch"):
+    for name in ("numpy", "torch"):
         (packages / f"{name}.py").touch()
 
     def run(*arguments: str) -> set[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "convert.schema.json"
-NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
+NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
 
 
 def valid(text: str) -> dict[str, Any]:

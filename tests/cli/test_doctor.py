@@ -373,7 +373,6 @@ def test_the_doctor_imports_neither_torch_nor_the_readers_of_checkpoints(importe
     assert "transload.diagnose.report" in modules
     unwanted = {
         "torch",
-        "rich",
         "numpy",
         "asyncio",
         "importlib.metadata",

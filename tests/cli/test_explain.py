@@ -156,7 +156,7 @@ def test_colour_is_for_those_who_ask(log: Path, capsys: pytest.CaptureFixture[st
 def test_torch_is_not_imported_and_nothing_heavy(imported: Imported, log: Path) -> None:
     modules = imported("explain", "--no-checks", str(log))
     assert "transload.explaining.matching" in modules
-    assert not modules & {"torch", "numpy", "rich", "asyncio", "logging", "transload.diagnose", "transload.formats"}
+    assert not modules & {"torch", "numpy", "asyncio", "logging", "transload.diagnose", "transload.formats"}
 
 
 def test_a_terminal_of_eighty_columns_is_kept(program: Transload, log: Path) -> None:

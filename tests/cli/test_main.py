@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from tests.each import each
 
 import transload
-from transload.cli import COMMANDS
+from transload.cli import COMMANDS, commands
 from transload.cli.main import main
 from transload.errors import TransloadError
 
@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Transload
 
 
+Command = Callable[[BaseException], None]
+
+
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A command that the test says what to do."""
-    module = ModuleType("transload.cli.try")
-    module.add_arguments = lambda _: None  # type: ignore[attr-defined]
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    """A command that raises what the test says."""
+
+    def raising(error: BaseException) -> None:
+        def run(_: object) -> NoReturn:
+            raise error
+
+        monkeypatch.setattr(commands, "run_try", run, raising=False)
+
     monkeypatch.setitem(COMMANDS, "try", "try something")
-    monkeypatch.setitem(sys.modules, "transload.cli.try", module)
-    return module
+    monkeypatch.setattr(commands, "try_arguments", lambda _: None, raising=False)
+    return raising
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
@@ -75,23 +83,16 @@ def test_a_near_miss_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'transload inspect'?" in capsys.readouterr().err
 
 
-def raising(error: BaseException) -> object:
-    def run(_: object) -> NoReturn:
-        raise error
-
-    return run
-
-
-def test_our_errors_are_one_message_and_no_traceback(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    command.run = raising(TransloadError("it is\x1b[2J broken", where="a/b.pt", fix="Mend it."))  # type: ignore[attr-defined]
+def test_our_errors_are_one_message_and_no_traceback(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(TransloadError("it is\x1b[2J broken", where="a/b.pt", fix="Repair it."))
     assert main(["try"]) == 2
-    assert capsys.readouterr().err == "transload: a/b.pt: it is\\x1b[2J broken\n  Mend it.\n"
+    assert capsys.readouterr().err == "transload: a/b.pt: it is\\x1b[2J broken\n  Repair it.\n"
 
 
 def test_a_foreign_exception_is_called_our_bug(
-    command: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command.run = raising(KeyError("x\n"))  # type: ignore[attr-defined]
+    command(KeyError("x\n"))
     monkeypatch.delenv("TRANSLOAD_DEBUG", raising=False)
     assert main(["try"]) == 2
     told = capsys.readouterr().err
@@ -102,8 +103,8 @@ def test_a_foreign_exception_is_called_our_bug(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_interruption_is_quiet(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    command.run = raising(KeyboardInterrupt())  # type: ignore[attr-defined]
+def test_interruption_is_quiet(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(KeyboardInterrupt())
     assert main(["try"]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -266,7 +266,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_that_needs_no_torch_does_not_pay_for_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import sys\n"
-        "heavy = {'torch', 'rich', 'typing', 'dataclasses', 'multiprocessing', 'zipfile', 'transload.loading'}\n"
+        "heavy = {'torch', 'typing', 'dataclasses', 'multiprocessing', 'zipfile', 'transload.loading'}\n"
         "print(sorted(heavy & set(sys.modules)))\n",
         encoding="utf-8",
     )

@@ -18,13 +18,12 @@ FOR_HELP = {
     "inspect",
     "json",
     "logging",
-    "rich",
     "torch",
     "typing",
     "urllib",
     "zipfile",
 }
-FOR_JSON = {"asyncio", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
+FOR_JSON = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], []])
@@ -40,13 +39,13 @@ def test_help_and_version_import_next_to_nothing(imported: Imported, arguments: 
     }
 
 
-def test_json_imports_neither_rich_nor_torch(imported: Imported, data: Path) -> None:
+def test_json_imports_neither_numpy_nor_torch(imported: Imported, data: Path) -> None:
     modules = imported("inspect", "--json", str(data / "h200" / "train_cuda0.ckpt"))
     assert "transload.render.json" in modules
     assert not modules & FOR_JSON
     assert "transload.render.html" not in modules
 
 
-def test_a_pipe_does_not_import_rich(imported: Imported, data: Path) -> None:
+def test_neither_does_text(imported: Imported, data: Path) -> None:
     modules = imported("inspect", str(data / "h200" / "train_cuda0.ckpt"))
     assert not modules & FOR_JSON

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "verify.schema.json"
-NOT_FOR_IT = {"asyncio", "concurrent.futures", "importlib.metadata", "logging", "numpy", "rich", "torch", "urllib"}
+NOT_FOR_IT = {"asyncio", "concurrent.futures", "importlib.metadata", "logging", "numpy", "torch", "urllib"}
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from tests.diagnose.machines import bare, changed, healthy, install, no_torch_ru
 import transload
 from transload.diagnose import judge_machine
 from transload.explaining.local import files_in
-from transload.explaining.report import remaining_steps
-from transload.explaining.result import Answer, MachineHere
+from transload.explaining.result import Answer, MachineHere, remaining_steps
 from transload.machine import Machine
 
 NO_CUDA = (

@@ -1,4 +1,4 @@
-"""Every checkpoint in tests/data against the truth recorded beside it, read where torch, numpy and rich are absent."""
+"""Every checkpoint in tests/data against the truth recorded beside it, read where torch and numpy are absent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import hashlib, itertools, json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "rich"):
+        if name.partition(".")[0] in ("torch", "numpy"):
             raise ModuleNotFoundError(f"{name} is absent", name=name)
 
 sys.meta_path.insert(0, Absent())

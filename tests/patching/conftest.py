@@ -22,7 +22,7 @@ def _unpatched() -> Iterator[None]:
 
     def forget() -> None:
         transload.unpatch()
-        for kept in (devices._counts, devices._settled, devices._substitutes, devices._warned):
+        for kept in (devices._counts, devices._settled, devices._substitutes, devices.warned):
             kept.clear()
 
     forget()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def test_a_child_is_told_what_its_parent_does() -> None:
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
     with transload.patch("cpu"):
-        devices.mark_warned(["cuda to cpu"])
+        devices.warned.add("cuda to cpu")
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])
-    devices._warned.clear()
+    devices.warned.clear()
     assert devices.requested == ""
     before = list(sys.path)
     pickle.loads(prepared)  # as the child does, before anything else
-    assert (devices.requested, devices.warned()) == ("cpu", ["cuda to cpu"])
+    assert (devices.requested, devices.warned) == ("cpu", {"cuda to cpu"})
     assert sys.path == before
     transload.unpatch()
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")

@@ -8,7 +8,7 @@ import pytest
 
 import transload
 from transload.patching import torch_patches, uncaught
-from transload.patching.install import Replacements
+from transload.patching.install import replace, undo
 
 KNOWN = (
     "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1. "
@@ -115,8 +115,7 @@ def test_changes_that_somebody_changed_again_are_left() -> None:
     class Theirs:
         size = 1
 
-    replacements = Replacements()
-    replacements.set(Theirs, "size", 2)
+    replace(Theirs, "size", 2)
     Theirs.size = 3
-    replacements.undo()
+    undo()
     assert Theirs.size == 3

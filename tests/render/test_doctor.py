@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -54,9 +53,7 @@ from transload.machine import (
     Unknown,
     Variables,
 )
-from transload.render.lines import layout, plain
-from transload.render.style import Style
-from transload.render.terminal import emit
+from transload.render.lines import Style, emit, layout, plain
 
 if TYPE_CHECKING:
     import pytest
@@ -377,7 +374,6 @@ def test_ascii_streams_get_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_colour_tells_nothing_that_words_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delenv("COLUMNS", raising=False)
     painted = io.StringIO()
     emit(report(diagnosed(STUBBED, STUB)), painted, "always")

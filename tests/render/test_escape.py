@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.render.escape import cut, printable
+from transload.render.words import cut, printable
 
 
 @each(

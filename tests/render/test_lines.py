@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.render.lines import GLUE, Prose, Table, cells, layout, plain
-from transload.render.style import Style
+from transload.render.lines import GLUE, Prose, Style, Table, cells, layout, plain
 
 
 def folded(block: Prose | Table, width: int, *, cut: bool = True) -> list[str]:

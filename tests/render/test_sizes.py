@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.render.sizes import count, plural, shape_text, size
+from transload.render.words import count, plural, shape_text, size
 
 
 @each(

@@ -4,9 +4,8 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Pickle, Set
-from transload.render.lines import layout, plain
+from transload.render.lines import Style, layout, plain
 from transload.render.structure import MAX_DEPTH, structure
-from transload.render.style import Style
 
 ORDERED = Global("collections", "OrderedDict", 0)
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2", 0)

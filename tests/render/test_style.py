@@ -4,7 +4,7 @@ import io
 
 from tests.each import each
 
-from transload.render.style import PIPE_WIDTH, Style, style_of, wants_colour
+from transload.render.lines import PIPE_WIDTH, Style, style_of, wants_colour
 
 
 @each(

@@ -8,15 +8,10 @@ import pytest
 from transload.checkpoint import Checkpoint, Part
 from transload.errors import CannotReadError
 from transload.findings import INTEGRITY, SAFETY, Finding
-from transload.render.lines import layout, plain
-from transload.render.listing import globals_by_verdict, tensors_listed
-from transload.render.several import files
-from transload.render.style import Style
-from transload.render.summary import elements
-from transload.render.terminal import emit
-from transload.render.text import report, summary_lines
-from transload.render.words import INTEGRITY as INTEGRITY_WORDS
-from transload.render.words import SAFETY as SAFETY_WORDS
+from transload.render.checkpoint import INTEGRITY as INTEGRITY_WORDS
+from transload.render.checkpoint import SAFETY as SAFETY_WORDS
+from transload.render.checkpoint import elements, files, globals_by_verdict, report, summary_lines, tensors_listed
+from transload.render.lines import Style, emit, layout, plain
 
 TRANSFORMER = """\
 pytorch_model.bin

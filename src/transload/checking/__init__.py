@@ -85,8 +85,7 @@ class Check:
 
     def __str__(self) -> str:
         """The report as ``transload check`` prints it, without colour."""
-        from transload.render.lines import layout, plain
-        from transload.render.style import Style
+        from transload.render.lines import Style, layout, plain
 
         return "\n".join(plain(line) for line in layout(report(self), Style()))
 
@@ -311,11 +310,9 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
     from transload.loading.landing import landing
-    from transload.render.escape import printable
+    from transload.render.checkpoint import findings, format_words
     from transload.render.lines import BLANK, Prose, heading, note
-    from transload.render.sizes import plural, size
-    from transload.render.text import findings
-    from transload.render.words import format_words
+    from transload.render.words import plural, printable, size
 
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
     verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"

@@ -1,4 +1,4 @@
-"""The command line: a static table of commands, of which only the one that is named gets imported."""
+"""The command line: a static table of commands. Only the module of the one that is named gets imported."""
 
 COMMANDS: dict[str, str] = {
     "check": "whether a checkpoint loads here, and what torch.load would say",
@@ -11,8 +11,8 @@ COMMANDS: dict[str, str] = {
     "run": "run a Python program unchanged on the devices of this machine",
     "verify": "check that every byte of a checkpoint is the one that was saved",
 }
-"""Each command and its line of help. Its module is of the same name in this package, and has
+"""Each command and its line of help. The command ``x`` is two functions of ``files``, ``doctor`` or ``commands``:
 
-``add_arguments(parser)``, which declares its options and an ``epilog`` of examples, and ``run(arguments)``, which
-returns the exit code, or a function that runs somebody's program and returns it.
+``x_arguments(parser)`` declares its options and an ``epilog`` of examples, and ``run_x(arguments)`` returns the exit
+code, or a function that runs somebody's program and returns it.
 """

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from transload.cli.output import complain, show, write
+from transload.cli.output import complain, show, show_result
 from transload.errors import CannotReadError, UsageError
 
 if TYPE_CHECKING:
@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     from transload.machine import Machine
     from transload.render.lines import Block
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["doctor_arguments", "run_doctor"]
 
-_EPILOG = """\
+_PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
+_LONGEST_REPORT = 1 << 26
+_INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
+
+
+def doctor_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``doctor``."""
+    parser.epilog = """\
 examples:
   transload doctor                         why there is no GPU, and the fix
   transload doctor --python .venv          for another environment
@@ -34,42 +41,15 @@ exit codes:
   1  something is broken, or what --require names is not usable
   2  the command could not do its job
 """
-_PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
-_LONGEST_REPORT = 1 << 26
-_INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``doctor``."""
-    parser.epilog = _EPILOG
-    parser.add_argument("--verbose", action="store_true", help="also show all facts, and where each came from")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--require", choices=("cuda",), help="exit with 1 unless it is usable")
-    parser.add_argument("--python", metavar="PATH", help="examine the environment of another interpreter")
-    parser.add_argument("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
-    parser.add_argument("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
-    parser.add_argument("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    parser.add_argument("--explain", metavar="CODE", help="explain one cause in full, such as U04")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
-
-
-def run(arguments: Namespace) -> int:
-    """Examine or read a machine, say what is wrong with it, return the exit code."""
-    _refuse_nonsense(arguments)
-    if arguments.explain is not None:
-        return _explain(arguments.explain, arguments.color)
-    diagnosis = _diagnosis(arguments)
-    if arguments.json:
-        from transload.render.json import to_json
-
-        write(to_json([diagnosis.to_dict()], several=False))
-    else:
-        show(_blocks(diagnosis, verbose=arguments.verbose), arguments.color)
-    if arguments.require and not diagnosis.cuda_usable:
-        complain(UsageError("CUDA is required but not usable here"))
-        return 1
-    return int(not diagnosis.ok)
+    option = parser.add_argument
+    option("--verbose", action="store_true", help="also show all facts, and where each came from")
+    option("--require", choices=("cuda",), help="exit with 1 unless it is usable")
+    option("--python", metavar="PATH", help="examine the environment of another interpreter")
+    option("--no-torch", action="store_true", help="do not run torch, only look at its files")
+    option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
+    option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
+    option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
+    option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
 
 
 def _seconds(text: str) -> float:
@@ -85,29 +65,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _refuse_nonsense(arguments: Namespace) -> None:
-    """Refuse options that would silently do nothing beside others."""
-    timeout = {"--timeout": arguments.timeout is not None}
-    verbose = {"--verbose": arguments.verbose}
-    probing = {"--python": arguments.python is not None, "--no-torch": arguments.no_torch, **timeout}
-    showing = {
-        **verbose,
-        "--json": arguments.json,
-        "--require": arguments.require is not None,
-        "--from": arguments.saved is not None,
-        "--no-redact": arguments.no_redact,
-    }
-    for option, is_given, why, others in (
-        ("--explain", arguments.explain is not None, "only prints a page", {**probing, **showing}),
-        ("--from", arguments.saved is not None, "examines nothing on this machine", probing),
-        ("--no-torch", arguments.no_torch, "runs no torch", timeout),
-        ("--json", arguments.json, "has all facts anyway", verbose),
-    ):
-        if beside := " and ".join(name for name, given in others.items() if is_given and given):
-            raise UsageError(f"{option} {why}: {beside} cannot go with it", fix="See transload doctor --help.")
-
-
-def _diagnosis(arguments: Namespace) -> Diagnosis:
+def run_doctor(arguments: Namespace) -> int:
+    """Examine or read a machine, say what is wrong with it, return the exit code."""
+    _refuse_nonsense(arguments)
+    if arguments.explain is not None:
+        _explain(arguments.explain, arguments.color)
+        return 0
     from transload.diagnose import doctor, judge_machine
     from transload.diagnose.redact import Names, names_here, redacted
 
@@ -118,7 +81,53 @@ def _diagnosis(arguments: Namespace) -> Diagnosis:
         with _patience("" if arguments.no_torch else "asking torch …"):
             diagnosis = doctor(python, torch=not arguments.no_torch, timeout=arguments.timeout or 0.0)
         names = names_here()
-    return diagnosis if arguments.no_redact else redacted(diagnosis, names, runnable=not arguments.json)
+    if not arguments.no_redact:
+        diagnosis = redacted(diagnosis, names, runnable=not arguments.json)
+
+    def blocks(diagnosis: Diagnosis) -> Iterator[Block]:
+        from transload.diagnose.report import facts, report
+
+        yield from report(diagnosis)
+        if arguments.verbose:
+            yield from facts(diagnosis.machine)
+
+    show_result(diagnosis, blocks, arguments)
+    if arguments.require and not diagnosis.cuda_usable:
+        complain(UsageError("CUDA is required but not usable here"))
+        return 1
+    return int(not diagnosis.ok)
+
+
+def _refuse_nonsense(arguments: Namespace) -> None:
+    """Refuse options that would silently do nothing beside others."""
+    given = {f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value not in (None, False)}
+    given |= {"--from"} if arguments.saved is not None else set()
+    probing = ("--python", "--no-torch", "--timeout")
+    for option, why, others in (
+        ("--explain", "only prints a page", (*probing, "--verbose", "--json", "--require", "--from", "--no-redact")),
+        ("--from", "examines nothing on this machine", probing),
+        ("--no-torch", "runs no torch", ("--timeout",)),
+        ("--json", "has all facts anyway", ("--verbose",)),
+    ):
+        if beside := " and ".join(name for name in others if {option, name} <= given):
+            raise UsageError(f"{option} {why}: {beside} cannot go with it", fix="See transload doctor --help.")
+
+
+def _explain(word: str, colour: str) -> None:
+    """Show the page of one cause."""
+    from transload.diagnose.pages import page
+    from transload.diagnose.report import page as shown
+    from transload.diagnose.rules import BY_CODE
+
+    code = word.strip().upper()
+    if code not in BY_CODE:
+        from difflib import get_close_matches
+
+        codes = sorted(BY_CODE)
+        near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
+        raise UsageError(f"there is no cause {word!r}; {hint}")
+    show(shown(page(code)), colour)
 
 
 def _interpreter(given: str) -> str:
@@ -158,35 +167,6 @@ def _saved(path: str) -> Machine:
     return machine_in(data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape"), where)
 
 
-def _blocks(diagnosis: Diagnosis, *, verbose: bool) -> Iterator[Block]:
-    from transload.diagnose.report import report
-
-    yield from report(diagnosis)
-    if verbose:
-        from transload.diagnose.report import facts
-
-        yield from facts(diagnosis.machine)
-
-
-def _explain(word: str, colour: str) -> int:
-    from transload.diagnose.pages import page
-    from transload.diagnose.report import page as shown
-    from transload.diagnose.rules import BY_CODE
-
-    code = word.strip().upper()
-    if code not in BY_CODE:
-        raise UsageError(f"there is no cause {word!r}; {_near(word.upper(), sorted(BY_CODE))}")
-    show(shown(page(code)), colour)
-    return 0
-
-
-def _near(word: str, codes: list[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, codes, 3) or [code for code in codes if code[0] == word[:1]][:3]
-    return f"did you mean {' or '.join(near)}?" if near else f"they run from {codes[0]} to {codes[-1]}"
-
-
 @contextmanager
 def _patience(words: str) -> Iterator[None]:
     """Show words on stderr while something takes long, if a user is there to read them; wiped away afterwards."""
@@ -198,7 +178,7 @@ def _patience(words: str) -> Iterator[None]:
     shown = []
 
     def show_words() -> None:
-        from transload.render.style import style_of
+        from transload.render.lines import style_of
 
         shown.append(style_of(sys.stderr).text(words))
         print(shown[0], end="", file=sys.stderr, flush=True)

@@ -15,10 +15,11 @@ TYPE_CHECKING = False  # typing costs more than all the rest of --version
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable
+    from types import ModuleType
 
     Outcome = int | Callable[[], int]
 
-__all__ = ["main"]
+__all__ = ["main", "parser_of"]
 
 _USAGE = "usage: transload COMMAND [options]"
 _EXAMPLES = """\
@@ -32,10 +33,18 @@ examples:
   transload convert model.pt out.npz      convert without torch
   transload run infer.py --fast           run a script on the devices here
   transload verify model.pt               compare every checksum
-"""
+
+options:
+  -h, --help     show this, or the help of a command
+  -V, --version  show the version"""
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
 _PIPE_CLOSED = 141
+_RECOVERED = {
+    "restored": "an interrupted retag was taken back",
+    "finished": "an interrupted retag was finished",
+    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,123 +65,15 @@ def main(argv: list[str] | None = None) -> int:
         _hush_stdout()
         return _PIPE_CLOSED
     except Exception as error:  # noqa: BLE001  the last resort
-        return _tell(error)
+        from transload.cli.output import as_bug, complain
+        from transload.errors import TransloadError
+
+        if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises ours: it was writing
+            _hush_stdout()
+            error = TransloadError(f"cannot write the result: {error.strerror or error}")
+        complain(error if isinstance(error, TransloadError) else as_bug(error))
+        return 2
     return code() if callable(code) else code
-
-
-def _dispatch(argv: list[str]) -> Outcome:
-    if len(argv) > 1 and argv[0] == "help":
-        argv = [argv[1], "--help"]
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        from transload._version import __version__
-
-        print(f"transload {__version__}")
-        return 0
-    command, *rest = argv
-    if command not in COMMANDS:
-        return _unknown(command)
-    return _run(command, rest)
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
-    options = "  -h, --help     show this, or the help of a command\n  -V, --version  show the version"
-    return f"{_USAGE}\n\ncommands:\n{commands}\n\n{_EXAMPLES}\noptions:\n{options}"
-
-
-def _unknown(word: str) -> int:
-    from difflib import get_close_matches
-
-    from transload.render.escape import printable
-
-    kind = "option" if word.startswith("-") else "command"
-    near = get_close_matches(word, COMMANDS, 1)
-    hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
-    if os.path.exists(word):  # noqa: PTH110 - pathlib costs as much as all the rest of this path
-        hint = f"did you mean 'transload inspect {printable(word)}'?"
-    print(f"{_USAGE}\ntransload: there is no {kind} '{printable(word)}'; {hint}", file=sys.stderr)
-    return 2
-
-
-def _run(command: str, rest: list[str]) -> Outcome:
-    from importlib import import_module
-
-    module = import_module(f"transload.cli.{command}")
-    parser = _parser(command)
-    module.add_arguments(parser)
-    arguments = parser.parse_args(rest)
-    if command != "retag":  # which does so itself, and tells more
-        _put_right(getattr(arguments, "paths", None) or [getattr(arguments, "path", None)])
-    if in_json := getattr(arguments, "json", False):
-        from transload.cli import output
-
-        output.begun = False
-    try:
-        code: Outcome = module.run(arguments)
-    except Exception as error:
-        if in_json:
-            _tell_in_json(error, getattr(arguments, "path", None) or getattr(arguments, "src", None) or "")
-        raise
-    return code
-
-
-def _tell_in_json(error: Exception, path: str) -> None:
-    """An object for a program to read, unless the result is there already; people get theirs on stderr."""
-    from transload.cli import output
-    from transload.errors import TransloadError
-
-    if isinstance(error, TransloadError) and not output.begun:
-        from transload.render.json import error_to_dict, to_json
-
-        output.write(to_json([error_to_dict(path, error)], several=False))
-
-
-_RECOVERED = {
-    "restored": "an interrupted retag was taken back",
-    "finished": "an interrupted retag was finished",
-    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
-}
-
-
-def _put_right(paths: list[str | None]) -> None:
-    """Put an interrupted retag of a file that is named right before anything looks at it."""
-    for path in filter(None, paths):
-        from transload.render.escape import printable
-        from transload.retagging import recover
-
-        outcome = recover(path)
-        if outcome:
-            print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
-
-
-def _parser(command: str) -> ArgumentParser:
-    from argparse import ArgumentParser, RawDescriptionHelpFormatter
-    from functools import partial
-
-    line = COMMANDS[command]
-    return ArgumentParser(
-        prog=f"transload {command}",
-        description=line[0].upper() + line[1:] + ".",
-        # Left to itself the formatter imports shutil to ask for the width, and with it every compressor Python has.
-        formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
-        allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
-    )
-
-
-def _tell(error: Exception) -> int:
-    """One message on stderr for whatever stopped the command."""
-    from transload.cli.output import as_bug, complain
-    from transload.errors import TransloadError
-
-    if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises ours: this was writing
-        _hush_stdout()
-        error = TransloadError(f"cannot write the result: {error.strerror or error}")
-    complain(error if isinstance(error, TransloadError) else as_bug(error))
-    return 2
 
 
 def _hush_stdout() -> None:
@@ -181,3 +82,98 @@ def _hush_stdout() -> None:
 
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(argv: list[str]) -> Outcome:
+    if len(argv) > 1 and argv[0] == "help":
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        width = max(map(len, COMMANDS))
+        commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{_EXAMPLES}")
+        return 0
+    if argv[0] in ("-V", "--version"):
+        from transload._version import __version__
+
+        print(f"transload {__version__}")
+        return 0
+    command, *rest = argv
+    if command in COMMANDS:
+        return _run(command, rest)
+
+    from difflib import get_close_matches
+
+    from transload.render.words import printable
+
+    kind = "option" if command.startswith("-") else "command"
+    near = get_close_matches(command, COMMANDS, 1)
+    hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
+    if os.path.exists(command):  # noqa: PTH110 - pathlib costs as much as all the rest of this path
+        hint = f"did you mean 'transload inspect {printable(command)}'?"
+    print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
+    return 2
+
+
+def _module_of(command: str) -> ModuleType:
+    if command in ("inspect", "verify"):
+        from transload.cli import files
+
+        return files
+    if command == "doctor":
+        from transload.cli import doctor
+
+        return doctor
+    from transload.cli import commands
+
+    return commands
+
+
+def parser_of(command: str) -> ArgumentParser:
+    """The parser of a command, with its options and those that all have."""
+    from argparse import ArgumentParser, RawDescriptionHelpFormatter
+    from functools import partial
+
+    line = COMMANDS[command]
+    parser = ArgumentParser(
+        prog=f"transload {command}",
+        description=line[0].upper() + line[1:] + ".",
+        # Left to itself the formatter imports shutil to ask for the width, and with it every compressor Python has.
+        formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
+        allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
+    )
+    getattr(_module_of(command), f"{command}_arguments")(parser)
+    if command != "run":  # which prints nothing of its own
+        parser.add_argument("--json", action="store_true", help="print everything as JSON")
+        parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
+    return parser
+
+
+def _run(command: str, rest: list[str]) -> Outcome:
+    arguments = parser_of(command).parse_args(rest)
+    if command != "retag":  # which recovers a file itself, and tells more
+        for path in filter(None, getattr(arguments, "paths", None) or [getattr(arguments, "path", None)]):
+            from transload.io.journal import has_journal, recover
+
+            # An interrupted retag is put right before anything looks at the file.
+            if has_journal(path) and (outcome := recover(path)):
+                from transload.render.words import printable
+
+                print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
+    in_json = getattr(arguments, "json", False)
+    if in_json:
+        from transload.cli import output
+
+        output.begun = False
+    try:
+        code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
+    except Exception as error:
+        from transload.errors import TransloadError
+
+        # An object for a program to read, unless the result is there already; people get theirs on stderr.
+        if in_json and isinstance(error, TransloadError) and not output.begun:
+            from transload.render.json import error_to_dict, to_json
+
+            path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
+            output.write(to_json([error_to_dict(path, error)], several=False))
+        raise
+    return code

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from transload.errors import TransloadError
-from transload.render.escape import printable
+from transload.render.words import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -25,7 +25,7 @@ begun = False
 
 def show(blocks: Iterable[Block], colour: str) -> None:
     """Write a report to stdout."""
-    from transload.render.terminal import emit
+    from transload.render.lines import emit
 
     if sys.stdout is not None:  # closed by the caller: the exit code is all that is wanted
         emit(blocks, sys.stdout, colour)

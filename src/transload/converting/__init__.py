@@ -24,9 +24,8 @@ from transload.converting.writers import write_npz, write_raw, write_safetensors
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
-from transload.render.escape import printable
 from transload.render.lines import Block, Line, Prose, Table, layout, plain
-from transload.render.sizes import plural, size
+from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike
@@ -99,7 +98,7 @@ class Conversion:
 
     def __str__(self) -> str:
         """The report as the command line gives it, without colour."""
-        from transload.render.style import Style
+        from transload.render.lines import Style
 
         return "\n".join(plain(line) for line in layout(report(self), Style()))
 

@@ -10,9 +10,8 @@ from transload.diagnose.case import LAYERS
 from transload.diagnose.tables import chip_of, cu_result, cuda_text
 from transload.findings import Finding
 from transload.machine import Machine, Unknown, to_dict
-from transload.render.escape import printable
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, heading, layout, note, plain
-from transload.render.sizes import plural
+from transload.render.words import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,7 +86,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """The report as a pipe gets it: redacted but for what a fix says to type, without colour."""
         from transload.diagnose.redact import names_here, redacted
-        from transload.render.style import Style
+        from transload.render.lines import Style
 
         blocks = report(redacted(self, names_here(), runnable=True))
         return "\n".join(plain(line) for line in layout(blocks, Style()))

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["explain", "explain_bytes"]
 
 _MOST_UNKNOWN = 5
-_LONGEST = 2_000
-"""Characters of an error that are quoted."""
+_LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300
 _WHY_NO_CUDA = frozenset(
     {"driver-too-old", "no-driver", "cuda-unknown-error", "no-cuda-build", "driver-start", "system-not-ready"}
@@ -47,21 +46,26 @@ def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
         from traceback import format_exception
 
         files = tuple(_loaded_files(error))
-        return _without_lines(_explained("".join(format_exception(error)), files, checks=checks))
+        return _explained("".join(format_exception(error)), files, checks=checks, numbered=False)
     if not isinstance(error, str):
         raise UsageError(f"explain takes a text or an exception, not {type(error).__name__}")
     from transload.explaining.logs import LIMIT
 
-    return _explained(error[-LIMIT:], (), checks=checks, shortened=len(error) > LIMIT)
+    return _explained(error[-LIMIT:], checks=checks, shortened=len(error) > LIMIT)
 
 
 def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) -> Explanation:
     """The same for a log as it was read, in any encoding."""
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell redirects as UTF-16
-    return _explained(data.decode(encoding, "replace"), (), checks=checks, shortened=shortened)
+    return _explained(data.decode(encoding, "replace"), checks=checks, shortened=shortened)
 
 
-def _explained(text: str, files: Sequence[str], *, checks: bool, shortened: bool = False) -> Explanation:
+def _explained(
+    text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
+) -> Explanation:
+    """``files`` are paths that the caller knows to be meant."""
+    from dataclasses import replace
+
     from transload.explaining.logs import lines_of, split, unwrapped
     from transload.explaining.matching import search
     from transload.explaining.result import Explanation
@@ -76,18 +80,13 @@ def _explained(text: str, files: Sequence[str], *, checks: bool, shortened: bool
     answers = _answers(found.found, files, local)
     if answers:
         explanation = Explanation(answers, tuple(_unexplained(found.unknown)), shortened)
-        return _without_lines(explanation) if shortened else explanation
-    answers = _answers(search(*split(lines_of(unwrapped(text)))).found, files, local)
-    if answers:
-        return _without_lines(Explanation(answers, (), shortened))
-    explanation = Explanation((), tuple(_unexplained([*found.unknown, *found.framed], loose)), shortened)
-    return _without_lines(explanation) if shortened else explanation
-
-
-def _without_lines(explanation: Explanation) -> Explanation:
-    """Line numbers mean nothing for an exception, or for the end of a log."""
-    from dataclasses import replace
-
+    elif answers := _answers(search(*split(lines_of(unwrapped(text)))).found, files, local):
+        explanation, numbered = Explanation(answers, (), shortened), False
+    else:
+        explanation = Explanation((), tuple(_unexplained([*found.unknown, *found.framed], loose)), shortened)
+    if numbered and not shortened:
+        return explanation
+    # Line numbers mean nothing for an exception, or for the end of a log.
     answers = tuple(replace(answer, line=0) for answer in explanation.answers)
     return replace(explanation, answers=answers, unknown=tuple(replace(each, line=0) for each in explanation.unknown))
 
@@ -112,11 +111,8 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
         current = current.__cause__ or current.__context__
 
 
-# -- known errors
-
-
 def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChecks | None) -> tuple[Answer, ...]:
-    """One answer to each error, the causes first; ``files`` are paths that the caller knows to be meant."""
+    """One answer to each error, with what can be seen of it on this machine; the causes first."""
     from dataclasses import replace
 
     causes = any(each.match.known.role == "cause" for each in found)
@@ -127,12 +123,19 @@ def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChec
             continue
         answer = _answer(each)
         key = (answer.code, answer.cause, answer.fix)
-        if key in merged:
-            first, source = merged[key]
-            merged[key] = replace(first, times=first.times + 1), source
-        else:
-            merged[key] = answer, each
-    answers = [_examined(answer, each, files, local) if local else answer for answer, each in merged.values()]
+        first, source = merged.get(key, (replace(answer, times=0), each))
+        merged[key] = replace(first, times=first.times + 1), source
+    answers = []
+    for answer, each in merged.values():
+        needs = each.match.known.needs if local and answer.kind != "remark" else ()
+        if local and "machine" in needs:
+            answer = replace(answer, machine=local.machine(answer.causes, each.surroundings))  # noqa: PLW2901
+        if local and "file" in needs:
+            from transload.explaining.local import files_in
+
+            path = next(iter((*files, *files_in(each.near))), "")
+            answer = replace(answer, file=local.file(path, each.text) if path else None)  # noqa: PLW2901
+        answers.append(answer)
     # Why there is no CUDA comes before what fails because of it, and remarks come last.
     answers.sort(key=lambda answer: (answer.kind == "remark", answer.code not in _WHY_NO_CUDA, answer.line))
     return tuple(answers)
@@ -166,26 +169,6 @@ def _answer(found: Occurrence) -> Answer:
         causes=known.doctor,
         values=tuple((name, value) for name, value in found.match.values.items() if value),
     )
-
-
-def _examined(answer: Answer, found: Occurrence, files: Sequence[str], local: LocalChecks) -> Answer:
-    """The answer with what can be seen on this machine."""
-    from dataclasses import replace
-
-    needs = found.match.known.needs
-    if answer.kind == "remark":
-        return answer
-    if "machine" in needs:
-        answer = replace(answer, machine=local.machine(answer.causes, found.surroundings))
-    if "file" in needs:
-        from transload.explaining.local import files_in
-
-        path = next(iter((*files, *files_in(found.near))), "")
-        answer = replace(answer, file=local.file(path, found.text) if path else None)
-    return answer
-
-
-# -- unknown errors
 
 
 def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:

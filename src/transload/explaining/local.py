@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalChecks", "files_in"]
 
 _MOST_FINDINGS = 4
-_SAME = 60
-"""Characters that torch's words and the text must share to be the same error."""
+_SAME = 60  # characters that torch's words and the text must share to be the same error
 _WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})
 """Faults by which there is no torch that could print anything."""
 _LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "run", "extensions"})
@@ -113,25 +114,22 @@ def _fix(findings: Sequence[Finding], said: str) -> tuple[str, ...]:
 
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
 _LONGEST_PATH = 400
-_MOST_PATHS = 50
-"""Paths that are looked up: a log may be full of them."""
+_MOST_PATHS = 50  # that are looked up: a log may be full of them
 
 
 def _other_torch(text: str, machine: Machine) -> str:
     """The folder of the torch that frames in a text are in, if it exists here and is not the one examined."""
     examined = {os.path.realpath(install.location) for install in machine.torch.installs or ()}
-    folders = [folder for folder in dict.fromkeys(_torch_folders(text)) if Path(folder).is_dir()]
-    return next((folder for folder in folders if os.path.realpath(folder) not in examined), "")
-
-
-def _torch_folders(text: str) -> Iterator[str]:
-    """Absolute paths of installed torch packages; never those on another machine of the network."""
-    for _, found in zip(range(_MOST_PATHS), _TORCH.finditer(text), strict=False):
+    for found in islice(_TORCH.finditer(text), _MOST_PATHS):
         before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
         for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
+            # Absolute, and never on another machine of the network.
             if Path(start).is_absolute() and not start.startswith(("//", "\\\\")):
-                yield start + found[0]
+                folder = start + found[0]
+                if Path(folder).is_dir() and os.path.realpath(folder) not in examined:
+                    return folder
                 break
+    return ""
 
 
 def _another_python(machine: Machine, other: str) -> str:
@@ -160,8 +158,7 @@ _QUOTED = re.compile(r"""["'`]([^"'`\n]{1,1000})["'`]""")
 _BARE = re.compile(rf"(?<![\w./\\~-])((?:[A-Za-z]:)?[\w./\\~+@%=-]{{1,1000}}\.(?:{_SUFFIXES}))(?![\w/])")
 _CHECKPOINT_NAME = re.compile(rf"\.(?:{_SUFFIXES})$", re.IGNORECASE)
 _OF_A_CHECKPOINT = (".distcp", ".index.json", "_optim_states.pt", "_model_states.pt", ".safetensors")
-_MOST_NAMES = 200
-"""Names that are looked up: a log may be full of them."""
+_MOST_NAMES = 200  # that are looked up: a log may be full of them
 
 
 def files_in(texts: Iterable[str]) -> Iterator[str]:
@@ -176,19 +173,15 @@ def files_in(texts: Iterable[str]) -> Iterator[str]:
             if len(seen) >= _MOST_NAMES:
                 break
     for name in seen:
-        if not name.startswith(("//", "\\\\")) and _is_checkpoint(name):
-            yield str(Path(name).expanduser())
-
-
-def _is_checkpoint(name: str) -> bool:
-    try:
-        path = Path(name).expanduser()
-        if path.is_file():
-            return _CHECKPOINT_NAME.search(name) is not None
-        if not path.is_dir():
-            return False
-        with os.scandir(path) as entries:
-            names = [entry.name for _, entry in zip(range(1000), entries, strict=False)]
-        return any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in names)
-    except (OSError, ValueError, RuntimeError):  # a name with a NUL, or too long; the home of an unknown user
-        return False
+        if name.startswith(("//", "\\\\")):
+            continue
+        with suppress(OSError, ValueError, RuntimeError):  # a NUL in a name, or too long; the home of an unknown user
+            path = Path(name).expanduser()
+            if path.is_dir():
+                with os.scandir(path) as entries:
+                    names = [entry.name for entry in islice(entries, 1000)]
+                is_checkpoint = any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in names)
+            else:
+                is_checkpoint = path.is_file() and _CHECKPOINT_NAME.search(name) is not None
+            if is_checkpoint:
+                yield str(path)

@@ -17,23 +17,6 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from transload.errors import TransloadError, UsageError
 
-__all__ = [
-    "HEAD",
-    "LIMIT",
-    "ErrorChain",
-    "FlatText",
-    "Line",
-    "RaisedError",
-    "flat",
-    "is_binary",
-    "is_packed",
-    "lines_of",
-    "not_a_text",
-    "read_end",
-    "split",
-    "unwrapped",
-]
-
 LIMIT = 8 << 20
 """Bytes of a log that are read, the last ones: what stopped a program is at the end."""
 HEAD = 16
@@ -66,8 +49,7 @@ def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
 _MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _SAMPLE = 1 << 16
-_MOST_ODD = 0.03
-"""The share of bytes that never occur in text above which data is binary; in random bytes it is a tenth."""
+_MOST_ODD = 0.03  # share of bytes that never occur in text above which data is binary; in random bytes it is a tenth
 _IN_TEXTS = bytes({*range(7, 14), 27, *range(32, 127), *range(128, 256)})
 _UNPACK = {"gzip": "gzip -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "zstd": "zstd -dc"}
 
@@ -119,16 +101,11 @@ def not_a_text(path: str) -> UsageError:
 
 # -- lines
 
-_MOST_LINES = 200_000
-"""Lines that are read, the last ones."""
-_MOST_FOLDED = 20_000
-"""Lines that may come from tracebacks within a single line, in all."""
-_WIDEST = 500
-"""Columns of a terminal."""
-_PASTED = 1 << 20
-"""Characters that somebody may have copied from one."""
-_LONGEST = 20_000
-"""Characters of a line, its beginning and its end: a tensor or a table in one line must not take all the time."""
+_MOST_LINES = 200_000  # that are read, the last ones
+_MOST_FOLDED = 20_000  # lines that may come from tracebacks within a single line, in all
+_WIDEST = 500  # columns of a terminal
+_PASTED = 1 << 20  # characters that somebody may have copied from one
+_LONGEST = 20_000  # characters of a line, its beginning and its end: a tensor in one line must not take all the time
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffd]+")
@@ -185,25 +162,20 @@ def lines_of(text: str) -> Iterator[Line]:
                 continue
             if len(line) > _LONGEST:
                 line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
-            yield _line(number, _CONTROL.sub("", line))
-
-
-def _line(number: int, text: str) -> Line:
-    stream, stamped = "", False
-    text = _QUOTED.sub("", text)  # pasted from a mail or a thread
-    for _ in range(3):  # a time before the rank, and another one after it
-        found = _STAMP.match(text)
-        if found:
-            stamped = True
-        else:
-            found = _STREAM.match(text)
-            if found is None:
-                break
-            stream = stream or found["stream"].strip("[]: ")
-        text = text[found.end() :]
-    if not text.isascii():
-        text = _RULE.sub("", text.translate(_BOX)) if _RULE.match(text.lstrip()) else text.translate(_BOX)
-    return Line(number, _GROUP.sub("", text).rstrip(), stream, stamped)
+            line = _QUOTED.sub("", _CONTROL.sub("", line))  # pasted from a mail or a thread
+            stream, stamped = "", False
+            for _ in range(3):  # a time before the rank, and another one after it
+                if found := _STAMP.match(line):
+                    stamped = True
+                elif found := _STREAM.match(line):
+                    stream = stream or found["stream"].strip("[]: ")
+                else:
+                    break
+                line = line[found.end() :]
+            if not line.isascii():
+                framed = _RULE.match(line.lstrip())
+                line = _RULE.sub("", line.translate(_BOX)) if framed else line.translate(_BOX)
+            yield Line(number, _GROUP.sub("", line).rstrip(), stream, stamped)
 
 
 def unwrapped(text: str) -> str:
@@ -233,15 +205,13 @@ _EXCEPTION = re.compile(
 )
 _CLASS = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Group|Timeout|Failure|Fault)$|\.|^[A-Z]\w*[a-z]\w*$")
 _FRAME = re.compile(r"\s|File [\"~/<\w]|Cell In|<ipython-input|-+>|/\S+ in |$")
-_MOST_MESSAGE = 400
-"""Lines of a message that are kept: a state dict's may name thousands of tensors."""
-_BEFORE = 12
-"""Lines before a traceback that may say that it belongs to the message above."""
+_MOST_MESSAGE = 400  # lines of a message that are kept: a state dict's may name thousands of tensors
+_BEFORE = 12  # lines before a traceback that may say that it belongs to the message above
 _MOST_FRAMES = 2_000
-_MOST_CHAINS = 2_000
-"""Chains of exceptions that are kept, the last ones."""
-_MOST_STREAMS = 1_000
-"""Ranks that are told apart; the lines of more are read as one."""
+_MOST_CHAINS = 2_000  # that are kept, the last ones
+_MOST_STREAMS = 1_000  # ranks that are told apart; the lines of more are read as one
+
+Link = Literal["", "handling", "cause", "inside"]
 
 
 def flat(text: str) -> str:
@@ -288,7 +258,7 @@ class RaisedError:
 
     lines: list[Line] = field(default_factory=list)
     frames: list[Line] = field(default_factory=list)
-    link: Literal["", "handling", "cause", "inside"] = ""
+    link: Link = ""
 
     @cached_property
     def text(self) -> FlatText:
@@ -331,7 +301,7 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
         for line in stream:
             parser.feed(line)
         parser.end()
-        chains += parser.chains()
+        chains += parser.chains
         loose.append(FlatText(parser.loose))
     chains.sort(key=lambda chain: chain.raised[0].lines[0].number)
     return chains[-_MOST_CHAINS:], loose
@@ -342,69 +312,54 @@ class _Parser:
 
     def __init__(self) -> None:
         self.loose: list[Line] = []
-        self.done: list[RaisedError] = []
+        self.chains: list[ErrorChain] = []
         self.current: RaisedError | None = None
-        self.link: Literal["", "handling", "cause"] = ""
+        self.link: Link = ""
 
     def feed(self, line: Line) -> None:
-        text = line.text
+        text, current = line.text, self.current
         if _HEADER in text:
-            before = self.current.lines[-_BEFORE:] if self.current else []
+            before = current.lines[-_BEFORE:] if current else []
             inside = before and _NESTED.search("\n".join(each.text for each in (*before, line)))
             self.end()
             self.start(line, "inside" if inside else self.link)
         elif _HANDLING in text or _CAUSE in text:
             self.end()
             self.link = "handling" if _HANDLING in text else "cause"
-        elif self.current is None:
+        elif current is None:
             if text.startswith('  File "'):  # the header was cut off
                 self.start(line, self.link)
             else:
                 self.loose.append(line)
-        elif not self.current.lines:
-            self.in_frames(self.current, line)
+        elif not current.lines:
+            found = _EXCEPTION.match(text)
+            if _FRAME.match(text):
+                if len(current.frames) < _MOST_FRAMES:
+                    current.frames.append(line)
+            elif found and _CLASS.search(found["kind"]) and not found["kind"].isupper():
+                current.lines.append(line)
+            else:
+                self.loose.append(line)  # another process wrote in between, or the end of the traceback is missing
         else:
-            self.in_message(self.current, line)
+            full = len(current.lines) >= _MOST_MESSAGE
+            if text and (line.stamped != current.lines[0].stamped or (full and not text[0].isspace())):
+                self.end()  # the program has gone on to log other things
+                self.loose.append(line)
+            elif not full:
+                current.lines.append(line)
 
-    def start(self, line: Line, link: Literal["", "handling", "cause", "inside"]) -> None:
+    def start(self, line: Line, link: Link) -> None:
         self.current = RaisedError(frames=[line], link=link)
         self.link = ""
 
-    def in_frames(self, current: RaisedError, line: Line) -> None:
-        if _FRAME.match(line.text):
-            if len(current.frames) < _MOST_FRAMES:
-                current.frames.append(line)
-            return
-        found = _EXCEPTION.match(line.text)
-        if found and _CLASS.search(found["kind"]) and not found["kind"].isupper():
-            current.lines.append(line)
-        else:
-            self.loose.append(line)  # another process wrote in between, or the end of the traceback is missing
-
-    def in_message(self, current: RaisedError, line: Line) -> None:
-        full = len(current.lines) >= _MOST_MESSAGE
-        if line.text and (line.stamped != current.lines[0].stamped or (full and not line.text[0].isspace())):
-            self.end()  # the program has gone on to log other things
-            self.loose.append(line)
-        elif not full:
-            current.lines.append(line)
-
     def end(self) -> None:
-        if self.current is not None and self.current.lines:
-            self.done.append(self.current)
-        elif self.current is not None:  # its end is missing, or is inside a frame drawn around it
-            self.loose += self.current.frames
-        self.current = None
-
-    def chains(self) -> Iterator[ErrorChain]:
-        chain: list[RaisedError] = []
-        for raised in self.done:
-            if not raised.link and chain:
-                yield ErrorChain(chain)
-                chain = []
-            if raised.link == "inside":
-                chain.insert(0, raised)
-            else:
-                chain.append(raised)
-        if chain:
-            yield ErrorChain(chain)
+        current, self.current = self.current, None
+        if current is None:
+            return
+        if not current.lines:  # its end is missing, or is inside a frame drawn around it
+            self.loose += current.frames
+        elif not current.link or not self.chains:
+            self.chains.append(ErrorChain([current]))
+        else:
+            chain = self.chains[-1].raised
+            chain.insert(0 if current.link == "inside" else len(chain), current)

@@ -36,19 +36,7 @@ from typing import Any, NamedTuple
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
 from transload.explaining.result import Near
 
-__all__ = [
-    "KnownError",
-    "Match",
-    "Occurrence",
-    "Search",
-    "Subject",
-    "Wording",
-    "known_errors",
-    "nearest",
-    "search",
-    "subjects",
-    "variant",
-]
+__all__ = ["KnownError", "Match", "Occurrence", "Search", "known_errors", "nearest", "search", "subjects", "variant"]
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
@@ -147,7 +135,17 @@ def subjects() -> tuple[Subject, ...]:
     """All pages, parsed."""
     import pkgutil
 
-    return tuple(_parsed((pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode()) for name in _SUBJECTS)
+    out = []
+    for name in _SUBJECTS:
+        title, *pages = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
+        errors, variants = [], {}
+        for page in pages:
+            main, *others = page.split("\n### ")
+            errors.append(KnownError(**_section(main)))
+            for fields in map(_section, others):
+                variants[fields.pop("code")] = fields
+        out.append(Subject(title.removeprefix("# ").strip(), tuple(errors), variants))
+    return tuple(out)
 
 
 def known_errors() -> Iterator[KnownError]:
@@ -160,64 +158,42 @@ def variant(name: str) -> dict[str, Any]:
     return next(subject.variants[name] for subject in subjects() if name in subject.variants)
 
 
-def _parsed(text: str) -> Subject:
-    title, *pages = text.split("\n## ")
-    errors, variants = [], {}
-    for page in pages:
-        main, *others = page.split("\n### ")
-        errors.append(KnownError(**_section(main)))
-        for fields in map(_section, others):
-            variants[fields.pop("code")] = fields
-    return Subject(title.removeprefix("# ").strip(), tuple(errors), variants)
-
-
 def _section(text: str) -> dict[str, Any]:
     """The fields of a section; unknown ones fail where the ``KnownError`` is made."""
     code, *blocks = text.strip("\n").split("\n\n")
     fields: dict[str, Any] = {"code": code}
     for block in blocks:
-        if block.startswith("    "):
-            fields |= _fields(block)
-        elif block.startswith("- "):
-            fields["fix"] = tuple(_step(" ".join(step.split())) for step in block[2:].split("\n- "))
-        elif block.startswith("Wrong: "):
-            fields["wrong"] = " ".join(block.split()[1:])
-        else:
-            fields["cause"] = " ".join(block.split())
-    return fields
-
-
-def _step(text: str) -> str:
-    if text[0] == text[-1] == "`":
-        return text[1:-1] if text.startswith("`$ ") else f"| {text[1:-1]}"
-    return text
-
-
-def _fields(block: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for line in block.split("\n"):
-        name, _, value = line.strip().partition(": ")
-        if name == "says":
-            fields[name] = (*fields.get(name, ()), Wording(value))
-        elif name == "cuda":
-            numbers, _, words = value.partition(" ")
-            first, *earlier = numbers.split("/")
-            forms = [f"CUDA error: {words}", f"Error {first}: {words}", f"Cuda failure {first} '{words}'"]
-            forms += [f"cuda runtime error ({number}) : {words}" for number in (first, *earlier)]
-            fields["says"] = (*fields.get("says", ()), *map(Wording, forms))
-        else:
-            fields[name] = tuple(value.split()) if name in ("needs", "doctor") else value
+        if block.startswith("- "):
+            fix = [" ".join(step.split()) for step in block[2:].split("\n- ")]
+            for index, step in enumerate(fix):
+                if step[0] == step[-1] == "`":
+                    fix[index] = step[1:-1] if step.startswith("`$ ") else f"| {step[1:-1]}"
+            fields["fix"] = tuple(fix)
+            continue
+        if not block.startswith("    "):
+            wrong = block.startswith("Wrong: ")
+            fields["wrong" if wrong else "cause"] = " ".join(block.removeprefix("Wrong: ").split())
+            continue
+        for line in block.split("\n"):
+            name, _, value = line.strip().partition(": ")
+            forms = [value] if name == "says" else []
+            if name == "cuda":
+                numbers, _, words = value.partition(" ")
+                first, *earlier = numbers.split("/")
+                forms = [f"CUDA error: {words}", f"Error {first}: {words}", f"Cuda failure {first} '{words}'"]
+                forms += [f"cuda runtime error ({number}) : {words}" for number in (first, *earlier)]
+            if forms:
+                fields["says"] = (*fields.get("says", ()), *map(Wording, forms))
+            else:
+                fields[name] = tuple(value.split()) if name in ("needs", "doctor") else value
     return fields
 
 
 # -- searching
 
-_MOST = 50
-"""Places where one wording is looked at: a loop may print it a million times."""
-_AROUND = 1_000
-"""Characters before and after the anchor of a wording in which the rest of it must be."""
-_BESIDE = 400
-"""Characters before and after an error in a log in which the file that it is about is named."""
+_MOST = 50  # places where one wording is looked at: a loop may print it a million times
+_AROUND = 1_000  # characters before and after the anchor of a wording in which the rest of it must be
+_BESIDE = 400  # characters before and after an error in a log in which the file that it is about is named
 
 
 class Match(NamedTuple):
@@ -310,16 +286,11 @@ def _main(raised: RaisedError, surroundings: str) -> tuple[Match | None, list[Ma
 
 
 def _matches(text: str, surroundings: str) -> list[Match]:
-    """Every known text in a text, in order; of two that overlap, the one with more fixed characters."""
-    kept: list[Match] = []
-    for match in sorted(_all_matches(text, surroundings), key=lambda match: (-match.weight, match.start)):
-        if all(match.end <= other.start or other.end <= match.start for other in kept):
-            kept.append(match)
-    return sorted(kept, key=lambda match: match.start)
+    """Every known text in a text, in order; of two that overlap, the one with more fixed characters.
 
-
-def _all_matches(text: str, surroundings: str) -> Iterator[Match]:
-    """Where the wordings are. Only the neighbourhood of their anchors is searched, never all of the text."""
+    Only the neighbourhood of the anchors is searched, never all of the text.
+    """
+    matches: list[Match] = []
     for known in known_errors():
         mentioned = [wording for wording in known.says if wording.anchor in text]
         if not mentioned or not known.fits(surroundings):
@@ -332,17 +303,21 @@ def _all_matches(text: str, surroundings: str) -> Iterator[Match]:
                 after = at + len(wording.anchor)
                 found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND)
                 if found:
-                    yield Match(known, found.start(), found.end(), found.groupdict(""), wording.weight)
+                    matches.append(Match(known, found.start(), found.end(), found.groupdict(""), wording.weight))
                 at = text.find(wording.anchor, max(after, found.end() if found else 0))
+    kept: list[Match] = []
+    for match in sorted(matches, key=lambda match: (-match.weight, match.start)):
+        if all(match.end <= other.start or other.end <= match.start for other in kept):
+            kept.append(match)
+    return sorted(kept, key=lambda match: match.start)
 
 
 # -- unknown texts
 
-_WORD = re.compile(r"[A-Za-z_]{3,}")
+_WORD = re.compile(r"[a-z_]{3,}")
 _LEAST = 0.5
 _FEWEST = 2
-_COMPARED = 400
-"""Characters of an unknown text that are compared: the longer it is, the more words are in it by chance."""
+_COMPARED = 400  # characters of an unknown text: the longer it is, the more words are in it by chance
 
 
 def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
@@ -351,30 +326,22 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     Words that many programs print come first, where only their context is missing.
     """
     near: dict[str, Near] = {}
+    rows: list[tuple[str, str, set[str]]] = []
     for known in known_errors():
-        for wording in known.says if known.context and known.role == "cause" else ():
-            if wording.pattern.search(text):
+        for wording in known.says:
+            rows.append((known.code, wording.shown, set(_WORD.findall(wording.shown.lower()))))
+            if known.context and known.role == "cause" and wording.pattern.search(text):
                 near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, where a checkpoint is loaded")
-    for each in _similar(text[:_COMPARED]):
-        near[each.code] = each
-    return tuple(near.values())[:most]
-
-
-def _similar(text: str) -> list[Near]:
-    rows = [(known.code, wording.shown) for known in known_errors() for wording in known.says]
-    words_of = [_words(shown) for _, shown in rows]
-    counts = Counter(word for words in words_of for word in words)
+    counts = Counter(word for _, _, words in rows for word in words)
     weights = {word: log(1 + len(rows) / count) for word, count in counts.items()}
-    there = _words(text)
-    near: dict[str, Near] = {}
-    for (code, shown), words in zip(rows, words_of, strict=True):
+    there = set(_WORD.findall(text[:_COMPARED].lower()))
+    similar: dict[str, Near] = {}
+    for code, shown, words in rows:
         common = words & there
         if len(common) > _FEWEST:
             likeness = sum(weights[word] for word in common) / sum(weights[word] for word in words)
-            if likeness > (near[code].likeness if code in near else _LEAST):
-                near[code] = Near(code, shown, round(likeness, 2))
-    return sorted(near.values(), key=lambda each: -each.likeness)
-
-
-def _words(text: str) -> set[str]:
-    return {word.lower() for word in _WORD.findall(text)}
+            if likeness > (similar[code].likeness if code in similar else _LEAST):
+                similar[code] = Near(code, shown, round(likeness, 2))
+    for each in sorted(similar.values(), key=lambda each: -each.likeness):
+        near[each.code] = each
+    return tuple(near.values())[:most]

@@ -1,13 +1,16 @@
-"""What ``explain`` returns: the causes in a text, what to do about each, and what was seen of them on this machine."""
+"""What ``explain`` returns: the causes in a text, what to do about each, what was seen here; and how it is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transload.frozen import facts
+from transload.render.lines import BLANK, Block, Prose, as_text, note
+from transload.render.words import plural, printable
 
-__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained", "doctor_steps"]
+__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained", "doctor_steps", "report"]
 
 
 def _plain(value: Any) -> Any:
@@ -79,17 +82,6 @@ class Answer(_Result):
         return {**super().to_dict(), "values": dict(self.values), "doc": self.doc}
 
 
-def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
-    """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
-    from transload.diagnose.rules import BY_CODE
-
-    rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
-    if len(rows) == 1:
-        return (rows[0][2],)
-    steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
-    return ("Most often it is one of these; transload doctor shows which:", *steps)
-
-
 @facts(frozen=True)
 class Near(_Result):
     """A known text that is like an unknown one; ``why`` says what is missing where the words agree."""
@@ -134,6 +126,120 @@ class Explanation(_Result):
 
     def __str__(self) -> str:
         """The answer as ``transload explain`` prints it, without colour."""
-        from transload.explaining.report import as_text
+        return as_text(report(self))
 
-        return as_text(self)
+
+def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
+    """The ``fix`` of an answer that has none of its own: what the doctor's pages of its ``causes`` advise."""
+    from transload.diagnose.rules import BY_CODE
+
+    rows = [(code, " ".join(BY_CODE[code].title.split()), " ".join(BY_CODE[code].fix.split())) for code in codes]
+    if len(rows) == 1:
+        return (rows[0][2],)
+    steps = (f"If {title} [{code}]: {fix}" for code, title, fix in rows)
+    return ("Most often it is one of these; transload doctor shows which:", *steps)
+
+
+# -- the report
+
+_SAID = 300
+_NEAR = 160
+_MARGIN = "    "
+_DEEPER = "          "
+_SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
+_NEXT = "If it is about a file: transload check FILE. If it is about the GPU: transload doctor."
+
+
+def report(explanation: Explanation) -> Iterator[Block]:
+    """Everything ``transload explain`` says."""
+    for index, answer in enumerate(explanation.answers):
+        if index:
+            yield BLANK
+        yield from _answer(answer)
+    for index, each in enumerate(explanation.unknown):
+        if index or explanation.answers:
+            yield BLANK
+        line = f"  line {each.line}" if each.line else ""
+        yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
+        yield Prose(((printable(each.said, _SAID), "dim"),), lead=_MARGIN)
+        if each.nearest:
+            yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
+        for near in each.nearest:
+            why = f" ({near.why})" if near.why else ""
+            yield Prose(((f"{printable(near.says, _NEAR)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
+    if explanation.unknown:
+        yield from _steps((_NEXT,))
+    if explanation.shortened:
+        yield BLANK
+        yield note("the text is long: only its end was read")
+
+
+def _answer(answer: Answer) -> Iterator[Block]:
+    yield Prose(((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim")), lead=(_SIGNS[answer.kind],))
+    times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
+    line = f"line {answer.line}: " if answer.line else ""
+    yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
+    if answer.wrong:
+        yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
+    if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
+        another = "this machine has another fault: " if machine.code else ""
+        which = "this machine shows it: " if machine.fits else another
+        words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
+        yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
+        for text in machine.evidence[:3] if machine.code else ():
+            yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
+        yield from _steps(machine.fix if machine.fits else ())
+    if file := answer.file:
+        same = "; torch.load gives the same error for it" if file.same else ""
+        text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
+        yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
+        for title in file.findings:
+            if title not in file.verdict:
+                yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
+        yield from _steps(file.fix if not file.ok else ())
+    yield from _steps(remaining_steps(answer))
+
+
+def _steps(fix: Sequence[str]) -> Iterator[Block]:
+    """Sentences with an arrow; commands and Python by themselves, never folded, to be copied."""
+    for line in fix:
+        if line.startswith(("$ ", "| ")):
+            yield Prose(printable(line.removeprefix("| "), None), lead="      ", whole=True)
+        else:
+            yield Prose(printable(line, None), lead=(("  → ", "good"),))
+
+
+_ALIKE = 0.75  # the share of the shorter sentence's words that must be in the other one for both to ask for the same
+_FEWEST = 3
+_SMALL = frozenset(("the", "and", "with", "its", "for", "from", "that", "this", "are", "not", "where", "into", "then"))
+
+
+def remaining_steps(answer: Answer) -> tuple[str, ...]:
+    """The steps of an answer that what was seen on this machine does not ask for already.
+
+    The doctor's pages are left out where this machine shows the cause: one of them is it, and says more about itself.
+    """
+    machine = answer.machine.fix if answer.machine and answer.machine.fits else ()
+    if machine and answer.causes and answer.fix == doctor_steps(answer.causes):
+        return ()
+    shown = (*machine, *(answer.file.fix if answer.file and not answer.file.ok else ()))
+    groups: list[list[str]] = []  # each sentence with the commands and the Python below it
+    for line in answer.fix:
+        if groups and line.startswith(("$ ", "| ")):
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    return tuple(
+        line
+        for sentence, *commands in groups
+        if not (all(command in shown for command in commands) and any(_alike(sentence, other) for other in shown))
+        for line in (sentence, *commands)
+    )
+
+
+def _alike(one: str, other: str) -> bool:
+    first, second = (
+        {word.removesuffix("s") for word in re.findall(r"[a-z_]{3,}", line.lower())} - _SMALL for line in (one, other)
+    )
+    common = len(first & second)
+    return one == other or (common >= _FEWEST and common >= _ALIKE * min(len(first), len(second)))

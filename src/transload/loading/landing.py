@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from transload.loading.placement import UNDECIDED, listed
-from transload.render.escape import printable
 from transload.render.lines import Block, Line, Prose, Table, layout, plain
-from transload.render.sizes import plural, size
+from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +21,7 @@ _TAGS = 16
 
 def as_text(plan: Plan) -> str:
     """A line for each tag, and what stands against it, as a pipe gets it."""
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     return "\n".join(plain(line) for line in layout(landing(plan), Style()))
 

@@ -445,7 +445,7 @@ def _shortages(
 
 def _instead(short: str, nbytes: int, thinner: int, devices: Devices, *, mapped: bool) -> Iterable[str]:
     """What would fit: another device, mapping the file, half the precision."""
-    from transload.render.sizes import size
+    from transload.render.words import size
 
     roomy = [device for device in devices.available if device.name != short and device.free >= nbytes]
     for device in sorted(roomy, key=lambda device: device.name == "cpu"):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-__all__ = ["is_missing", "mark_warned", "requested", "substitute", "substitute_name", "warned"]
+__all__ = ["is_missing", "requested", "substitute", "substitute_name", "warned"]
 
 requested = ""
 """The device to use instead of missing ones, or ``auto``; empty while not patched."""
@@ -19,10 +19,12 @@ _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
 """Devices that torch knows by itself. One that a package adds is present, or torch does not know its name."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
 
+warned: set[str] = set()
+"""The warnings given so far: ``cuda to cpu``. Each is given once, also by the children of a process."""
+
 _counts: dict[tuple[str | None, ...], int] = {}
 _settled: dict[str, int] = {}
 _substitutes: dict[tuple[str | None, ...], str] = {}
-_warned: set[str] = set()
 
 
 def substitute(device: Any) -> Any:
@@ -88,17 +90,15 @@ def _count(kind: str) -> int:
 
         if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has its own words for that
             return -1
-        module = getattr(torch, kind, None)
-        _counts[key] = int(torch.backends.mps.is_available()) if kind == "mps" else _working(module)
+        module: Any = getattr(torch, kind, None)
+        if kind == "mps":
+            _counts[key] = int(torch.backends.mps.is_available())
+        else:
+            known = hasattr(module, "is_available") and hasattr(module, "device_count")
+            _counts[key] = int(module.device_count()) if known and module.is_available() else 0
         if _counts[key] and getattr(module, "is_initialized", bool)():
             _settled[kind] = _counts[key]
     return _counts[key]
-
-
-def _working(module: Any) -> int:
-    if not (hasattr(module, "is_available") and hasattr(module, "device_count")):
-        return 0
-    return int(module.device_count()) if module.is_available() else 0
 
 
 def _warn(name: str, other: str, why: str) -> None:
@@ -108,9 +108,9 @@ def _warn(name: str, other: str, why: str) -> None:
     from transload.errors import LandingWarning
 
     pair = f"{name.partition(':')[0]} to {other}"
-    if pair in _warned:
+    if pair in warned:
         return
-    _warned.add(pair)
+    warned.add(pair)
     because = f"; {why}" if why else ""
     text = f"there is no {name} here{because}. What was saved on such a device, or is sent to it, goes to {other}"
     inside = tuple(f"{os.path.dirname(sys.modules[name].__file__ or '?')}{os.sep}" for name in ("torch", "transload"))  # noqa: PTH120
@@ -120,13 +120,3 @@ def _warn(name: str, other: str, why: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(text, LandingWarning, stacklevel=level)
-
-
-def warned() -> list[str]:
-    """The warnings given so far."""
-    return sorted(_warned)
-
-
-def mark_warned(ways: list[str]) -> None:
-    """Do not give these warnings again."""
-    _warned.update(ways)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["Replacements", "cancel", "install", "install_in_child", "when_imported"]
+__all__ = ["cancel", "install", "install_in_child", "replace", "undo", "when_imported"]
 
 _ABSENT = object()
+_undo: list[Callable[[], None]] = []
 
 
 def install(device: str, *, explain: bool = True) -> None:
@@ -30,17 +31,50 @@ def install(device: str, *, explain: bool = True) -> None:
         when_imported("torch", _patch_torch)
         when_imported("multiprocessing.spawn", _patch_spawn)
         if explain:
-            _replacements.set(sys, "excepthook", uncaught.explained(sys.excepthook))
+            replace(sys, "excepthook", uncaught.explained(sys.excepthook))
     elif before and not device:
         cancel()
-        _replacements.undo()
+        undo()
+
+
+def replace(owner: object, name: str, value: object) -> None:
+    """Replace an attribute of a foreign module or class, until ``undo``; an inherited one is shadowed.
+
+    >>> class Theirs:
+    ...     size = 1
+    >>> replace(Theirs, "size", 2)
+    >>> replace(Theirs, "colour", "red")
+    >>> undo()
+    >>> Theirs.size, hasattr(Theirs, "colour")
+    (1, False)
+    """
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if vars(owner).get(name) is not value:
+            return  # replaced again since then, perhaps by a wrapper of ours, which does nothing any more
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    _undo.append(restore)
+
+
+def undo() -> None:
+    """Put back everything that was replaced, the last first."""
+    while _undo:
+        _undo.pop()()
 
 
 def _patch_torch(torch: Any) -> None:
-    from transload.patching import torch_patches
+    from transload.patching.torch_patches import patch_torch
 
-    torch_patches.register_restore(torch, _replacements)
-    torch_patches.replace_functions(torch, _replacements)
+    patch_torch(torch, replace, _undo.append)
+
+
+# -- children of multiprocessing
 
 
 def _patch_spawn(spawn: Any) -> None:
@@ -56,13 +90,13 @@ def _patch_spawn(spawn: Any) -> None:
         data = real(*args, **kwargs)
         return {**data, "transload": _PatchInChild()} if devices.requested else data
 
-    _replacements.set(spawn, "get_preparation_data", get_preparation_data)
+    replace(spawn, "get_preparation_data", get_preparation_data)
 
 
-def install_in_child(device: str, warned: list[str]) -> None:
-    """Patch as the parent did, without repeating its warnings."""
-    devices.mark_warned(warned)
-    install(device, explain=False)
+class _PatchInChild:
+    def __reduce__(self) -> tuple[Any, ...]:
+        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+        return exec, (_JOIN.format(home=home, device=devices.requested, warned=sorted(devices.warned)), {})
 
 
 # The child may not have us on its path yet, and must not fail if it never has.
@@ -80,10 +114,13 @@ finally:
 """
 
 
-class _PatchInChild:
-    def __reduce__(self) -> tuple[Any, ...]:
-        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-        return exec, (_JOIN.format(home=home, device=devices.requested, warned=devices.warned()), {})
+def install_in_child(device: str, warned: list[str]) -> None:
+    """Patch as the parent did, without repeating its warnings."""
+    devices.warned.update(warned)
+    install(device, explain=False)
+
+
+# -- modules that are not imported yet
 
 
 class _Watch:
@@ -134,47 +171,3 @@ def cancel() -> None:
     _watch.waiting.clear()
     if _watch in sys.meta_path:
         sys.meta_path.remove(_watch)
-
-
-class Replacements:
-    """Attributes of foreign modules and classes that were replaced, in order, and the way back.
-
-    >>> class Theirs:
-    ...     size = 1
-    >>> replacements = Replacements()
-    >>> replacements.set(Theirs, "size", 2)
-    >>> replacements.set(Theirs, "colour", "red")
-    >>> replacements.undo()
-    >>> Theirs.size, hasattr(Theirs, "colour")
-    (1, False)
-    """
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def set(self, owner: object, name: str, value: object) -> None:
-        """Replace an attribute; an inherited one is shadowed."""
-        before = vars(owner).get(name, _ABSENT)
-        setattr(owner, name, value)
-
-        def restore() -> None:
-            if vars(owner).get(name) is not value:
-                return  # replaced again since then, perhaps by a wrapper of ours, which does nothing any more
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.append(restore)
-
-    def then(self, restore: Callable[[], None]) -> None:
-        """Also call this on ``undo``."""
-        self._undo.append(restore)
-
-    def undo(self) -> None:
-        """Put everything back, the last first."""
-        while self._undo:
-            self._undo.pop()()
-
-
-_replacements = Replacements()

@@ -20,8 +20,16 @@ __all__ = ["program_of"]
 
 def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
     """A function that runs a script or a module with its arguments; what it raises is the program's own."""
-    if not module and words[0] != "-":
-        _check(words[0])
+    path = words[0]
+    if not module and path != "-" and not os.access(path, os.R_OK):
+        from transload.errors import CannotReadError
+
+        if os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
+            raise CannotReadError("it may not be read", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
+        fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
+        if path in ("python", "python3"):
+            fix = "Leave it out: transload run SCRIPT."
+        raise CannotReadError("there is no such script", where=path, fix=fix)
 
     def run() -> int:
         install(device, explain=False)
@@ -35,20 +43,6 @@ def program_of(words: list[str], *, module: bool, device: str = "auto") -> Calla
         return 0
 
     return run
-
-
-def _check(path: str) -> None:
-    if not os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
-        from transload.errors import CannotReadError
-
-        fix = f"A module is run by -m: transload run -m {path}." if "." not in path and os.sep not in path else ""
-        if path in ("python", "python3"):
-            fix = "Leave it out: transload run SCRIPT."
-        raise CannotReadError("there is no such script", where=path, fix=fix)
-    if not os.access(path, os.R_OK):
-        from transload.errors import CannotReadError
-
-        raise CannotReadError("it may not be read", where=path, fix=f"Ask its owner, or: chmod u+r {path}")
 
 
 def _execute(words: list[str], *, module: bool) -> None:
@@ -77,7 +71,7 @@ def _module(words: list[str]) -> tuple[dict[str, Any], CodeType]:
     except _NoModuleError as error:
         sys.exit(f"transload run: {error}")
     sys.argv[0] = spec.origin
-    return _names(spec.origin, spec.loader, spec, spec.parent), code
+    return _names(spec.origin, spec.loader, spec), code
 
 
 class _NoModuleError(ImportError):
@@ -85,68 +79,53 @@ class _NoModuleError(ImportError):
 
 
 def _script(words: list[str]) -> tuple[dict[str, Any], CodeType]:
-    if words[0] == "-":
-        return _stdin(words)
+    from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+
+    sys.argv = list(words)
+    if words[0] == "-":  # a program that is piped in: all of it is read before it begins, as Python does
+        _lead_path("")
+        source = sys.stdin.buffer.read() if sys.stdin is not None else b""
+        return _names("<stdin>", BuiltinImporter, None), compile(source, "<stdin>", "exec", dont_inherit=True)
     path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - as Python itself: not made any simpler
-    sys.argv = list(words)
-    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113
-        return _folder(path)
+    if not os.path.isfile(path) or _is_archive(path):  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
+        from pkgutil import get_importer
+
+        _lead_path(path)
+        finder: Any = get_importer(path)
+        spec = finder.find_spec("__main__") if finder is not None else None
+        if spec is None:
+            sys.exit(f"transload run: can't find '__main__' module in '{path}'")
+        return _names(spec.origin, spec.loader, spec), spec.loader.get_code("__main__")
     _lead_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
-    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-
-    compiled = path.endswith(".pyc")
-    loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
-    code = loader.get_code("__main__") if compiled else compile(_read(path), path, "exec", dont_inherit=True)
-    assert code is not None  # noqa: S101 - for the type checker
-    return _names(path, loader, None, None), code
-
-
-def _stdin(words: list[str]) -> tuple[dict[str, Any], CodeType]:
-    """A program that is piped in. All of it is read before it begins, as Python does."""
-    from importlib.machinery import BuiltinImporter
-
-    sys.argv = list(words)
-    _lead_path("")
-    code = compile(sys.stdin.buffer.read() if sys.stdin is not None else b"", "<stdin>", "exec", dont_inherit=True)
-    return _names("<stdin>", BuiltinImporter, None, None), code
-
-
-def _read(path: str) -> bytes:
+    if path.endswith(".pyc"):
+        loader = SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+        assert code is not None  # noqa: S101 - for the type checker
+        return _names(path, loader, None), code
     import io
 
     with io.open_code(path) as file:
-        return file.read()
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    return _names(path, SourceFileLoader("__main__", path), None), code
 
 
 def _is_archive(path: str) -> bool:
     with open(path, "rb") as file:  # noqa: PTH123
         head = file.read(2)
-        if head not in (b"PK", b"#!"):
-            return False
+    if head not in (b"PK", b"#!"):
+        return False
     from zipfile import is_zipfile
 
     return is_zipfile(path)
 
 
-def _folder(path: str) -> tuple[dict[str, Any], CodeType]:
-    """A folder, or a zip archive, with a ``__main__.py``."""
-    from pkgutil import get_importer
-
-    _lead_path(path)
-    finder: Any = get_importer(path)
-    spec = finder.find_spec("__main__") if finder is not None else None
-    if spec is None:
-        sys.exit(f"transload run: can't find '__main__' module in '{path}'")
-    return _names(spec.origin, spec.loader, spec, spec.parent), spec.loader.get_code("__main__")
-
-
-def _names(path: str, loader: Any, spec: Any, package: str | None) -> dict[str, Any]:
+def _names(path: str, loader: Any, spec: Any) -> dict[str, Any]:
     return {
         "__file__": path,
         "__cached__": spec.cached if spec is not None else None,
         "__loader__": loader,
         "__spec__": spec,
-        "__package__": package,
+        "__package__": spec.parent if spec is not None else None,
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from functools import wraps
+from functools import partial, wraps
 
 from transload.patching import devices
 from transload.patching.devices import is_missing, substitute
@@ -21,44 +21,86 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from transload.patching.install import Replacements
-
     Wrap = Callable[[Any], Any]
+    Replace = Callable[[object, str, object], None]
 
-__all__ = ["register_restore", "replace_functions"]
+__all__ = ["patch_torch"]
 
 _FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 
 
-def register_restore(torch: Any, replacements: Replacements) -> None:
-    """Add the two entries to the registry."""
-    serialization = torch.serialization
+def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None]) -> None:
+    """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that."""
+    _register_restore(torch.serialization, then)
 
-    def restore_missing(storage: Any, location: Any) -> Any:
-        tag = location.decode("ascii", "replace") if isinstance(location, bytes) else location
-        if not isinstance(tag, str) or not is_missing(tag):
-            return None
-        return restored(storage, tag)
+    # torch would fill its tables of its own functions with ours at first use.
+    from torch.utils._device import _device_constructors
 
-    def restore_unknown(storage: Any, location: Any) -> Any:
-        if not devices.requested or not isinstance(location, str) or not _DEVICE.fullmatch(location):
-            return None
-        return restored(storage, location)
+    builtins = torch.jit._builtins  # noqa: SLF001 - there is no public way
+    _device_constructors()
+    builtins._find_builtin(None)  # noqa: SLF001
+    _clear_compiler_tables()
+    then(_clear_compiler_tables)
+    for wrap, path, names in _REPLACED:
+        owner = torch
+        for part in path.split(".")[1:]:
+            owner = getattr(owner, part, None)
+        for name in names.split():
+            real = getattr(owner, name, None)  # not every release of torch has all of them
+            if real is None:
+                continue
+            # It pickles under torch's name, and TorchScript finds the operator behind it.
+            ours = wrap(real)
+            within = isinstance(owner, type)
+            ours.__module__ = owner.__module__ if within else owner.__name__
+            ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
+            replace(owner, name, ours)
+            operator = builtins._find_builtin(real)  # noqa: SLF001
+            if operator is not None:
+                builtins._register_builtin(ours, operator)  # noqa: SLF001
+                then(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+
+
+def _register_restore(serialization: Any, then: Callable[[Callable[[], None]], None]) -> None:
+    """Add two entries to the registry of ``torch.load``."""
 
     def restored(storage: Any, tag: str) -> Any:
         device = devices.substitute_name(tag)
         return serialization.default_restore_location(storage, device) if device and device != tag else None
 
-    for priority, restore in ((_FIRST, restore_missing), (_LAST, restore_unknown)):
+    def restore_missing(storage: Any, location: Any) -> Any:
+        tag = location.decode("ascii", "replace") if isinstance(location, bytes) else location
+        return restored(storage, tag) if isinstance(tag, str) and is_missing(tag) else None
+
+    def restore_unknown(storage: Any, location: Any) -> Any:
+        known = devices.requested and isinstance(location, str) and _DEVICE.fullmatch(location)
+        return restored(storage, location) if known else None
+
+    ours = {restore_missing: _FIRST, restore_unknown: _LAST}
+    for restore, priority in ours.items():
         serialization.register_package(priority, lambda _: None, restore)
-    ours = {restore_missing, restore_unknown}
 
     def unregister() -> None:  # there is no public way; while the patch is off, our entries do nothing
         registry = getattr(serialization, "_package_registry", [])
         registry[:] = [entry for entry in registry if entry[2] not in ours]
 
-    replacements.then(unregister)
+    then(unregister)
+
+
+def _clear_compiler_tables() -> None:
+    """Clear the compiler's tables of torch functions, so that the next compilation fills them again."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    for name in ("get_torch_obj_rule_map", "get_tensor_method"):
+        table: Any = getattr(rules, name, None)
+        if hasattr(table, "cache_clear"):
+            table.cache_clear()
+    older: Any = getattr(sys.modules.get("torch._dynamo.allowed_functions"), "_allowed_function_ids", None)
+    if hasattr(older, "function_ids"):  # before torch 2.2
+        older.function_ids = None
+
+
+# -- wrappers
 
 
 def _making(real: Any) -> Any:
@@ -74,7 +116,7 @@ def _making(real: Any) -> Any:
 
 
 def _moving(real: Any) -> Any:
-    """``.to``, which takes a device first, or by name, or none."""
+    """``.to``, which takes a device first, or by name, or none; and what ``with torch.device(...)`` makes."""
 
     @wraps(real)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,35 +185,20 @@ def _selecting(real: Any) -> Any:
     return init
 
 
-def _entering(real: Any) -> Any:
-    """What ``with torch.device(...)`` and ``torch.set_default_device`` make."""
-
-    @wraps(real)
-    def init(self: Any, device: Any) -> None:
-        real(self, substitute(device))
-
-    return init
-
-
 def _reading(real: Any) -> Any:
     """``torch.jit.load``, which does not use the registry of ``torch.load``: one device for the whole file."""
 
     @wraps(real)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = _absent_tag(f) if map_location is None else map_location
+        wanted = map_location
+        if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):  # noqa: PTH113
+            from transload.judge import inspect
+            from transload.loading.placement import tags_of
+
+            wanted = next(filter(is_missing, tags_of(inspect(f))), None)
         return real(f, substitute(wanted), *args, **kwargs)
 
     return load
-
-
-def _absent_tag(f: Any) -> str | None:
-    """A device that a TorchScript file names and this machine does not have."""
-    from transload.judge import inspect
-    from transload.loading.placement import tags_of
-
-    if not isinstance(f, str | os.PathLike) or not os.path.isfile(f):  # noqa: PTH113
-        return None
-    return next(filter(is_missing, tags_of(inspect(f))), None)
 
 
 _REPLACED: tuple[tuple[Wrap, str, str], ...] = (
@@ -194,54 +221,6 @@ _REPLACED: tuple[tuple[Wrap, str, str], ...] = (
     (_pinning, "torch.Tensor", "pin_memory"),
     (_asking, "torch.cuda", "set_device synchronize"),
     (_selecting, "torch.cuda.device", "__init__"),
-    (_entering, "torch.utils._device.DeviceContext", "__init__"),
+    (_moving, "torch.utils._device.DeviceContext", "__init__"),
     (_reading, "torch.jit", "load"),
 )
-
-
-def replace_functions(torch: Any, replacements: Replacements) -> None:
-    """Replace every function in the table that this release of torch has."""
-    _fill_function_tables(torch)
-    _clear_compiler_tables()
-    replacements.then(_clear_compiler_tables)
-    for wrap, path, names in _REPLACED:
-        owner = torch
-        for part in path.split(".")[1:]:
-            owner = getattr(owner, part, None)
-        for name in names.split():
-            real = getattr(owner, name, None)
-            if real is not None:
-                _put(torch, replacements, owner, name, wrap(real))
-
-
-def _fill_function_tables(torch: Any) -> None:
-    """Fill torch's tables of its own functions, which it would otherwise fill with ours at first use."""
-    from torch.utils._device import _device_constructors
-
-    _device_constructors()
-    torch.jit._builtins._find_builtin(None)  # noqa: SLF001 - there is no public way
-
-
-def _clear_compiler_tables() -> None:
-    """Clear the compiler's tables of torch functions, so that the next compilation fills them again."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    for name in ("get_torch_obj_rule_map", "get_tensor_method"):
-        table: Any = getattr(rules, name, None)
-        if hasattr(table, "cache_clear"):
-            table.cache_clear()
-    older: Any = getattr(sys.modules.get("torch._dynamo.allowed_functions"), "_allowed_function_ids", None)
-    if hasattr(older, "function_ids"):  # before torch 2.2
-        older.function_ids = None
-
-
-def _put(torch: Any, replacements: Replacements, owner: Any, name: str, ours: Any) -> None:
-    """Put a wrapper in place: it pickles under torch's name, and TorchScript finds the operator behind it."""
-    within = isinstance(owner, type)
-    ours.__module__ = owner.__module__ if within else owner.__name__
-    ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
-    replacements.set(owner, name, ours)
-    builtins = torch.jit._builtins  # noqa: SLF001 - there is no public way
-    operator = builtins._find_builtin(ours.__wrapped__)  # noqa: SLF001
-    if operator is not None:
-        builtins._register_builtin(ours, operator)  # noqa: SLF001
-        replacements.then(lambda: builtins._get_builtin_table().pop(id(ours), None))  # noqa: SLF001

@@ -9,7 +9,7 @@ from transload.patching import devices
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import CodeType, TracebackType
 
     Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -41,8 +41,8 @@ def tell(error: BaseException) -> None:
         return
     try:
         from transload.explaining import explain
-        from transload.explaining.report import report
-        from transload.render.terminal import emit
+        from transload.explaining.result import report
+        from transload.render.lines import emit
 
         explanation = explain(error)
         if explanation.known:
@@ -55,11 +55,6 @@ def tell(error: BaseException) -> None:
 
 def tidy(error: BaseException) -> None:
     """Take our own frames out of the tracebacks of an exception and of those it came from."""
-    for each in _chain(error):
-        each.__traceback__ = _linked(list(_theirs(each.__traceback__)))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -67,25 +62,18 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if id(this) in seen:
             continue
         seen.add(id(this))
-        yield this
+        entries: list[TracebackType] = []
+        trace = this.__traceback__
+        while trace is not None:
+            entries.append(trace)
+            if trace.tb_frame.f_code in runners:
+                entries.clear()
+            trace = trace.tb_next
+        linked: TracebackType | None = None
+        for each in reversed(entries):
+            if not each.tb_frame.f_code.co_filename.startswith(_HERE):
+                linked = type(each)(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        this.__traceback__ = linked
         members = getattr(this, "exceptions", ())  # of a group
         others = (this.__cause__, this.__context__, *(members if isinstance(members, tuple) else ()))
         waiting += [each for each in others if isinstance(each, BaseException)]
-
-
-def _theirs(trace: TracebackType | None) -> Iterator[TracebackType]:
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    begin = max((at + 1 for at, each in enumerate(entries) if each.tb_frame.f_code in runners), default=0)
-    for each in entries[begin:]:
-        if not each.tb_frame.f_code.co_filename.startswith(_HERE):
-            yield each
-
-
-def _linked(entries: list[TracebackType]) -> TracebackType | None:
-    linked: TracebackType | None = None
-    for each in reversed(entries):
-        linked = type(each)(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return linked

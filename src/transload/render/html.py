@@ -5,137 +5,166 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from transload.render.css import CSS
-from transload.render.escape import printable
-from transload.render.sizes import count, plural, shape_text, size
-from transload.render.summary import summary
-from transload.render.text import summary_lines
+from transload.render.checkpoint import SEVERITY, format_words, steps, summary, summary_lines
 from transload.render.tree import Twig, opened, tensor_tree
-from transload.render.words import INTEGRITY, SAFETY, SEVERITY, format_words, integrity_reason, safety_reason, steps
+from transload.render.words import count, plural, printable, shape_text, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from transload.checkpoint import Checkpoint
-    from transload.findings import Finding
+    from transload.contents import Contents
 
 __all__ = ["MAX_TWIGS", "fragment"]
 
 MAX_TWIGS = 600
 """Lines of the tensor tree in the page: a notebook is saved with its output, and must open again."""
 
+# Most of each that is shown.
 _FINDINGS = 20
 _EVIDENCE = 20
 _BARS = 8
 _PARTS = 60
-_SHOWN_ABOVE = ("format", "dtypes", "safety", "integrity")
+
+# Text takes the page's own colour and shades of it, so that any theme fits. Only the verdicts have colours of their
+# own, of a lightness that reads on white and on black, brighter where a page says that it is dark.
+_CSS = """
+.transload{--tl-good:#1a7f4b;--tl-trust:#9a6700;--tl-bad:#cf3b34;
+--tl-dim:color-mix(in srgb,currentColor 62%,transparent);
+--tl-line:color-mix(in srgb,currentColor 14%,transparent);--tl-tint:color-mix(in srgb,currentColor 5%,transparent);
+color:var(--jp-content-font-color1,var(--vscode-editor-foreground,inherit));
+font:13px/1.5 var(--jp-content-font-family,system-ui,-apple-system,"Segoe UI",sans-serif);max-width:880px}
+body[data-jp-theme-light="false"] .transload,html[theme="dark"] .transload,html[data-theme="dark"] .transload,
+body.vscode-dark .transload,body.vscode-high-contrast .transload,
+body[data-theme="dark"] .transload{--tl-good:#4cc38a;--tl-trust:#e0a93b;--tl-bad:#ff7b72}
+.transload .tl-plain{display:none}
+.transload .tl-rich{display:block !important}
+.transload .tl-head{display:flex;flex-wrap:wrap;gap:0 12px;align-items:baseline;font-size:14px;overflow-wrap:anywhere}
+.transload .tl-dim{color:var(--tl-dim);font-weight:400}
+.transload .tl-verdicts{display:flex;flex-wrap:wrap;gap:6px;margin:8px 0}
+.transload .tl-badge{border:1px solid var(--tl-line);border-left:3px solid var(--tl-ink);border-radius:4px;
+padding:1px 8px;
+background:var(--tl-tint);overflow-wrap:anywhere}
+.transload .tl-badge b{color:var(--tl-ink)}
+.transload .tl-good{--tl-ink:var(--tl-good)}
+.transload .tl-trust{--tl-ink:var(--tl-trust)}
+.transload .tl-bad{--tl-ink:var(--tl-bad)}
+.transload dl{display:grid;grid-template-columns:max-content 1fr;gap:1px 14px;margin:8px 0;padding:0}
+.transload dt{color:var(--tl-dim);font-weight:400;margin:0;padding:0;float:none;width:auto}
+.transload dd{margin:0;padding:0;overflow-wrap:anywhere}
+.transload .tl-finding{border-left:3px solid var(--tl-ink,var(--tl-line));padding:2px 0 2px 10px;margin:8px 0;
+overflow-wrap:anywhere;color:inherit}
+.transload .tl-fix{font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);font-size:12px;
+white-space:pre-wrap;padding-left:18px;position:relative}
+.transload .tl-fix::before{content:"\\2192";position:absolute;left:0;color:var(--tl-good)}
+.transload summary{cursor:pointer}
+.transload .tl-section{border-top:1px solid var(--tl-line);padding:4px 0;margin:0}
+.transload .tl-section>summary{font-weight:600;padding:2px 0}
+.transload .tl-bars{display:grid;grid-template-columns:max-content minmax(60px,280px) max-content max-content;
+gap:2px 12px;
+align-items:center;padding:2px 0 4px 16px;font-variant-numeric:tabular-nums}
+.transload .tl-bars>span:nth-child(4n+3){text-align:right}
+.transload .tl-bars>span:nth-child(4n){color:var(--tl-dim)}
+.transload .tl-bar{height:8px;border-radius:4px;background:var(--tl-line);overflow:hidden}
+.transload .tl-bar i{display:block;height:100%;border-radius:4px;
+background:color-mix(in srgb,currentColor 55%,transparent)}
+.transload .tl-tree{padding:2px 0 4px 0;overflow-x:auto}
+.transload .tl-below{margin-left:6px;border-left:1px solid var(--tl-line);padding-left:12px}
+.transload .tl-tree details>summary{display:block;list-style:none;position:relative}
+.transload .tl-tree details>summary::-webkit-details-marker{display:none}
+.transload .tl-tree summary>.tl-line::before{content:"\\25B8";position:absolute;left:3px;color:var(--tl-dim)}
+.transload .tl-tree details[open]>summary>.tl-line::before{content:"\\25BE"}
+.transload .tl-line{display:flex;gap:12px;padding:0 0 0 16px;font-variant-numeric:tabular-nums}
+.transload .tl-line:hover{background:var(--tl-tint)}
+.transload .tl-line>span{flex:0 0 110px;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.transload .tl-line>span:nth-child(3){flex-basis:150px}
+.transload .tl-line>span:last-child{flex-basis:70px;text-align:right}
+.transload .tl-line>.tl-name{flex:1 1 220px;min-width:120px}
+"""
 
 
-def fragment(checkpoint: Checkpoint) -> str:
+def fragment(checkpoint: Contents) -> str:
     """HTML to put into any page. Viewers that strip styles show the plain text inside it instead."""
     # The style attribute hides the rich form from viewers which drop <style>: there the CSS cannot bring it back.
     plain = escape("\n".join(summary_lines(checkpoint)))
-    body = "".join(_body(checkpoint))
+    body = "".join((*_head(checkpoint), *_sections(checkpoint)))
     return (
-        f'<div class="transload"><style>{CSS}</style><pre class="tl-plain">{plain}</pre>'
+        f'<div class="transload"><style>{_CSS}</style><pre class="tl-plain">{plain}</pre>'
         f'<div class="tl-rich" style="display:none">{body}</div></div>'
     )
 
 
-def _body(checkpoint: Checkpoint) -> Iterator[str]:
-    kind = f'<span class="tl-dim">{escape(format_words(checkpoint))}</span>'
-    yield f'<div class="tl-head"><b>{_safe(checkpoint.path)}</b>{kind}</div>'
-    safety, integrity = checkpoint.safety, checkpoint.integrity
-    verdicts = _badge(SAFETY[safety][0], safety, safety_reason(checkpoint))
-    verdicts += _badge(INTEGRITY[integrity][0], integrity, integrity_reason(checkpoint))
-    yield f'<div class="tl-verdicts">{verdicts}</div>'
-    yield "<dl>"
-    for label, words in summary(checkpoint):
-        if label not in _SHOWN_ABOVE:
-            spans = "".join(f'<span class="tl-{role or "word"}">{escape(text)}</span>' for text, role in words)
-            yield f"<dt>{label}</dt><dd>{spans}</dd>"
+def _head(checkpoint: Contents) -> Iterator[str]:
+    """The summary and the findings."""
+    words = summary(checkpoint)
+    del words["format"]  # it is in the title
+    words.pop("dtypes", None)  # they have a section
+    yield f'<div class="tl-head"><b>{_safe(checkpoint.path)}</b>{_dim(format_words(checkpoint), "span")}</div>'
+    yield '<div class="tl-verdicts">'
+    for label in ("safety", "integrity"):
+        (verdict, role), (reason, _) = words.pop(label)
+        reason = reason.removeprefix(": ")
+        yield f'<span class="tl-badge tl-{role}"><b>{escape(verdict)}</b> {escape(reason)}</span>'
+    yield "</div><dl>"
+    for label, line in words.items():
+        spans = "".join(f'<span class="tl-{role or "word"}">{escape(text)}</span>' for text, role in line)
+        yield f"<dt>{label}</dt><dd>{spans}</dd>"
     yield "</dl>"
-    yield from _findings(checkpoint.findings)
-    yield from _dtypes(checkpoint)
-    yield from _parts(checkpoint)
-    yield from _tensors(checkpoint)
-
-
-def _safe(text: str, limit: int | None = 160) -> str:
-    return escape(printable(text, limit))
-
-
-def _badge(role: str, word: str, reason: str) -> str:
-    return f'<span class="tl-badge tl-{role}"><b>{escape(word)}</b> {escape(reason)}</span>'
-
-
-def _findings(findings: Iterable[Finding]) -> Iterator[str]:
-    order = sorted(findings, key=lambda finding: list(SEVERITY).index(finding.severity))
+    order = sorted(checkpoint.findings, key=lambda finding: list(SEVERITY).index(finding.severity))
     for finding in order[:_FINDINGS]:
-        role = SEVERITY[finding.severity][0]
-        code = f'<span class="tl-dim">{_safe(finding.code)}</span>'
-        yield f'<div class="tl-finding tl-{role}"><div><b>{_safe(finding.title, None)}</b> {code}</div>'
+        title = f"<b>{_safe(finding.title, None)}</b> {_dim(printable(finding.code), 'span')}"
+        yield f'<div class="tl-finding tl-{SEVERITY[finding.severity][0]}"><div>{title}</div>'
         yield from (f"<div>{_safe(text, 400)}</div>" for text in finding.evidence[:_EVIDENCE])
         if len(finding.evidence) > _EVIDENCE:
-            yield f'<div class="tl-dim">and {len(finding.evidence) - _EVIDENCE:,} more</div>'
+            yield _dim(f"and {len(finding.evidence) - _EVIDENCE:,} more")
         for step in steps(finding.fix):
             lines = "\n".join(_safe(text, None) for text in step)
             yield f'<div class="tl-fix">{lines}</div>'
         yield "</div>"
     if len(order) > _FINDINGS:
-        yield f'<div class="tl-dim">{len(order) - _FINDINGS:,} further findings are not shown</div>'
+        yield _dim(f"{len(order) - _FINDINGS:,} further findings are not shown")
 
 
-def _section(title: str, note: str, *, is_open: bool) -> str:
-    mark = " open" if is_open else ""
-    return f'<details class="tl-section"{mark}><summary>{title} <span class="tl-dim">{note}</span></summary>'
-
-
-def _dtypes(checkpoint: Checkpoint) -> Iterator[str]:
-    """A bar for each dtype, as long as its part of the bytes."""
-    rows = checkpoint.dtypes
-    if not rows:
-        return
-    total = sum(nbytes for _, _, nbytes in rows) or 1
-    yield _section("dtypes", count(len(rows)), is_open=True)
-    yield '<div class="tl-bars">'
-    for dtype, tensors, nbytes in rows[:_BARS]:
-        share = max(1, 1000 * nbytes // total) / 10
-        yield f'<span>{_safe(dtype, 40)}</span><span class="tl-bar"><i style="width:{share}%"></i></span>'
-        yield f"<span>{size(nbytes)}</span><span>{plural(tensors, 'tensor')}</span>"
-    yield "</div>"
-    if len(rows) > _BARS:
-        yield f'<div class="tl-dim">and {len(rows) - _BARS:,} more</div>'
-    yield "</details>"
-
-
-def _parts(checkpoint: Checkpoint) -> Iterator[str]:
-    if not checkpoint.parts:
-        return
-    yield _section("parts", count(len(checkpoint.parts)), is_open=len(checkpoint.parts) <= 6)
-    for part in checkpoint.parts[:_PARTS]:
-        yield _line(_safe(part.name), _safe(part.kind), "", size(part.nbytes))
-    if len(checkpoint.parts) > _PARTS:
-        yield f'<div class="tl-dim">and {len(checkpoint.parts) - _PARTS:,} more</div>'
-    yield "</details>"
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[str]:
-    if not checkpoint.tensors:
-        return
-    tree = tensor_tree(checkpoint.tensors)
-    shown = opened(tree, MAX_TWIGS)
-    yield _section("tensors", count(tree.tensors), is_open=True)
-    yield '<div class="tl-tree">'
-    yield from _twigs(tree, shown, mixed=len(checkpoint.devices) > 1, is_open=True)
-    yield "</div></details>"
+def _sections(checkpoint: Contents) -> Iterator[str]:
+    """What can be opened: the dtypes, the parts, the tensors."""
+    if dtypes := checkpoint.dtypes:
+        total = sum(nbytes for _, _, nbytes in dtypes) or 1
+        yield _section("dtypes", len(dtypes)) + '<div class="tl-bars">'
+        for dtype, tensors, nbytes in dtypes[:_BARS]:  # a bar for each, as long as its part of the bytes
+            share = max(1, 1000 * nbytes // total) / 10
+            yield f'<span>{_safe(dtype, 40)}</span><span class="tl-bar"><i style="width:{share}%"></i></span>'
+            yield f"<span>{size(nbytes)}</span><span>{plural(tensors, 'tensor')}</span>"
+        yield "</div>"
+        if len(dtypes) > _BARS:
+            yield _dim(f"and {len(dtypes) - _BARS:,} more")
+        yield "</details>"
+    if parts := checkpoint.parts:
+        yield _section("parts", len(parts), is_open=len(parts) <= 6)
+        for part in parts[:_PARTS]:
+            yield _line(_safe(part.name), _safe(part.kind), "", size(part.nbytes))
+        if len(parts) > _PARTS:
+            yield _dim(f"and {len(parts) - _PARTS:,} more")
+        yield "</details>"
+    if checkpoint.tensors:
+        tree = tensor_tree(checkpoint.tensors)
+        yield _section("tensors", tree.tensors) + '<div class="tl-tree">'
+        yield from _twigs(tree, opened(tree, MAX_TWIGS), mixed=len(checkpoint.devices) > 1, is_open=True)
+        yield "</div></details>"
 
 
 def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> Iterator[str]:
     """The children of a twig, nested; the tree is as deep as ``tree`` lets a name be."""
     some = shown.get(id(twig), 0)
     for child in twig.children[:some]:
-        line = _twig_line(child, mixed=mixed)
+        name = _safe(child.name) or "&quot;&quot;"
+        if child.copies > 1:
+            name += " " + _dim(f"×{child.copies:,}", "span")
+        tensor = child.tensor
+        if tensor is None:
+            each = f"{size(child.nbytes // child.copies)} each" if child.copies > 1 else plural(child.tensors, "tensor")
+            line = _line(name, "", _dim(each, "span"), size(child.nbytes))
+        else:
+            kind = f"{_safe(tensor.dtype, 40)} {_safe(tensor.device, 40)}" if mixed else _safe(tensor.dtype, 40)
+            line = _line(name, kind, escape(shape_text(tensor.shape)), size(child.nbytes))
         if not child.children:
             yield line
             continue
@@ -143,19 +172,20 @@ def _twigs(twig: Twig, shown: dict[int, int], *, mixed: bool, is_open: bool) -> 
         yield from _twigs(child, shown, mixed=mixed, is_open=is_open and len(child.children) == 1)
         yield "</div></details>"
     if some < len(twig.children):
-        yield f'<div class="tl-dim">{len(twig.children) - some:,} more are not shown</div>'
+        yield _dim(f"{len(twig.children) - some:,} more are not shown")
 
 
-def _twig_line(twig: Twig, *, mixed: bool) -> str:
-    name = _safe(twig.name) or "&quot;&quot;"
-    if twig.copies > 1:
-        name += f' <span class="tl-dim">×{twig.copies:,}</span>'
-    tensor = twig.tensor
-    if tensor is None:
-        each = f"{size(twig.nbytes // twig.copies)} each" if twig.copies > 1 else plural(twig.tensors, "tensor")
-        return _line(name, "", f'<span class="tl-dim">{each}</span>', size(twig.nbytes))
-    kind = f"{_safe(tensor.dtype, 40)} {_safe(tensor.device, 40)}" if mixed else _safe(tensor.dtype, 40)
-    return _line(name, kind, escape(shape_text(tensor.shape)), size(twig.nbytes))
+def _safe(text: str, limit: int | None = 160) -> str:
+    return escape(printable(text, limit))
+
+
+def _dim(text: str, tag: str = "div") -> str:
+    return f'<{tag} class="tl-dim">{escape(text)}</{tag}>'
+
+
+def _section(title: str, number: int, *, is_open: bool = True) -> str:
+    mark = " open" if is_open else ""
+    return f'<details class="tl-section"{mark}><summary>{title} {_dim(count(number), "span")}</summary>'
 
 
 def _line(name: str, kind: str, shape: str, total: str) -> str:

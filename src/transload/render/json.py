@@ -1,4 +1,4 @@
-"""Checkpoints as JSON: everything, on one line a tensor, in ASCII, and always valid."""
+"""Results as JSON: everything, on one line a tensor, in ASCII, and always valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,17 @@ def to_json(documents: Iterable[dict[str, Any]], *, several: bool) -> Iterator[s
     yield "[" if several else ""
     for place, document in enumerate(documents):
         yield ",\n" if place else "\n" if several else ""
-        yield from _object(document)
+        yield "{\n"
+        for number, (key, value) in enumerate(document.items()):
+            yield (",\n" if number else "") + _text(key) + ": "
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                yield "[\n"
+                for index, element in enumerate(value):
+                    yield (",\n" if index else "") + _text(element)
+                yield "\n]"
+            else:
+                yield _text(value)
+        yield "\n}"
     yield "\n]\n" if several else "\n"
 
 
@@ -35,21 +45,6 @@ def error_to_dict(path: str, error: TransloadError) -> dict[str, Any]:
     """What stands for a file that could not be read."""
     told = {"what": error.what, "where": error.where, "fix": error.fix, "errno": getattr(error, "errno", None)}
     return {"schema": 1, "path": path, "ok": False, "error": told}
-
-
-def _object(document: dict[str, Any]) -> Iterator[str]:
-    yield "{\n"
-    for place, (key, value) in enumerate(document.items()):
-        yield ",\n" if place else ""
-        yield f"{_text(key)}: "
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            yield "[\n"
-            for index, element in enumerate(value):
-                yield (",\n" if index else "") + _text(element)
-            yield "\n]"
-        else:
-            yield _text(value)
-    yield "\n}"
 
 
 def _text(value: object) -> str:

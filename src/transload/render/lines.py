@@ -1,37 +1,145 @@
-"""The report as data: pieces of text with a role, prose that folds, tables that align; and their layout in a width.
+"""A report on a terminal or in a pipe: prose that folds, tables that align, and what each stream can show.
 
-Whoever builds a report writes blocks in full Unicode and never thinks of the stream. ``layout`` makes lines of them for
-one stream, and ``terminal`` paints those.
+Whoever builds a report writes blocks in full Unicode and never thinks of the stream. ``layout`` makes lines of them in
+the ``Style`` of one stream, and ``emit`` writes those in colour.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from re import compile as regex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 from unicodedata import category, east_asian_width
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from transload.render.style import Style
-
-__all__ = ["BLANK", "GLUE", "Block", "Line", "Prose", "Span", "Table", "cells", "heading", "layout", "note", "plain"]
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Span = tuple[str, str]
 """Text and its role: ``""``, ``strong``, ``dim``, or a verdict: ``good``, ``trust``, ``bad``."""
 
-GLUE = "\u00a0"
-"""A blank at which no line is broken. It is ours: in names it is escaped."""
-
 Line = tuple[Span, ...]
 """One line on the screen, or one cell of a table."""
 
+Words = Line | str
+"""A line, or a text without a role."""
+
+GLUE = "\u00a0"
+"""A blank at which no line is broken. It is ours: in names it is escaped."""
+
+PIPE_WIDTH = 100
+"""Where prose is folded when nobody knows the reader's width. Names and tables are never cut there."""
+
+_NARROWEST = 40
 _LEAST_NAME = 30  # rather than cut names shorter than this, a column is left out;
 _LEAST = 10  # and when there is none left to leave out, names are cut down to this
 _WORD = regex(r" +|[^ ]+ *")
 _HANG = 6  # where words stand whose lead has a line of its own
 _WIDEST = 96  # one very long name must not push the columns of all others off the screen
+_CODES = {"strong": "1", "dim": "2", "good": "32", "trust": "33", "bad": "31"}
+
+_GLYPHS = "…·×→›✓✗├─└│▁█▾"
+# The same signs for a stream that cannot encode them; names lose nothing else.
+_ASCII: dict[int, int | str] = {
+    **str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""'),
+    ord("…"): "...",
+    ord("→"): "->",
+    ord("✓"): "ok",
+}
+
+
+# -- what a stream can show
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What may be written to a stream.
+
+    ``cut`` says that names too long for ``width`` may be shortened, which is right for eyes and wrong for pipes.
+    """
+
+    colour: bool = False
+    unicode: bool = True
+    width: int = PIPE_WIDTH
+    cut: bool = False
+    encoding: str = "utf-8"
+
+    def text(self, text: str) -> str:
+        r"""``text`` as this stream can encode it.
+
+        >>> Style(unicode=False, encoding="ascii").text("a → ü")
+        'a -> \\xfc'
+        """
+        if text.isascii():
+            return text
+        if not self.unicode:
+            text = text.translate(_ASCII)
+        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+def style_of(stream: TextIO, colour: str = "auto", environ: Mapping[str, str] | None = None) -> Style:
+    """The style of a stream; ``colour`` is the user's flag: ``auto``, ``always`` or ``never``."""
+    environ = os.environ if environ is None else environ
+    try:
+        terminal = stream.isatty()
+    except (AttributeError, ValueError):  # replaced or closed by somebody
+        terminal = False
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        _GLYPHS.encode(encoding)
+        unicode = True
+    except (UnicodeError, LookupError):
+        encoding, unicode = "ascii", False
+    # COLUMNS where it is set, else what the terminal says: shutil's way without the cost of importing it.
+    columns = environ.get("COLUMNS", "")[:6]
+    width = int(columns) if columns.isascii() and columns.isdigit() else 0
+    if terminal and not width:
+        try:
+            width = os.get_terminal_size(stream.fileno()).columns
+        except (OSError, ValueError):
+            width = 0
+    coloured = wants_colour(colour, environ, terminal=terminal)
+    if coloured and terminal and sys.platform == "win32":
+        coloured = _takes_codes(stream)
+    return Style(coloured, unicode, max(_NARROWEST, width or PIPE_WIDTH), terminal, encoding)
+
+
+def wants_colour(flag: str, environ: Mapping[str, str], *, terminal: bool) -> bool:
+    """The flag rules, then NO_COLOR, then FORCE_COLOR, then whether it is a terminal that knows colours.
+
+    >>> wants_colour("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, terminal=True)
+    False
+    """
+    if flag != "auto":
+        return flag == "always"
+    if environ.get("NO_COLOR"):  # https://no-color.org: set and not empty
+        return False
+    if environ.get("FORCE_COLOR"):  # https://force-color.org
+        return environ["FORCE_COLOR"] != "0"
+    return terminal and environ.get("TERM") != "dumb"
+
+
+if sys.platform == "win32":
+
+    def _takes_codes(stream: TextIO) -> bool:
+        """Ask a console of Windows to read escape codes as colours; one that cannot would print them as they are."""
+        import ctypes
+        import msvcrt
+
+        console, mode = ctypes.windll.kernel32, ctypes.c_ulong()
+        try:
+            handle = ctypes.c_void_p(msvcrt.get_osfhandle(stream.fileno()))
+        except (OSError, ValueError):
+            return True  # it is not a console, but something that says it is a terminal
+        if not console.GetConsoleMode(handle, ctypes.byref(mode)):
+            return True
+        return bool(console.SetConsoleMode(handle, mode.value | 4))  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
+
+
+# -- blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +150,8 @@ class Prose:
     it is there to be copied.
     """
 
-    body: Line
-    lead: Line = ()
+    body: Words
+    lead: Words = ()
     whole: bool = False
 
 
@@ -55,7 +163,7 @@ class Table:
     the middle; before they get too short, the columns of ``drops`` are left out; both in the order given.
     """
 
-    rows: Sequence[tuple[Line, ...]]
+    rows: Sequence[Sequence[Words]]
     right: frozenset[int] = frozenset()
     shrinks: tuple[int, ...] = (0,)
     drops: tuple[int, ...] = ()
@@ -74,21 +182,22 @@ def heading(text: str, note: str = "") -> tuple[Block, ...]:
 
 def note(text: str) -> Block:
     """A dim remark, indented."""
-    return Prose(((text, "dim"),), lead=(("  ", ""),))
+    return Prose(((text, "dim"),), lead="  ")
 
 
-def layout(blocks: Iterable[Block], style: Style) -> Iterator[Line]:
-    """The blocks as lines no wider than ``style.width``, in letters the stream can encode.
+# -- lines
 
-    >>> from transload.render.style import Style
-    >>> [plain(line) for line in layout([Prose((("a b c", ""),), lead=(("> ", ""),))], Style(width=5))]
-    ['> a b', '  c']
-    """
-    for block in blocks:
-        if isinstance(block, Prose):
-            yield from _folded(block, style)
-        else:
-            yield from _aligned(block, style)
+
+def emit(blocks: Iterable[Block], stream: TextIO, colour: str = "auto") -> None:
+    """Write a report to a stream as that stream can show it."""
+    style = style_of(stream, colour)
+    show = _painted if style.colour else plain
+    stream.writelines(show(line) + "\n" for line in layout(blocks, style))
+
+
+def as_text(blocks: Iterable[Block]) -> str:
+    """A report as a pipe gets it, without colour."""
+    return "\n".join(plain(line) for line in layout(blocks, Style()))
 
 
 def plain(line: Line) -> str:
@@ -96,11 +205,32 @@ def plain(line: Line) -> str:
     return "".join(text for text, _ in line).rstrip()
 
 
+def _painted(line: Line) -> str:
+    """The line with escape codes around what has a role, neighbours of one role together, and no trailing blanks."""
+    out: list[str] = []
+    rest = len(plain(line))
+    for role, spans in groupby(line, key=itemgetter(1)):
+        text = "".join(text for text, _ in spans)
+        shown = text[: max(0, rest)]
+        rest -= len(text)
+        code = _CODES.get(role)
+        out.append(f"\x1b[{code}m{shown}\x1b[0m" if shown and code else shown)
+    return "".join(out)
+
+
+def layout(blocks: Iterable[Block], style: Style) -> Iterator[Line]:
+    """The blocks as lines no wider than ``style.width``, in letters the stream can encode.
+
+    >>> [plain(line) for line in layout([Prose("a b c", lead="> ")], Style(width=5))]
+    ['> a b', '  c']
+    """
+    for block in blocks:
+        yield from _folded(block, style) if isinstance(block, Prose) else _aligned(block, style)
+
+
 def cells(text: str) -> int:
     """Columns that ``text`` takes in a terminal: East Asian wide letters take two, combining marks none."""
-    if text.isascii():
-        return len(text)
-    return sum(_cells(char) for char in text)
+    return len(text) if text.isascii() else sum(map(_cells, text))
 
 
 def _cells(char: str) -> int:
@@ -109,16 +239,30 @@ def _cells(char: str) -> int:
     return 0 if category(char) in ("Mn", "Me") else 1
 
 
-def _encodable(line: Line, style: Style) -> Line:
-    """The line in letters the stream has; a blank is one in every encoding, and is put in place of the glue later."""
-    return tuple((GLUE.join(map(style.text, text.split(GLUE))), role) for text, role in line)
+def _first(text: str, width: int) -> str:
+    """As much of the beginning as takes at most ``width`` columns."""
+    if text.isascii():
+        return text[:width]
+    used = 0
+    for index, char in enumerate(text):
+        used += _cells(char)
+        if used > width:
+            return text[:index]
+    return text
 
 
 def _length(line: Line) -> int:
     return sum(cells(text) for text, _ in line)
 
 
+def _encodable(words: Words, style: Style) -> Line:
+    """The words in letters the stream has; a blank is one in every encoding, and is put in place of the glue later."""
+    line = ((words, ""),) if isinstance(words, str) else words
+    return tuple((GLUE.join(map(style.text, text.split(GLUE))), role) for text, role in line)
+
+
 def _folded(block: Prose, style: Style) -> Iterator[Line]:
+    """Greedy filling, word by word. A word longer than a line stays whole, except for eyes."""
     lead, body = _encodable(block.lead, style), _encodable(block.body, style)
     if block.whole:
         yield tuple((text.replace(GLUE, " "), role) for text, role in (*lead, *body))
@@ -127,22 +271,26 @@ def _folded(block: Prose, style: Style) -> Iterator[Line]:
         if plain(lead):
             yield lead
         lead = ((" " * _HANG, ""),)
-    yield from _filled(lead, body, style)
-
-
-def _filled(lead: Line, body: Line, style: Style) -> Iterator[Line]:
-    """Greedy filling, word by word. A word longer than a line stays whole, except for eyes."""
-    room = max(1, style.width - _length(lead))
-    indent: Line = ((" " * _length(lead), ""),)
+    indent = _length(lead)
+    room = max(1, style.width - indent)
     line: list[Span] = list(lead)
     used = 0
     for word in _words(body):
-        for piece in _pieces(word, room) if style.cut else (word,):
-            if used and used + _length(_stripped(piece)) > room:
+        pieces = [word]
+        if style.cut and _stripped(word) > room:  # else the terminal would break it across the indent
+            pieces = []
+            for text, role in word:
+                rest = text
+                while rest:
+                    piece = _first(rest, room) or rest[0]
+                    pieces.append(((piece, role),))
+                    rest = rest[len(piece) :]
+        for part in pieces:
+            if used and used + _stripped(part) > room:
                 yield tuple(line)
-                line, used = list(indent), 0
-            line += ((text.replace(GLUE, " "), role) for text, role in piece)
-            used += _length(piece)
+                line, used = [(" " * indent, "")], 0
+            line += ((text.replace(GLUE, " "), role) for text, role in part)
+            used += _length(part)
     yield tuple(line)
 
 
@@ -159,22 +307,10 @@ def _words(body: Line) -> Iterator[Line]:
         yield tuple(word)
 
 
-def _stripped(word: Line) -> Line:
-    *before, (text, role) = word
-    return (*before, (text.rstrip(" "), role))
-
-
-def _pieces(word: Line, room: int) -> Iterator[Line]:
-    """A word in pieces that fit, so that the terminal does not break it across the indent."""
-    if _length(_stripped(word)) <= room:
-        yield word
-        return
-    for text, role in word:
-        rest = text
-        while rest:
-            piece = _first(rest, room) or rest[0]
-            yield ((piece, role),)
-            rest = rest[len(piece) :]
+def _stripped(word: Line) -> int:
+    """The length without the blanks at the end."""
+    text = word[-1][0]
+    return _length(word) - len(text) + len(text.rstrip(" "))
 
 
 def _aligned(table: Table, style: Style) -> Iterator[Line]:
@@ -185,7 +321,15 @@ def _aligned(table: Table, style: Style) -> Iterator[Line]:
     if style.cut and shown:
         shown = _fitted(table, widths, shown, style.width)
     for row in rows:
-        yield _aligned_row(row, table, widths, shown, style)
+        out: list[Span] = [(" " * table.indent, "")]
+        for place, column in enumerate(shown):
+            cell = row[column] if column < len(row) else ()
+            if style.cut and _length(cell) > widths[column]:
+                cell = _shrunk(cell, widths[column], "…" if style.unicode else "...")
+            pad = (" " * (widths[column] - _length(cell)), "")
+            out.append(("  " if place else "", ""))
+            out.extend((pad, *cell) if column in table.right else (*cell, pad))
+        yield tuple(out)
 
 
 def _fitted(table: Table, widths: list[int], shown: list[int], width: int) -> list[int]:
@@ -206,38 +350,12 @@ def _fitted(table: Table, widths: list[int], shown: list[int], width: int) -> li
     return shown
 
 
-def _aligned_row(row: list[Line], table: Table, widths: list[int], shown: list[int], style: Style) -> Line:
-    out: list[Span] = [(" " * table.indent, "")]
-    for place, column in enumerate(shown):
-        cell = row[column] if column < len(row) else ()
-        if style.cut and _length(cell) > widths[column]:
-            cell = _shrunk(cell, widths[column], style)
-        if place:
-            out.append(("  ", ""))
-        pad = (" " * (widths[column] - _length(cell)), "")
-        out.extend((pad, *cell) if column in table.right else (*cell, pad))
-    return tuple(out)
-
-
-def _shrunk(cell: Line, width: int, style: Style) -> Line:
+def _shrunk(cell: Line, width: int, dots: str) -> Line:
     """The cell with its longest span cut in the middle, so that all of it takes ``width``."""
     place = max(range(len(cell)), key=lambda index: cells(cell[index][0]))
     text, role = cell[place]
     room = max(1, width - _length(cell) + cells(text))
-    dots = "…" if style.unicode else "..."
     tail = max(0, room - len(dots)) // 2
     head = max(0, room - len(dots) - tail)
     short = f"{_first(text, head)}{dots}{_first(text[::-1], tail)[::-1]}"
     return (*cell[:place], (short, role), *cell[place + 1 :])
-
-
-def _first(text: str, width: int) -> str:
-    """As much of the beginning as takes at most ``width`` columns."""
-    if text.isascii():
-        return text[:width]
-    used = 0
-    for index, char in enumerate(text):
-        used += _cells(char)
-        if used > width:
-            return text[:index]
-    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from re import compile as regex
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from transload.checkpoint import Tensor
+    from transload.contents import Tensor
 
 __all__ = ["Row", "Twig", "opened", "tensor_tree", "tree_rows"]
 
@@ -56,34 +56,37 @@ class Row:
 
 
 class _Branch:
-    """The tree while it grows. ``step`` is a piece of a name with the separator before it.
+    """The tree while it grows. ``separator`` and ``text`` are a piece of a name.
 
     ``form`` is a number for the structure below: branches of equal form differ in nothing that is shown.
     """
 
-    __slots__ = ("children", "form", "nbytes", "step", "tensors", "total")
+    __slots__ = ("children", "form", "nbytes", "separator", "tensors", "text", "total")
 
     def __init__(self, step: str) -> None:
-        self.step = step
+        self.separator = step[:1] if step.startswith(("/", ".")) else ""
+        self.text = step[len(self.separator) :]
         self.tensors: list[Tensor] = []
         self.children: dict[str, _Branch] = {}
         self.total = 0
         self.nbytes = 0
         self.form = 0
 
-    @property
-    def text(self) -> str:
-        return self.step[1:] if self.step[:1] in ("/", ".") else self.step
-
-    @property
-    def separator(self) -> str:
-        return self.step[: len(self.step) - len(self.text)]
+    def measure(self, forms: dict[object, int]) -> None:
+        """Fill in totals and form, the deepest first."""
+        for child in self.children.values():
+            child.measure(forms)
+        self.total = len(self.tensors) + sum(child.total for child in self.children.values())
+        self.nbytes = sum(t.nbytes for t in self.tensors) + sum(child.nbytes for child in self.children.values())
+        looks = tuple((t.dtype, t.shape, t.device, t.kind, t.cls) for t in self.tensors)
+        form = (looks, tuple((step, child.form) for step, child in self.children.items()))
+        self.form = forms.setdefault(form, len(forms))
 
 
 def tensor_tree(tensors: Iterable[Tensor]) -> Twig:
     """The tree of all tensors, by their names split at dots and slashes.
 
-    >>> from transload.checkpoint import Tensor
+    >>> from transload.contents import Tensor
     >>> def tensor(name): return Tensor((name,), name, "float32", (2,), (1,), "cpu", None)
     >>> [(twig.label, twig.copies) for twig in tensor_tree(map(tensor, ["w.0.a", "w.1.a", "b"])).children]
     [('w.0 … 1', 2), ('b', 1)]
@@ -97,47 +100,22 @@ def tensor_tree(tensors: Iterable[Tensor]) -> Twig:
                 below = branch.children[step] = _Branch(step)
             branch = below
         branch.tensors.append(tensor)
-    _measure(root, {})
+    root.measure({})
     return Twig("", None, _twigs(root), root.total, root.nbytes)
 
 
-def _measure(branch: _Branch, forms: dict[object, int]) -> None:
-    """Fill in totals and form, the deepest first."""
-    for child in branch.children.values():
-        _measure(child, forms)
-    below = branch.children.values()
-    branch.total = len(branch.tensors) + sum(child.total for child in below)
-    branch.nbytes = sum(t.nbytes for t in branch.tensors) + sum(child.nbytes for child in below)
-    looks = tuple((t.dtype, t.shape, t.device, t.kind, t.cls) for t in branch.tensors)
-    form = (looks, tuple((child.step, child.form) for child in below))
-    branch.form = forms.setdefault(form, len(forms))
-
-
 def _twigs(branch: _Branch) -> tuple[Twig, ...]:
-    """The children of a branch, kin folded into the first of them."""
-    children = branch.children.values()
-    kin: dict[object, list[_Branch]] = {}
-    for child in children:
-        kin.setdefault(_kinship(child), []).append(child)
-    out: list[Twig] = []
-    for child in children:
-        group = kin[_kinship(child)]
-        if not _folds(group):
-            out.extend(_twig([child]))
-        elif group[0] is child:
-            out.extend(_twig(group))
-    return tuple(out)
-
-
-def _kinship(branch: _Branch) -> object:
-    pattern, numbers = _DIGITS.subn("#", branch.step)
-    return (branch.form, pattern) if numbers else (branch.form, branch.separator)
-
-
-def _folds(group: list[_Branch]) -> bool:
-    if not _DIGITS.search(group[0].step):
-        return len(group) >= _ALIKE_UNNUMBERED
-    return len(group) >= (_ALIKE if group[0].children else _ALIKE_TENSORS)
+    """The children of a branch, in order; those that are alike folded into the first of them."""
+    alike: dict[tuple[int, str, str | None], list[_Branch]] = {}
+    for child in branch.children.values():
+        pattern, numbers = _DIGITS.subn("#", child.text)
+        # Without a number in it, a name has kin under any name.
+        alike.setdefault((child.form, child.separator, pattern if numbers else None), []).append(child)
+    groups: dict[_Branch, list[_Branch]] = {}
+    for (_, _, numbered), group in alike.items():
+        least = _ALIKE_UNNUMBERED if numbered is None else _ALIKE if group[0].children else _ALIKE_TENSORS
+        groups |= {group[0]: group} if len(group) >= least else {each: [each] for each in group}
+    return tuple(twig for child in branch.children.values() if child in groups for twig in _twig(groups[child]))
 
 
 def _twig(group: list[_Branch]) -> Iterator[Twig]:
@@ -148,8 +126,7 @@ def _twig(group: list[_Branch]) -> Iterator[Twig]:
     for tensor in first.tensors:
         yield Twig(label, tensor, (), copies, tensor.nbytes * copies, copies)
     if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
-        only = children[0]
-        yield Twig(label + only.label, only.tensor, only.children, only.tensors, only.nbytes, only.copies)
+        yield replace(children[0], label=label + children[0].label)
     elif children:
         total = copies * (first.total - len(first.tensors))
         yield Twig(label, None, children, total, copies * sum(child.nbytes for child in children), copies)
@@ -157,50 +134,30 @@ def _twig(group: list[_Branch]) -> Iterator[Twig]:
 
 def _label(names: list[str]) -> str:
     """``0 … 31`` for a run of numbers, ``0, 2, 4 … 62`` for others, both in the order of the numbers."""
+    numbered = sorted(([int(digits) for digits in _DIGITS.findall(name)], place) for place, name in enumerate(names))
+    names = [names[place] for _, place in numbered]
     if len(names) == 1:
         return names[0]
-    names = sorted(names, key=_numbers)
-    numbers = [_numbers(name) for name in names]
-    run = all(len(a) == 1 and b == [a[0] + 1] for a, b in pairwise(numbers))
-    if run:
+    if all(len(a) == 1 and b == [a[0] + 1] for (a, _), (b, _) in pairwise(numbered)):
         return f"{names[0]} … {names[-1]}"
-    if len(names) <= 4:
-        return ", ".join(names)
-    return f"{', '.join(names[:3])} … {names[-1]}"
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} … {names[-1]}"
 
 
-def _numbers(name: str) -> list[int]:
-    return [int(digits) for digits in _DIGITS.findall(name)]
-
-
-def tree_rows(root: Twig, limit: int) -> list[Row]:
+def tree_rows(root: Twig, limit: int) -> Iterator[Row]:
     """The tree drawn in about ``limit`` lines. Upper levels come first; what has no room stays closed."""
-    shown = opened(root, limit)
-    rows: list[Row] = []
-    # Each entry: the guide of the twig's own line, that of the lines below it, and the twig.
-    stack: list[tuple[str, str, Twig | int]] = [("", "", root)]
-    while stack:
-        guide, below, twig = stack.pop()
-        if isinstance(twig, int):
-            rows.append(Row(guide, None, more=twig))
-            continue
-        if twig is not root:
-            rows.append(Row(guide, twig, closed=bool(twig.children) and id(twig) not in shown))
-        stack.extend(reversed(_lines_below(twig, below, shown.get(id(twig), 0), top=twig is root)))
-    return rows
+    return _rows(root, opened(root, limit), "", top=True)
 
 
-def _lines_below(twig: Twig, below: str, count: int, *, top: bool) -> list[tuple[str, str, Twig | int]]:
-    entries: list[Twig | int] = list(twig.children[:count])
-    if count and count < len(twig.children):
-        entries.append(len(twig.children) - count)
-    if top:
-        return [("", "", entry) for entry in entries]
-    last = len(entries) - 1
-    return [
-        (f"{below}└─ ", f"{below}   ", entry) if place == last else (f"{below}├─ ", f"{below}│  ", entry)
-        for place, entry in enumerate(entries)
-    ]
+def _rows(twig: Twig, shown: dict[int, int], guide: str, *, top: bool = False) -> Iterator[Row]:
+    some = shown.get(id(twig), 0)
+    left = len(twig.children) - some if some else 0
+    for place, child in enumerate(twig.children[:some]):
+        is_last = place == some - 1 and not left
+        corner, bar = ("", "") if top else ("└─ ", "   ") if is_last else ("├─ ", "│  ")
+        yield Row(guide + corner, child, closed=bool(child.children) and id(child) not in shown)
+        yield from _rows(child, shown, guide + bar)
+    if left:
+        yield Row(guide if top else f"{guide}└─ ", None, more=left)
 
 
 def opened(root: Twig, limit: int) -> dict[int, int]:

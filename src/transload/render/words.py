@@ -1,91 +1,112 @@
-"""The words a person reads for what the data classes name."""
+"""Names, sizes, counts and shapes for people. They come from files of strangers, so none is shown raw or endless."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+__all__ = ["count", "cut", "plural", "printable", "shape_text", "size"]
 
-from transload.checkpoint import FORMATS
-from transload.render.escape import printable
+LIMIT = 160
+"""Longest name shown whole, unless the caller asks otherwise. A pickle may carry a key of a gigabyte."""
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+_MARKS_IN_A_ROW = 4  # more than written languages need; towers of hundreds paint over the lines above and below
 
-    from transload.checkpoint import Checkpoint
-
-__all__ = ["INTEGRITY", "SAFETY", "SEVERITY", "format_words", "integrity_reason", "safety_reason", "steps"]
-
-# Verdict → (role, reason). The verdict itself is shown as it stands in the JSON and in the manual, to be searched for.
-SAFETY: dict[str, tuple[str, str]] = {
-    "data-only": ("good", "loading it runs no code"),
-    "needs-trust": ("trust", "it asks for what torch does not load by default"),
-    "code": ("trust", "it is a program: use it only if you trust who made it"),
-    "unknown": ("bad", "it may do more than transload can see"),
-    "dangerous": ("bad", "loading it would run code of the file's choosing"),
-}
-
-INTEGRITY: dict[str, tuple[str, str]] = {
-    "whole": ("good", "every byte is there and every checksum agrees"),
-    "unchecked": ("good", "every tensor has its bytes"),
-    "repairable": ("trust", "something is wrong, but no tensor is lost"),
-    "damaged": ("bad", "some of it is lost"),
-    "not-a-checkpoint": ("bad", "torch cannot load it as it is"),
-}
-
-SEVERITY: dict[str, tuple[str, str]] = {
-    "error": ("bad", "✗"),
-    "warning": ("trust", "!"),
-    "note": ("dim", "·"),
-}
-
-# The verdicts on single names that make the verdict on the file.
-_BLAMED = {
-    "needs-trust": ("unknown", "harmless"),
-    "unknown": ("unknown",),
-    "dangerous": ("dangerous",),
-}
+# Shown as nothing or as a blank, though str.isprintable() calls them printable: two names could look the same.
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | frozenset(
+    map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
+)
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_COUNTS = ("", "thousand", "million", "billion", "trillion")
+_EXACT_BELOW = 100_000
+_ABSURD = 10**21  # no disk holds it; and str() of an integer of over 4300 digits raises
+_DIMENSIONS = 8
 
 
-def format_words(checkpoint: Checkpoint) -> str:
-    """The format in words, with the flavour if it has one."""
-    words = FORMATS.get(checkpoint.format, checkpoint.format)
-    return printable(f"{words}, {checkpoint.flavour}" if checkpoint.flavour else words)
+def printable(text: str, limit: int | None = LIMIT) -> str:
+    r"""``text`` with everything that is not plainly visible escaped as Python would, cut in the middle at ``limit``.
 
+    Control characters, terminal sequences, line ends, direction marks, invisible letters and lone surrogates all
+    become backslash escapes; ``limit=None`` cuts nothing.
 
-def steps(fix: Iterable[str]) -> list[list[str]]:
-    """What to do, step by step: a sentence or a command is one, lines of code that follow each other are one.
-
-    >>> steps(["Ask who made it.", "import torch", "torch.load(path)"])
-    [['Ask who made it.'], ['import torch', 'torch.load(path)']]
+    >>> printable("a\x1b[31m\n")
+    'a\\x1b[31m\\n'
+    >>> printable("abcdefghij", limit=5)
+    'ab…ij'
     """
-    out: list[list[str]] = []
-    for line in fix:
-        command = line.startswith("$ ") or bool(out and out[-1][-1].startswith("$ "))
-        if out and not command and not line.endswith(".") and not out[-1][-1].endswith("."):
-            out[-1].append(line)
-        else:
-            out.append([line])
-    return out
+    if limit is not None and len(text) > 2 * limit:  # escape only what may be seen
+        text = text[:limit] + text[-limit:]
+    if not (text.isascii() and text.isprintable()):
+        from unicodedata import category
+
+        out: list[str] = []
+        marks = 0
+        for char in text:
+            marks = marks + 1 if category(char).startswith("M") else 0
+            hidden = not char.isprintable() or char in _INVISIBLE or marks > _MARKS_IN_A_ROW
+            # repr() leaves the printable ones alone, so these are spelled from their code point.
+            out.append(char.encode("unicode_escape", "surrogatepass").decode("ascii") if hidden else char)
+        text = "".join(out)
+    return text if limit is None else cut(text, limit)
 
 
-def safety_reason(checkpoint: Checkpoint) -> str:
-    """Why the safety verdict is what it is, with the names that make it so."""
-    reason = SAFETY[checkpoint.safety][1]
-    if checkpoint.safety == "unknown" and checkpoint.integrity == "not-a-checkpoint":
-        return "not judged, since it is not a checkpoint"
-    blamed = _BLAMED.get(checkpoint.safety, ())
-    names = list(dict.fromkeys(use.full_name for use in checkpoint.globals if use.verdict in blamed))
-    if not names:
-        return reason
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return f"{reason} ({', '.join(printable(name, 60) for name in names[:2])}{more})"
+def cut(text: str, limit: int) -> str:
+    """At most ``limit`` characters: the beginning and the end, with ``…`` between. Both ends of a name tell most."""
+    if len(text) <= limit:
+        return text
+    tail = max(0, limit - 1) // 2
+    head = max(0, limit - 1 - tail)
+    return f"{text[:head]}…{text[len(text) - tail :]}"
 
 
-def integrity_reason(checkpoint: Checkpoint) -> str:
-    """Why the integrity verdict is what it is; for an unchecked file also what would check it."""
-    reason = INTEGRITY[checkpoint.integrity][1]
-    if checkpoint.integrity != "unchecked":
-        return reason
-    summed = any(record.crc32 for record in checkpoint.records)
-    if summed or any(storage.crc32 for storage in checkpoint.storages):
-        return f"{reason}; --verify compares their checksums"
-    return f"{reason}; there are no checksums to compare"
+def size(nbytes: int) -> str:
+    """Bytes in decimal units, three digits.
+
+    >>> size(999), size(1_350_000_000), size(404_770_816)
+    ('999 B', '1.35 GB', '405 MB')
+    """
+    return f"{_power(nbytes)} B" if abs(nbytes) >= _ABSURD else _scaled(nbytes, _BYTES)
+
+
+def count(number: int) -> str:
+    """A count: exact while that is short, else three digits and a word.
+
+    >>> count(290), count(12_345), count(6_738_415_616)
+    ('290', '12,345', '6.74 billion')
+    """
+    if abs(number) >= _ABSURD:
+        return _power(number)
+    return f"{number:,}" if abs(number) < _EXACT_BELOW else _scaled(number, _COUNTS)
+
+
+def plural(number: int, noun: str) -> str:
+    """``number`` of ``noun``, which takes a plain s.
+
+    >>> plural(1, "tensor"), plural(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as torch prints it; one of very many dimensions is cut.
+
+    >>> shape_text((4, 3)), shape_text(())
+    ('[4, 3]', '[]')
+    """
+    shown = [_power(n) if abs(n) >= _ABSURD else str(n) for n in shape[:_DIMENSIONS]]
+    if len(shape) > _DIMENSIONS:
+        shown.append(f"… {len(shape) - _DIMENSIONS:,} more")
+    return f"[{', '.join(shown)}]"
+
+
+def _scaled(number: int, units: tuple[str, ...]) -> str:
+    """Three digits of ``number`` and the unit of thousands that fits."""
+    value, unit = float(number), 0
+    while abs(value) >= 999.5 and unit < len(units) - 1:
+        value /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} {units[unit]}".rstrip()
+
+
+def _power(number: int) -> str:
+    """An absurd number by its magnitude."""
+    return f"{'-' if number < 0 else ''}2^{abs(number).bit_length() - 1}"

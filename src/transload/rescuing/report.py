@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from transload.render.escape import printable
 from transload.render.lines import Block, Line, Prose, Table, layout, plain
-from transload.render.sizes import plural, size
+from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +30,7 @@ _CERTAINTY = {"proven": ("proven", "good"), "probable": ("probable", "trust"), "
 
 def as_text(rescue: Rescue) -> str:
     """The report without colour, as a pipe gets it."""
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     return "\n".join(plain(line) for line in layout(report(rescue), Style()))
 

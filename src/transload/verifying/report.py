@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transload.checkpoint import FORMATS
-from transload.render.escape import printable
+from transload.render.checkpoint import INTEGRITY
 from transload.render.lines import BLANK, Block, Line, Prose, Table, heading, layout, note, plain
-from transload.render.sizes import count, plural, size
-from transload.render.words import INTEGRITY
+from transload.render.words import count, plural, printable, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ _UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps ha
 
 def as_text(verification: Verification) -> str:
     """The report as a pipe gets it, without colour."""
-    from transload.render.style import Style
+    from transload.render.lines import Style
 
     return "\n".join(plain(line) for line in layout(report(verification), Style()))
 
@@ -78,7 +77,7 @@ def _can_be_rescued(verification: Verification) -> bool:
 
 
 def _finding(finding: Finding) -> Sequence[Block]:
-    from transload.render.text import findings  # which knows how to draw trees, too
+    from transload.render.checkpoint import findings
 
     return next(findings([finding]))
 

@@ -1,0 +1,340 @@
+"""The commands that call one function, show its result and return an exit code.
+
+``transload run`` must start at once, so nothing is imported here at the top, not even typing.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Callable
+
+
+# -- check
+
+
+def check_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
+    parser.epilog = """\
+examples:
+  transload check model.pt                 can it be loaded, and where to
+  transload check model.pt --device cuda:1
+  transload check model.pt --device none   each tensor where it was saved
+  transload check model.pt --json | jq .plan
+
+exit codes:
+  0  the file can be loaded as asked
+  1  it cannot
+  2  the command could not do its job
+"""
+    parser.add_argument("path", metavar="FILE", help="a checkpoint file, or the directory of one")
+    parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
+
+
+def run_check(arguments: Namespace) -> int:
+    """Check one file."""
+    from transload.checking import check
+    from transload.cli.output import show_result
+
+    result = check(arguments.path, None if arguments.device == "none" else arguments.device)
+    from transload.checking import report
+
+    show_result(result, report, arguments)
+    return int(not result.ok)
+
+
+# -- convert
+
+
+def convert_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``convert``: the tensors of a checkpoint in another format, without running any of it."""
+    parser.epilog = """\
+examples:
+  transload convert model.pt model.safetensors
+  transload convert run.ckpt model.safetensors --key state_dict --strip module.
+  transload convert train.ckpt --list         what --key can choose
+  transload convert model.pt out/model.safetensors --max-shard-size 5GB
+  transload convert model.safetensors model.pt --dtype bfloat16
+  transload convert whole_model.pt weights/   raw tensors and a JSON index
+
+exit codes:
+  0  every selected tensor is in DST, the rest there or in DST.leftovers.json
+  1  DST was written, but something is in neither file: the report names it
+  2  nothing was written
+"""
+    option = parser.add_argument
+    option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
+    option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
+    option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
+    option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
+    option("--list", action="store_true", help="show the parts that --key can choose")
+    option("--strip", metavar="PREFIX", action="append", default=[], help="remove this from the names")
+    option("--dtype", metavar="D", default="", help="for floating-point tensors: float32, float16, bfloat16")
+    option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
+    option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
+    option("--force", action="store_true", help="overwrite DST")
+    option("--no-verify", action="store_true", help="do not read DST back or check SRC's checksums")
+
+
+def run_convert(arguments: Namespace) -> int:
+    """Convert, or list what can be chosen."""
+    from transload.cli.output import show, show_result, write
+    from transload.converting import convert, parts
+    from transload.errors import UsageError
+
+    if arguments.list:
+        candidates = parts(arguments.path)
+        if arguments.json:
+            from transload.render.json import to_json
+
+            table = {"schema": 1, "path": arguments.path, "parts": [part.to_dict() for part in candidates]}
+            write(to_json([table], several=False))
+        else:
+            from transload.converting import listing
+
+            show(listing(arguments.path, candidates), arguments.color)
+        return 0
+    if arguments.out is None:
+        raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
+    result = convert(
+        arguments.path,
+        arguments.out,
+        to=arguments.to,
+        key=arguments.key,
+        strip=arguments.strip,
+        dtype=arguments.dtype,
+        allow_inf=arguments.allow_inf,
+        max_shard_size=arguments.max_shard_size,
+        verify=not arguments.no_verify,
+        overwrite=arguments.force,
+        progress=not arguments.json,
+    )
+    from transload.converting import report
+
+    show_result(result, report, arguments)
+    return 0 if result.complete and not result.listed else 1
+
+
+# -- explain
+
+
+def explain_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``explain``: nothing is loaded, and torch is not run."""
+    parser.epilog = """\
+examples:
+  python train.py 2>&1 | transload explain   the cause, and what to do
+  transload explain train.log
+  transload explain                          paste a traceback, then Ctrl-D
+  transload explain train.log --json | jq .answers[].cause
+
+exit codes:
+  0  an error in the text is explained
+  1  no error in it is known
+  2  the command could not do its job
+"""
+    parser.add_argument("log", metavar="FILE", nargs="?", default="-", help="a traceback or a log; - or none is stdin")
+    parser.add_argument("--no-checks", action="store_true", help="do not examine this machine or the files it names")
+
+
+def run_explain(arguments: Namespace) -> int:
+    """Explain one text."""
+    from transload.cli.output import show_result
+    from transload.errors import UsageError
+    from transload.explaining import explain_bytes
+    from transload.explaining.logs import is_binary, not_a_text
+
+    data, shortened = _read_log(arguments.log)
+    explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
+    if not explanation.answers and is_binary(data):
+        raise not_a_text("" if arguments.log == "-" else arguments.log)
+    if not explanation.answers and not explanation.unknown:
+        raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
+    from transload.explaining.result import report
+
+    show_result(explanation, report, arguments)
+    return int(not explanation.known)
+
+
+def _read_log(path: str) -> tuple[bytes, bool]:
+    """The end of the log, and whether there is more of it."""
+    import sys
+
+    from transload.explaining.logs import HEAD, is_packed, not_a_text, read_end
+
+    try:
+        if path != "-":
+            with open(path, "rb") as file:  # noqa: PTH123
+                if file.seekable() and is_packed(file.read(HEAD)):
+                    raise not_a_text(path)
+                return read_end(file)
+        if sys.stdin is None:
+            return b"", False
+        if sys.stdin.isatty():
+            print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
+        return read_end(sys.stdin.buffer)
+    except OSError as error:
+        from transload.errors import CannotReadError
+
+        fix = ""
+        if " " in path:
+            fix = "To explain a text itself, pipe it in: echo '...' | transload explain."
+        elif isinstance(error, IsADirectoryError):
+            fix = f"Name the log in it. For a checkpoint in a folder: transload inspect {path}"
+        elif isinstance(error, FileNotFoundError):
+            fix = (
+                "Name a file that holds a log or a traceback, or pipe one in: python train.py 2>&1 | transload explain"
+            )
+        what = f"cannot be read: {error.strerror or error}"
+        raise CannotReadError(what, where=path, fix=fix, errno=error.errno) from error
+
+
+# -- rescue
+
+
+def rescue_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``rescue``: nothing in the checkpoint is run or loaded."""
+    parser.epilog = """\
+examples:
+  transload rescue broken.pt repaired.pt           everything that can be saved
+  transload rescue broken.pt --dry-run             only report what that is
+  transload rescue half.pt whole.pt --fill zeros   keep lost tensors, as zeros
+  transload rescue model.pt.gz model.pt            also from bz2, xz, zst, zip
+  transload rescue unzipped/ model.pt              an unzipped checkpoint
+  transload rescue shards/ new.safetensors         the whole tensors of shards
+
+exit codes:
+  0  everything was recovered
+  1  part of it was recovered; the report says what is lost
+  2  nothing was recovered, and nothing was written
+"""
+    option = parser.add_argument
+    # Not `path`: other commands finish an interrupted retag of their `path`; the source of a rescue is never written.
+    option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
+    option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
+    option("--dry-run", action="store_true", help="report what would be written, and write nothing")
+    option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
+    option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
+    option("--force", action="store_true", help="overwrite DST if it exists")
+
+
+def run_rescue(arguments: Namespace) -> int:
+    """Rescue a checkpoint."""
+    from transload.cli.output import show_result
+    from transload.errors import UsageError
+    from transload.rescuing import rescue
+
+    if arguments.dst is None and not arguments.dry_run:
+        raise UsageError("no output file is named", fix="transload rescue SRC DST, or --dry-run to only see the plan.")
+    result = rescue(
+        arguments.src,
+        arguments.dst,
+        fill=arguments.fill,
+        dry_run=arguments.dry_run,
+        member=arguments.member,
+        overwrite=arguments.force,
+        progress=not arguments.json,
+    )
+    from transload.rescuing.report import report
+
+    show_result(result, report, arguments)
+    return result.exit_code
+
+
+# -- retag
+
+
+def retag_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``retag``: nothing of the checkpoint is run or loaded."""
+    parser.epilog = """\
+examples:
+  transload retag model.pt --to cpu             torch.load works anywhere
+  transload retag model.pt --to cpu --dry-run   show what would be done
+  transload retag model.pt --map cuda:1=cuda:0 -o other.pt
+  transload retag model.pt --to cuda:0 --keep-undo
+  transload retag model.pt --undo               take the last one back
+
+exit codes:
+  0  the tags are as asked
+  2  they are not, and the file is as it was
+"""
+    option = parser.add_argument
+    option("path", metavar="FILE", help="a file of torch.save, zip or legacy format")
+    option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
+    option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
+    option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
+    option("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
+    option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
+    option("--hard-links", action="store_true", help="also change a file that has other names")
+
+
+def run_retag(arguments: Namespace) -> int:
+    """Retag one file, or take that back."""
+    from transload.cli.output import show_result
+    from transload.errors import UsageError
+    from transload.retagging import retag, undo
+
+    if arguments.undo:
+        others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
+        given = [name for name, value in others.items() if value]
+        if given:
+            raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
+        result = undo(arguments.path, dry_run=arguments.dry_run)
+    else:
+        tags: dict[str, str] = {}
+        for pair in arguments.map:
+            old, equals, new = pair.rpartition("=")
+            if not (old and equals and new):
+                raise UsageError(f"--map takes two devices, such as cuda:1=cuda:0, not {pair!r}")
+            if tags.setdefault(old, new) != new:
+                raise UsageError(f"--map gives {old} two devices: {tags[old]} and {new}")
+        if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
+            raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
+        if not tags:
+            raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
+        result = retag(
+            arguments.path,
+            tags,
+            out=arguments.out,
+            dry_run=arguments.dry_run,
+            keep_undo=arguments.keep_undo,
+            hard_links=arguments.hard_links,
+        )
+    from transload.retagging.report import report
+
+    show_result(result, report, arguments)
+    return 0
+
+
+# -- run
+
+
+def run_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``run``; what follows the script is the script's."""
+    from argparse import PARSER
+
+    parser.epilog = """\
+examples:
+  transload run infer.py --weights model.pt   load onto the devices here
+  transload run -m package.train --epochs 3   as python -m
+  transload run --device cpu infer.py         the CPU for absent GPUs
+  transload run - < infer.py                  the program from stdin
+  torchrun --nproc-per-node 2 -m transload run train.py
+
+exit codes:
+  those of the program
+  2  there is no such script
+"""
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
+    parser.add_argument("--device", metavar="D", default="auto", help="what to use instead of missing devices")
+    parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
+
+
+def run_run(arguments: Namespace) -> Callable[[], int]:
+    """Look for the program; return what runs it."""
+    from transload.patching import checked
+    from transload.patching.script import program_of
+
+    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
+    return program_of(words, module=arguments.module, device=checked(arguments.device))

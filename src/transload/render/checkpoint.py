@@ -1,0 +1,393 @@
+"""What a person reads about a checkpoint: a summary, what was found, the tensors as a tree, and lists in full."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transload.contents import FORMATS
+from transload.errors import TransloadError
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, heading, note
+from transload.render.tree import tensor_tree, tree_rows
+from transload.render.words import count, cut, plural, printable, shape_text, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from transload.contents import Contents, Tensor
+    from transload.findings import Finding
+
+# Verdict → (role, reason). The verdict itself is shown as it stands in the JSON and in the manual, to be searched for.
+SAFETY: dict[str, tuple[str, str]] = {
+    "data-only": ("good", "loading it runs no code"),
+    "needs-trust": ("trust", "it asks for what torch does not load by default"),
+    "code": ("trust", "it is a program: use it only if you trust who made it"),
+    "unknown": ("bad", "it may do more than transload can see"),
+    "dangerous": ("bad", "loading it would run code of the file's choosing"),
+}
+
+INTEGRITY: dict[str, tuple[str, str]] = {
+    "whole": ("good", "every byte is there and every checksum agrees"),
+    "unchecked": ("good", "every tensor has its bytes"),
+    "repairable": ("trust", "something is wrong, but no tensor is lost"),
+    "damaged": ("bad", "some of it is lost"),
+    "not-a-checkpoint": ("bad", "torch cannot load it as it is"),
+}
+
+SEVERITY: dict[str, tuple[str, str]] = {
+    "error": ("bad", "✗"),
+    "warning": ("trust", "!"),
+    "note": ("dim", "·"),
+}
+
+# Verdicts on single names, the worst first: that is what one looks for.
+_NAMES: dict[str, tuple[str, str]] = {
+    "dangerous": ("bad", "runs code of the file's choosing"),
+    "unknown": ("trust", "not part of plain checkpoints: what it does depends on who made it"),
+    "harmless": ("trust", "known and harmless, but torch does not load it by default"),
+    "data": ("good", "part of plain checkpoints"),
+}
+# Those that make the verdict on the file.
+_BLAMED = {"needs-trust": ("unknown", "harmless"), "unknown": ("unknown",), "dangerous": ("dangerous",)}
+
+# Most of each that is shown.
+_ITEMS = 6
+_FACTS = 8
+_FINDINGS = 20
+_EVIDENCE = 8
+_PARTS = 40
+_TREE_LINES = 48
+
+_LABEL = 12  # columns
+_TREE_NAME = 64
+_TREE_SHAPE = 32
+_HOUSEKEEPING = frozenset(
+    {"folder", "version", "byteorder", "format_version", "storage_alignment", "serialization_id", "archive_version"}
+)
+_PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
+_NEAR = 2  # steps from the root; what lies deeper is some module's own affair
+_STATISTICS = ("running_mean", "running_var")
+_NUMBERS = ("float", "bfloat", "complex", "q")
+_DOT = " · "
+_INDENT = "    "
+
+
+def report(
+    checkpoint: Contents, *, tensors: bool = False, names: bool = False, structure: bool = False
+) -> Iterator[Block]:
+    """Everything ``transload inspect`` says of one file. Lists that are asked for take the place of the folded tree."""
+    yield Prose(((printable(checkpoint.path, None), "strong"),))
+    for label, words in summary(checkpoint).items():
+        yield Prose(words, lead=((f"  {label:<{_LABEL}}", "dim"),))
+    for finding in findings(checkpoint.findings):
+        yield BLANK
+        yield from finding
+    if names:
+        yield from globals_by_verdict(checkpoint)
+    if tensors:
+        yield from tensors_listed(checkpoint)
+    if structure:
+        from transload.render.structure import structure as drawn
+
+        yield from drawn(checkpoint)
+    if not (names or tensors or structure):
+        yield from _parts(checkpoint)
+        yield from _tensors_folded(checkpoint)
+
+
+def files(results: Sequence[Contents | TransloadError]) -> Iterator[Block]:
+    """A table of several files, then what was found in those that have a problem."""
+    seen = [result for result in results if not isinstance(result, TransloadError)]
+    titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
+    rows: list[tuple[Words, ...]] = [tuple(((word, "dim"),) for word in titles)]
+    for checkpoint in seen:
+        devices = [printable(use.device, 24) for use in checkpoint.devices]
+        more = f" and {len(devices) - 2} more" if len(devices) > 2 else ""
+        rows.append(
+            (
+                printable(checkpoint.path),
+                ((format_words(checkpoint), "dim"),),
+                count(len(checkpoint.tensors)),
+                size(checkpoint.nbytes),
+                ((", ".join(devices[:2]) + more, "dim"),),
+                ((checkpoint.safety, SAFETY[checkpoint.safety][0]),),
+                ((checkpoint.integrity, INTEGRITY[checkpoint.integrity][0]),),
+            )
+        )
+    if seen:
+        yield Table(rows, right=frozenset({2, 3}), drops=(4, 1, 2), indent=0)
+    bad = [checkpoint for checkpoint in seen if not checkpoint.ok]
+    for checkpoint in bad:
+        if checkpoint.findings:
+            yield from heading(printable(checkpoint.path, None))
+            for finding in findings(checkpoint.findings):
+                yield from finding
+    tally = [plural(len(results), "file"), f"{len(bad):,} with a problem" if bad else "no problem"]
+    if len(seen) < len(results):
+        tally.append(f"{len(results) - len(seen):,} not read")
+    yield from heading(", ".join(tally))
+
+
+# -- the summary
+
+
+def summary(checkpoint: Contents) -> dict[str, Line]:
+    """The short answer, the same in a terminal, a REPL and a notebook; each label and its words.
+
+    What it is, who wrote it, how big, where it lands, whether to trust it, what ``torch.load`` will do.
+    """
+    out: dict[str, Line] = {"format": ((format_words(checkpoint), ""),)}
+    if checkpoint.written_by.text != "unknown":
+        out["written by"] = ((printable(checkpoint.written_by.text, None), ""),)
+
+    sizes = [size(checkpoint.nbytes)]
+    if checkpoint.tensors:
+        sizes.append(f"{plural(len(checkpoint.tensors), 'tensor')} of {size(checkpoint.tensor_nbytes)}")
+        model, optimizer = elements(checkpoint.tensors)
+        sizes += [plural(model, "parameter")] if model else []
+        sizes += [f"{count(optimizer)} in the optimizer"] if optimizer else []
+        sizes += [f"{size(checkpoint.dead_nbytes)} unused by any tensor"] if checkpoint.dead_nbytes else []
+    out["size"] = _listed([((text, ""),) for text in sizes])
+
+    for label, uses in (
+        ("devices", [(use.device, use.tensors, use.nbytes) for use in checkpoint.devices]),
+        ("dtypes", checkpoint.dtypes),
+    ):
+        shown = [
+            ((printable(name, 40), ""), (f" {plural(tensors, 'tensor')}, {size(nbytes)}", "dim"))
+            for name, tensors, nbytes in uses[:_ITEMS]
+        ]
+        out[label] = _listed(shown, len(uses) - _ITEMS)
+
+    # The values nearest to the root: epoch, step, loss are kept there.
+    leaves = checkpoint.leaves
+    depth = min((len(leaf.path) for leaf in leaves), default=0)
+    if depth <= _NEAR:
+        near = [leaf for leaf in leaves if len(leaf.path) == depth][:_ITEMS]
+        values = [((f"{printable(leaf.name, 40)} ", "dim"), (printable(leaf.text, 40), "")) for leaf in near]
+        out["values"] = _listed(values, len(leaves) - len(near))
+
+    # What only this kind of container has to tell; of a plain archive it is housekeeping, and left to the JSON.
+    if checkpoint.format not in _PLAIN:
+        facts = [
+            f"{printable(name)} {printable(text, 60)}" for name, text in checkpoint.facts if name not in _HOUSEKEEPING
+        ]
+        out["facts"] = _listed([((fact, ""),) for fact in facts[:_FACTS]], len(facts) - _FACTS)
+
+    safety, integrity = checkpoint.safety, checkpoint.integrity
+    out["safety"] = ((safety, SAFETY[safety][0]), (f": {_safety_reason(checkpoint)}", ""))
+    reason = INTEGRITY[integrity][1]
+    if integrity == "unchecked":
+        sums = any(record.crc32 for record in checkpoint.records) or any(each.crc32 for each in checkpoint.storages)
+        reason += "; --verify compares their checksums" if sums else "; there are no checksums to compare"
+    out["integrity"] = ((integrity, INTEGRITY[integrity][0]), (f": {reason}", ""))
+    if checkpoint.prediction:
+        out["loading"] = ((printable(checkpoint.prediction, None), ""),)
+    return {label: words for label, words in out.items() if words}
+
+
+def _listed(items: Iterable[Line], more: int = 0) -> Line:
+    """``cuda:0 288 tensors, 1.3 GB · cpu 2 tensors, 4 kB · 3 more``; no item is broken across lines."""
+    words: list[Span] = []
+    for item in items:
+        words += [(_DOT, "dim")] if words else []
+        words += [(text.replace(" ", GLUE), role) for text, role in item]
+    if more > 0:
+        words.append((f"{_DOT}{more:,} more", "dim"))
+    return tuple(words)
+
+
+def _safety_reason(checkpoint: Contents) -> str:
+    """Why the safety verdict is what it is, with the names that make it so."""
+    reason = SAFETY[checkpoint.safety][1]
+    if checkpoint.safety == "unknown" and checkpoint.integrity == "not-a-checkpoint":
+        return "not judged, since it is not a checkpoint"
+    blamed = _BLAMED.get(checkpoint.safety, ())
+    names = list(dict.fromkeys(use.full_name for use in checkpoint.globals if use.verdict in blamed))
+    if not names:
+        return reason
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{reason} ({', '.join(printable(name, 60) for name in names[:2])}{more})"
+
+
+def summary_lines(checkpoint: Contents) -> list[str]:
+    """Plain text of at most ten lines, without colour or signs that a terminal may lack; ``repr()`` shows it."""
+    lines = [f"<Checkpoint {printable(checkpoint.path)!s}>"]
+    for label, words in summary(checkpoint).items():
+        text = "".join(text for text, _ in words).replace(_DOT, "; ").replace("…", "...").replace(GLUE, " ")
+        lines.append(f"  {label:<{_LABEL}}{text}")
+    if checkpoint.findings:
+        worst = checkpoint.findings[0]
+        more = f" (and {len(checkpoint.findings) - 1} more)" if len(checkpoint.findings) > 1 else ""
+        lines[9:] = [f"  {'findings':<{_LABEL}}{worst.severity}: {printable(worst.title)}{more}"]
+    return lines
+
+
+def format_words(checkpoint: Contents) -> str:
+    """The format in words, with the flavour if it has one."""
+    words = FORMATS.get(checkpoint.format, checkpoint.format)
+    return printable(f"{words}, {checkpoint.flavour}" if checkpoint.flavour else words)
+
+
+def elements(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """Parameters in the tensors, and numbers kept by an optimizer. What is shared counts once.
+
+    A tensor belongs to an optimizer when a step of its path begins with "optim". Integers are counters, labels and the
+    states of random generators, not parameters, and the statistics of a batch norm are none either.
+    """
+    seen: set[object] = set()
+    model = optimizer = 0
+    for tensor in tensors:
+        place = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
+        if (tensor.storage is not None and place in seen) or not tensor.dtype.startswith(_NUMBERS):
+            continue
+        if tensor.name.endswith(_STATISTICS):
+            continue
+        seen.add(place)
+        if any(isinstance(step, str) and step.startswith("optim") for step in tensor.path):
+            optimizer += tensor.numel
+        else:
+            model += tensor.numel
+    return model, optimizer
+
+
+# -- findings
+
+
+def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
+    """The findings, errors first, the blocks of each together."""
+    order = sorted(found, key=lambda finding: list(SEVERITY).index(finding.severity))
+    for finding in order[:_FINDINGS]:
+        role, sign = SEVERITY[finding.severity]
+        title = ((printable(finding.title, None), "strong"), (f"  {finding.code}", "dim"))
+        blocks: list[Block] = [Prose(title, lead=((f"{sign} ", role),))]
+        blocks += [Prose(printable(text, 400), lead=_INDENT) for text in finding.evidence[:_EVIDENCE]]
+        if len(finding.evidence) > _EVIDENCE:
+            more = f"… and {len(finding.evidence) - _EVIDENCE:,} more"
+            blocks.append(Prose(((more, "dim"),), lead=_INDENT))
+        arrow = (("  → ", "good"),)
+        for step in steps(finding.fix):
+            if step[0].startswith("$ "):  # to be copied, so never folded
+                command = ((printable(step[0][2:], None), "strong"),)
+                blocks.append(Prose(command, lead=((_INDENT, ""), ("$ ", "dim")), whole=True))
+            elif len(step) == 1:
+                blocks.append(Prose(printable(step[0], None), lead=arrow))
+            else:  # lines to be pasted: at the margin and never folded, since Python minds both
+                lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step]
+                blocks += [Prose("before torch.load, if you trust the file:", lead=arrow), BLANK, *lines, BLANK]
+        yield blocks
+    if len(order) > _FINDINGS:
+        yield [note(f"{len(order) - _FINDINGS:,} further findings; --json lists all of them")]
+
+
+def steps(fix: Iterable[str]) -> list[list[str]]:
+    """What to do, step by step: a sentence or a command is one, lines of code that follow each other are one.
+
+    >>> steps(["Ask who made it.", "import torch", "torch.load(path)"])
+    [['Ask who made it.'], ['import torch', 'torch.load(path)']]
+    """
+    out: list[list[str]] = []
+    for line in fix:
+        command = line.startswith("$ ") or bool(out and out[-1][-1].startswith("$ "))
+        if out and not command and not line.endswith(".") and not out[-1][-1].endswith("."):
+            out[-1].append(line)
+        else:
+            out.append([line])
+    return out
+
+
+# -- what is in it
+
+
+def _parts(checkpoint: Contents) -> Iterator[Block]:
+    """The files of a directory, or the pieces of a package."""
+    if not checkpoint.parts:
+        return
+    yield from heading("parts", count(len(checkpoint.parts)))
+    rows: list[tuple[Words, ...]] = []
+    for part in checkpoint.parts[:_PARTS]:
+        facts = printable(", ".join(f"{name} {value}" for name, value in part.facts))
+        rows.append((printable(part.name), ((printable(part.kind), "dim"),), size(part.nbytes), ((facts, "dim"),)))
+    yield Table(rows, right=frozenset({2}), drops=(3, 1))
+    if len(checkpoint.parts) > _PARTS:
+        yield note(f"… and {len(checkpoint.parts) - _PARTS:,} more")
+
+
+def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
+    """The tensors as a tree in a screenful or so, equal branches folded."""
+    if not checkpoint.tensors:
+        return
+    tree = tensor_tree(checkpoint.tensors)
+    yield from heading("tensors", count(tree.tensors))
+    mixed = len(checkpoint.devices) > 1
+    rows: list[tuple[Words, ...]] = []  # name, dtype, shape, device, bytes
+    complete = True
+    for row in tree_rows(tree, _TREE_LINES):
+        complete &= not (row.more or row.closed)
+        twig = row.twig
+        if twig is None:
+            rows.append((((f"{row.guide}… {row.more:,} more", "dim"),),))
+            continue
+        copies = f"  ×{twig.copies:,}" if twig.copies > 1 else ""
+        name = ((row.guide, "dim"), (printable(twig.name, _TREE_NAME) or '""', ""), (copies, "dim"))
+        tensor = twig.tensor
+        if tensor is None:
+            # Beside a branch: the number of tensors where it is closed, the size of one where it is several.
+            inside = [plural(twig.tensors // twig.copies, "tensor")] if row.closed else []
+            inside += [f"{size(twig.nbytes // twig.copies)} each"] if copies else []
+            rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
+        else:
+            device = printable(tensor.device, 24) if mixed else ""
+            dtype, shape = printable(tensor.dtype, 40), cut(shape_text(tensor.shape), _TREE_SHAPE)
+            rows.append((name, ((dtype, "dim"),), shape, ((device, "dim"),), size(twig.nbytes)))
+    yield Table(rows, right=frozenset({4}), drops=(3, 1))
+    if not complete:
+        yield note("--tensors lists every one")
+
+
+def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
+    """One line a tensor: name, dtype, shape, device, bytes, storage, and what is special about it."""
+    yield from heading("tensors", count(len(checkpoint.tensors)))
+    storages = {storage.id: storage for storage in checkpoint.storages}
+    rows: list[tuple[Words, ...]] = []
+    for tensor in checkpoint.tensors:
+        storage = storages.get(tensor.storage or "")
+        flags = [printable(tensor.kind, 40)] if tensor.kind != "strided" else []
+        flags += [printable(tensor.cls, 60)] if tensor.cls else []
+        flags += ["requires_grad"] if tensor.requires_grad else []
+        if storage is not None:
+            flags += ["shared"] if len(storage.tensors) > 1 else []
+            flags += ["incomplete"] if storage.stored < storage.nbytes and not storage.compressed else []
+        where = f"storage {printable(tensor.storage, 40)}" if tensor.storage is not None else ""
+        rows.append(
+            (
+                printable(tensor.name, None) or '""',
+                ((printable(tensor.dtype, 40), "dim"),),
+                shape_text(tensor.shape),
+                ((printable(tensor.device, 40), "dim"),),
+                size(tensor.nbytes),
+                ((where, "dim"),),
+                ((", ".join(flags), "dim"),),
+            )
+        )
+    yield Table(rows, right=frozenset({4}), drops=(5, 6, 3))
+
+
+def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
+    """The names the file asks a loader to import, the worst first."""
+    yield from heading("globals", count(len(checkpoint.globals)))
+    if not checkpoint.globals:
+        yield note("it asks for nothing to be imported")
+    for verdict, (role, words) in _NAMES.items():
+        rows: list[tuple[Words, ...]] = []
+        for use in (use for use in checkpoint.globals if use.verdict == verdict):
+            spelled = f" (written {printable(use.spelling)})" if use.spelling else ""
+            verb, number = (
+                ("called", use.called) if use.called else ("built", use.built) if use.built else ("imported", 1)
+            )
+            times = f"{verb} {count(number)}×" if number > 1 else verb
+            name = ((printable(use.full_name), ""), (spelled, "dim"))
+            others = (times, printable(use.purpose), printable(use.stream, 40))
+            rows.append((name, *(((text, "dim"),) for text in others)))
+        if rows:
+            yield Prose(((verdict, role), (f": {words}", "dim")), lead="  ")
+            yield Table(rows, indent=4, shrinks=(2, 0), drops=(3,))
