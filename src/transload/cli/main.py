@@ -141,8 +141,8 @@ _RECOVERED = {
 def _put_right(paths: list[str | None]) -> None:
     """Put an interrupted retag of a file that is named right before anything looks at it."""
     for path in filter(None, paths):
+        from transload.io.journal import recover
         from transload.render.escape import printable
-        from transload.retagging import recover
 
         outcome = recover(path)
         if outcome:

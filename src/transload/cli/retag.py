@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Retag one file, say what was done, return the exit code."""
-    from transload.retagging import retag, undo
+    from transload.retagging import report, retag, undo
 
     if arguments.undo:
         others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
@@ -60,8 +60,6 @@ def run(arguments: Namespace) -> int:
             keep_undo=arguments.keep_undo,
             hard_links=arguments.hard_links,
         )
-    from transload.retagging.report import report
-
     show_result(result, report, arguments)
     return 0
 
