@@ -44,11 +44,9 @@ ROOMS: dict[str, set[str]] = {
 }
 # Capabilities do not import one another; these few still do.
 EXCEPTIONS = {
-    ("checking", "verifying"),  # whether the indices of sparse tensors are valid
     ("converting", "loading"),  # the words for a file that cannot be loaded
     ("converting", "saving"),  # the small records of a torch.save archive
     ("rescuing", "converting"),  # what is left of several files, written as one
-    ("rescuing", "verifying"),  # which tensors of several files are whole
 }
 
 ALLOWED_ROOMS = {

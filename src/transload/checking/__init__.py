@@ -119,10 +119,10 @@ def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Check
     from transload.findings import Problem
     from transload.judge import judge
     from transload.tensors import open_content
-    from transload.verifying.records import misplaced
+    from transload.tensors.damage import misplaced
 
     with open_content(path) as content:
-        found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
+        found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(content).items())
     return judge(replace(checkpoint, problems=(*checkpoint.problems, *found))) if found else checkpoint
 
 

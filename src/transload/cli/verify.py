@@ -62,7 +62,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         write(_json(paths, results))
     else:
-        from transload.verifying.report import report, several
+        from transload.verifying import report, several
 
         hashes = arguments.hash
         blocks = report(done[0], hashes=hashes) if len(done) == len(results) == 1 else ()
@@ -112,8 +112,7 @@ def _write_manifest(arguments: Namespace, done: Sequence[Verification]) -> int:
     """Write the manifest, if all is well; the exit code."""
     code = int(any(not verification.ok for verification in done))
     if arguments.write and not code:
-        from transload.verifying.manifest import write_manifest
-        from transload.verifying.report import written
+        from transload.verifying import write_manifest, written
 
         write_manifest(arguments.write, done, overwrite=arguments.force)
         if not arguments.json:

@@ -16,7 +16,7 @@ from transload.rescuing.assembly import Assembly, repaired
 from transload.rescuing.bitflips import Claim, check_records, repairs_of
 from transload.rescuing.result import LostRecord, Repair, Rescue, TensorOutcome
 from transload.tensors import Content, open_content
-from transload.verifying.records import Key, Region, damages, key_of, regions, sum_regions
+from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
 
 if TYPE_CHECKING:
     from transload.checkpoint import Storage, Tensor
@@ -56,7 +56,7 @@ class _Repaired(NamedTuple):
     """The files with flipped bits undone: every record, those that are damaged, and those that were repaired."""
 
     content: Content
-    every: list[Region]
+    every: Records
     bad: dict[Key, Problem]
     repairs: tuple[Repair, ...]
     repaired: frozenset[Key]
@@ -102,12 +102,12 @@ def rescue_files(
 
 
 def _repaired(content: Content) -> _Repaired:
-    every = regions(content)
-    bad = dict(sum_regions(content, every, ()).bad)
+    every = records_of(content)
+    bad = sum_records(content, every)
     sources: dict[str, Source] = {}
     repairs: list[Repair] = []
     done: set[Key] = set()
-    for file, records in every:
+    for file, records in every.items():
         damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
         claims = [Claim(r.offset or 0, r.stored, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
         source = content.open_file(file)
@@ -135,7 +135,7 @@ def _outcomes(files: _Repaired) -> Iterator[TensorOutcome]:
     # A record by its name and by its place: a compressed storage does not know where it is.
     summed = {
         place
-        for file, records in files.every
+        for file, records in files.every.items()
         for record in records
         if record.crc32 is not None
         for place in (key_of(file, record)[:2], key_of(file, record)[::2])

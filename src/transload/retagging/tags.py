@@ -149,10 +149,11 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
         sites.append(Site(tag, ops, place, entry))
     reads: dict[int, list[_Op]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
     own = {site.ops[site.place].at for site in sites}
-    if reads:
-        for match in re.finditer(rb"[hjg]", codes):
-            get = op(match.start())
-            if get.entry in reads and get.at not in own:
+    for match in re.finditer(rb"[hjg]", codes) if reads else ():
+        index = match.start()
+        if positions[index] not in own:
+            get = op(index)
+            if get.entry in reads:
                 reads[get.entry].append(get)
     return Sites(sites, reads, [op(match.start()) for match in re.finditer(rb"\x95", codes)], unclear)
 
