@@ -59,7 +59,7 @@ def run(arguments: Namespace) -> int:
         overwrite=arguments.force,
         progress=not arguments.json,
     )
-    from transload.rescuing.report import report
+    from transload.rescuing.result import report
 
     show_result(result, report, arguments)
     return result.exit_code

@@ -14,14 +14,12 @@ from transload.formats import pickle_machine, read_source
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Place, StorageTable, called, find_tensors
 from transload.formats.torch_legacy import claimed, run_at
-from transload.io.sources import Source
+from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, Set
-from transload.rescuing.assembly import (
+from transload.rescuing.archive import (
     ArchiveRecord,
-    Assembly,
     Filler,
     LostRange,
-    Part,
     Recovered,
     archive,
     archive_pieces,

@@ -11,32 +11,25 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from struct import Struct
 from typing import NamedTuple
 
 from transload.formats import pickle_machine
 from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, run_at
-from transload.formats.zip import ALIGNMENT, widen
+from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
 from transload.io.sources import Source
-from transload.rescuing.assembly import HAS_DESCRIPTOR
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
 
-__all__ = ["FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+__all__ = ["HAS_DESCRIPTOR", "FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+
+HAS_DESCRIPTOR = 8
+"""The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
 
 _LOCAL = b"PK\x03\x04"
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"
 _END64 = b"PK\x06\x06"
 _END = b"PK\x05\x06"
-_LOCAL_FORM = Struct("<4s5H3L2H")
-_CENTRAL_FORM = Struct("<4s6H3L5H2L")
-_DESCRIPTOR_FORM = Struct("<4s3L")
-_DESCRIPTOR64_FORM = Struct("<4sL2Q")
-_END_FORM = Struct("<4s4H2LH")
-_END64_FORM = Struct("<4sQ2H2L4Q")
-_ALL32 = 0xFFFFFFFF
-
 _CHUNK = 1 << 20
 _BLOCK = 4096
 _TAIL = 1 << 17
@@ -161,15 +154,15 @@ def starts_record(source: Source, offset: int = 0) -> bool:
 
 def _read_local(source: Source, header: int) -> Header | None:
     """The header at an offset, whatever its signature; ``None`` where the file ends within it."""
-    raw = source.read(header, _LOCAL_FORM.size)
-    if len(raw) < _LOCAL_FORM.size:
+    raw = source.read(header, LOCAL.size)
+    if len(raw) < LOCAL.size:
         return None
-    _, _, flags, method, time, date, crc, stored, size, n_name, n_extra = _LOCAL_FORM.unpack(raw)
-    head = source.read(header + _LOCAL_FORM.size, n_name + n_extra)
+    _, _, flags, method, time, date, crc, stored, size, n_name, n_extra = LOCAL.unpack(raw)
+    head = source.read(header + LOCAL.size, n_name + n_extra)
     name, extra = head[:n_name], head[n_name:]
-    if _ALL32 in (stored, size):
+    if ALL32 in (stored, size):
         size, stored = widen(extra, size, stored)
-    end = header + _LOCAL_FORM.size + n_name + n_extra
+    end = header + LOCAL.size + n_name + n_extra
     return Header(header, end, header, flags, method, time, date, crc, stored, size, name, extra)
 
 
@@ -191,7 +184,7 @@ def find_header(source: Source, data: bytes, base: int = 0) -> int:
 
 def _read_descriptor(source: Source, offset: int, *, wide: bool) -> Descriptor | None:
     """The descriptor at an offset, if there is one."""
-    form = _DESCRIPTOR64_FORM if wide else _DESCRIPTOR_FORM
+    form = DESCRIPTOR64 if wide else DESCRIPTOR
     raw = source.read(offset, form.size)
     if len(raw) < form.size or not _is_near(raw[:4], _DESCRIPTOR):
         return None
@@ -245,7 +238,7 @@ def find_directory(source: Source) -> Directory:
 def _end_records(tail: bytes, base: int) -> list[tuple[int, int, int, int]]:
     """Where each end record is, last first, and what it says of the directory: size, start, number of entries."""
     found: list[tuple[int, int, int, int]] = []
-    for signature, form, (size, start, count) in ((_END, _END_FORM, (5, 6, 4)), (_END64, _END64_FORM, (8, 9, 7))):
+    for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
         at = tail.rfind(signature)
         for _ in range(_MAX_ENDS):
             if at < 0:
@@ -264,7 +257,7 @@ def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
         if at < 0:
             break
         found = _read_directory(source, base + at)
-        if found.entries and (found.complete or found.entries[-1].end + _CENTRAL_FORM.size >= source.size):
+        if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
             start, earlier = found.start, list[Header]()
             while start > 0:
                 before = max(0, start - _MAX_NAME)
@@ -284,7 +277,7 @@ def _read_directory(source: Source, start: int) -> Directory:
     """The entries from a place on. One that is damaged ends where the next one begins."""
     data = source.read(start, min(_MAX_DIRECTORY, source.size - start))
     entries: list[Header] = []
-    at, least = 0, _CENTRAL_FORM.size + 1
+    at, least = 0, CENTRAL.size + 1
     while at + least <= len(data) and _is_near(data[at : at + 4], _CENTRAL):
         entry = _read_entry(data, at, start)
         end = entry.end - start if entry else at
@@ -307,18 +300,18 @@ def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | No
 
     With a ``length`` the entry is known to be so long, and its name is what is left of it.
     """
-    if at + _CENTRAL_FORM.size > len(data):
+    if at + CENTRAL.size > len(data):
         return None
-    fields = _CENTRAL_FORM.unpack_from(data, at)
+    fields = CENTRAL.unpack_from(data, at)
     _, _, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment = fields[:13]
     if length:
-        n_name, n_extra, n_comment = length - _CENTRAL_FORM.size, 0, 0
-    name_end = at + _CENTRAL_FORM.size + n_name
+        n_name, n_extra, n_comment = length - CENTRAL.size, 0, 0
+    name_end = at + CENTRAL.size + n_name
     end = name_end + n_extra + n_comment
     if end > len(data) or not 0 < n_name <= _MAX_NAME:
         return None
-    name, extra, header = data[at + _CENTRAL_FORM.size : name_end], data[name_end : name_end + n_extra], fields[16]
-    if _ALL32 in (stored, size, header):
+    name, extra, header = data[at + CENTRAL.size : name_end], data[name_end : name_end + n_extra], fields[16]
+    if ALL32 in (stored, size, header):
         size, stored, header = widen(extra, size, stored, header)
     return Header(base + at, base + end, header, flags, method, time, date, crc, stored, size, name, extra)
 
@@ -394,7 +387,7 @@ class Scan:
         following = self._next(position)
         if following is None and directory.complete and directory.start > position:
             following = directory.start
-        wide = position >= _ALL32 or (local is not None and local.wide)
+        wide = position >= ALL32 or (local is not None and local.wide)
         record = self._locate(FoundRecord(position, local, entry, wide), following)
         if record is None:
             return local is None and self._skip()
@@ -468,7 +461,7 @@ class Scan:
         header, local, entry, wide, *_ = record
         names = [each.name for each in (local, entry) if each is not None and each.name]
         fields = (0, 12, 20) if wide else (0,)  # bytes of a field with an offset or sizes beyond 32 bits
-        unpadded = {header + _LOCAL_FORM.size + 4 + len(name) + field for name in names for field in fields}
+        unpadded = {header + LOCAL.size + 4 + len(name) + field for name in names for field in fields}
         padded = {each + int.from_bytes(self._source.read(each - 2, 2), "little") for each in unpadded}
         starts = padded | {each + -each % ALIGNMENT for each in unpadded}
         sizes: set[int] = set()
@@ -490,7 +483,7 @@ class Scan:
             sizes.add(measured)
         for start in sorted(starts):
             for size in sorted(sizes):
-                if size >= 0 and header + _LOCAL_FORM.size <= start <= self._source.size:
+                if size >= 0 and header + LOCAL.size <= start <= self._source.size:
                     present = max(0, min(size, self._source.size - start))
                     descriptor = _read_descriptor(self._source, start + size, wide=wide) if size else None
                     option = record._replace(payload=start, stored=size, present=present, descriptor=descriptor)
@@ -552,7 +545,7 @@ class Scan:
 
     def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
         """The distance to a descriptor that says how many bytes are before it."""
-        form = _DESCRIPTOR64_FORM if local.wide else _DESCRIPTOR_FORM
+        form = DESCRIPTOR64 if local.wide else DESCRIPTOR
         at, stop = local.end, following or self._source.size
         while at < stop and self._search_budget > 0:
             window = self._source.read(at, _CHUNK + form.size)
