@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
-from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, looks_like_legacy, run_at
 from transload.io.journal import has_journal, journal_of, names_of, state_of
 from transload.io.sources import Assembly, BytesSource, Part, Slice, Source
@@ -56,31 +55,28 @@ _PICKLES = 5
 _COUNT = 8
 
 
-class _Attempt(NamedTuple):
-    offset: int
-    made: Recovered
-
-    @property
-    def worth(self) -> tuple[bool, int, int]:
-        made = self.made
-        return not made.lost_records and not made.lost_ranges, len(made.records) - len(made.lost_records), -self.offset
-
-
 def recover(source: Source, stack: ExitStack) -> Recovered | None:
     """The best that can be made of a source; ``None`` if no checkpoint can be seen in it."""
-    best = max(_attempts(source), key=lambda attempt: attempt.worth, default=None)
-    if best is None or not best.worth[0]:
+    best = max(_attempts(source), key=_worth, default=None)
+    if best is None or not _worth(best)[0]:
         text = _without_carriage_returns(source, stack)
-        other = max(_attempts(text), key=lambda attempt: attempt.worth, default=None) if text is not None else None
-        if other is not None and (best is None or other.worth > best.worth):
+        other = max(_attempts(text), key=_worth, default=None) if text is not None else None
+        if other is not None and (best is None or _worth(other) > _worth(best)):
             note = "the file was copied as text, with a CR before every LF: these were removed"
-            return other.made._replace(exact=False, notes=(note, *other.made.notes))
-    if best is None or not best.offset:
-        return best.made if best else None
-    repairs = tuple(repair._replace(position=repair.position + best.offset) for repair in best.made.repairs)
+            return other[1]._replace(exact=False, notes=(note, *other[1].notes))
+    if best is None or not best[0]:
+        return best[1] if best else None
+    offset, made = best
+    repairs = tuple(repair._replace(position=repair.position + offset) for repair in made.repairs)
     kind = "another archive" if starts_record(source) else "other data"
-    note = f"the checkpoint begins at byte {best.offset:,}, after {kind}"
-    return best.made._replace(repairs=repairs, notes=(note, *best.made.notes))
+    return made._replace(
+        repairs=repairs, notes=(f"the checkpoint begins at byte {offset:,}, after {kind}", *made.notes)
+    )
+
+
+def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
+    offset, made = attempt
+    return not made.lost_records and not made.lost_ranges, len(made.records) - len(made.lost_records), -offset
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
@@ -99,15 +95,25 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
     return file_source(file, source.name) if ends else None
 
 
-def _attempts(source: Source) -> Iterator[_Attempt]:
+def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
+    """What can be made of a source from an offset on."""
     first: Recovered | None = None
-    for offset in _archive_starts(source):
+    # Archives may begin at the beginning, and where a directory would be right about its place.
+    starts = [0] if starts_record(source) else []
+    directory = find_directory(source)
+    if directory.entries and directory.stated >= 0:
+        shift = directory.start - directory.stated
+        if shift > 0 and starts_record(source, shift):
+            starts.append(shift)
+    if not starts and directory.entries:
+        starts.append(0)  # its beginning was overwritten
+    for offset in starts:
         if first is not None and _is_within(source, offset, first):
             continue
         made = recover_archive(_from(source, offset))
         if made is not None:
             first = first or made
-            yield _Attempt(offset, made)
+            yield offset, made
     if first is not None:
         return
     if looks_like_legacy(source) or looks_like_damaged_legacy(source):
@@ -115,7 +121,7 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
     if first is None and (looks_like_safetensors(source) or source.read(8, 2) == b'{"'):
         first = _recover_safetensors(source)
     if first is not None:
-        yield _Attempt(0, first)
+        yield 0, first
         return
     head = source.read(0, _MAX_SEARCH)  # it begins with something else
     table = head.find(b'{"', PREFIX + 1)
@@ -127,25 +133,12 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
     for at, attempt in places:
         made = attempt(_from(source, at)) if at > 0 else None
         if made is not None:
-            yield _Attempt(at, made)
+            yield at, made
             return
 
 
 def _from(source: Source, offset: int) -> Source:
     return Slice(source, offset, source.size - offset, source.name) if offset else source
-
-
-def _archive_starts(source: Source) -> list[int]:
-    """Where archives may begin: at the beginning, and where a directory would be right about its place."""
-    starts = [0] if starts_record(source) else []
-    directory = find_directory(source)
-    if directory.entries and directory.stated >= 0:
-        shift = directory.start - directory.stated
-        if shift > 0 and starts_record(source, shift):
-            starts.append(shift)
-    if not starts and directory.entries:
-        starts.append(0)  # its beginning was overwritten
-    return starts
 
 
 def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
@@ -182,10 +175,20 @@ def _recover_legacy(source: Source) -> Recovered | None:
     repairs: list[Repair] = []
     if looks_like_damaged_legacy(source):
         repairs = differences(0, source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING)
-    found = _legacy_storages(Assembly(repaired(source, 0, source.size, repairs), source.name))
-    if found is None:
+    opened = Assembly(repaired(source, 0, source.size, repairs), source.name)
+    pickles: list[Pickle] = []
+    first = 0
+    while len(pickles) < _PICKLES and not (pickles and pickles[-1].broken):
+        pickle, first = run_at(opened, first, f"part {len(pickles) + 1}")
+        pickles.append(pickle)
+    if len(pickles) < _PICKLES or pickles[-1].broken:
         return None
-    at, slots = found
+    root = pickles[4].root if type(pickles[4].root) is list else []
+    keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
+    known = claimed(pickles[3])
+    if any(key not in known for key in keys):
+        return None
+    slots, at = [known[key] for key in keys], first
     end = at + sum(_COUNT + slot.nbytes for slot in slots)
     # In a file as long as it should be only some counts were overwritten, and a bit or two of one may have flipped.
     # Otherwise everything behind a wrong one is displaced.
@@ -196,7 +199,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
         repairs += differences(at, here.ljust(_COUNT, b"\0"), count)
         right.append(len(here) < _COUNT or _distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
         at += _COUNT + slot.nbytes
-    at, lost = found[0], False
+    at, lost = first, False
     ranges: list[LostRange] = []
     for index, slot in enumerate(slots):
         lost = not all(right[index : index + 2]) or (lost and not same_size)
@@ -229,29 +232,23 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
     return made._replace(notes=(f"{source.size - end:,} bytes after the last {last} are left out",))
 
 
-def _legacy_storages(source: Source) -> tuple[int, list[Slot]] | None:
-    """Where the storages begin, and what the object says of each; ``None`` if the pickles are not all there."""
-    pickles: list[Pickle] = []
-    at = 0
-    while len(pickles) < _PICKLES and not (pickles and pickles[-1].broken):
-        pickle, at = run_at(source, at, f"part {len(pickles) + 1}")
-        pickles.append(pickle)
-    if len(pickles) < _PICKLES or pickles[-1].broken:
-        return None
-    root = pickles[4].root if type(pickles[4].root) is list else []
-    keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
-    slots = claimed(pickles[3])
-    return None if any(key not in slots for key in keys) else (at, [slots[key] for key in keys])
-
-
 # -- safetensors: a length, a table, then the tensors
 
 
 def _recover_safetensors(source: Source) -> Recovered | None:
     """The file as it should be; ``None`` if its table is not all there."""
-    length = _table_length(source)
-    if length is None:
-        return None
+    # The length of the table is what the file says, or where the table really ends.
+    stated = length = int.from_bytes(source.read(0, PREFIX), "little")
+    if not (1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated))):
+        head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
+        text = head.decode("latin-1")  # one character for each byte; the table itself is read again as what it is
+        try:
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        length = end + len(text[end:]) - len(text[end:].lstrip(" "))
+        if not _is_table(head[:length]) or (stated ^ length).bit_count() > 2:
+            return None
     repairs = differences(0, source.read(0, PREFIX), length.to_bytes(PREFIX, "little"))
     end = PREFIX + length
     for entry in json.loads(source.read(PREFIX, length)).values():
@@ -264,21 +261,6 @@ def _recover_safetensors(source: Source) -> Recovered | None:
     return made._replace(
         warnings=("the file is longer than its table says: unless the extra bytes are at its end, tensors are wrong",)
     )
-
-
-def _table_length(source: Source) -> int | None:
-    """The length of the table: what the file says, or where the table really ends."""
-    stated = int.from_bytes(source.read(0, PREFIX), "little")
-    if 1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated)):
-        return stated
-    head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
-    text = head.decode("latin-1")  # one character for each byte; the table itself is read again as what it is
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None
-    length = end + len(text[end:]) - len(text[end:].lstrip(" "))
-    return length if _is_table(head[:length]) and (stated ^ length).bit_count() <= 2 else None
 
 
 def _is_table(data: bytes) -> bool:
@@ -449,33 +431,21 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
 
 
 def _feed(unpacker: Any, data: bytes, file: BinaryIO, source: Source) -> bool:
-    """Unpack some bytes into a file; false where they are damaged."""
-    pieces = _pieces(unpacker, data)
+    """Unpack some bytes into a file, never much at once; false where they are damaged."""
+    limit = _unpacked_limit(source)
     while True:
         try:
-            piece = next(pieces, None)
+            piece = unpacker.decompress(data, _CHUNK)
         except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
             return False
-        if piece is None:
+        if not piece and not data:
             return True
         file.write(piece)
-        limit = _unpacked_limit(source)
         if file.tell() > limit:
             raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
-
-
-def _pieces(unpacker: Any, data: bytes) -> Iterator[bytes]:
-    """What some packed bytes unpack to, never much at once."""
-    piece = unpacker.decompress(data, _CHUNK)
-    yield piece
-    while not unpacker.eof:
-        tail = getattr(unpacker, "unconsumed_tail", b"")
-        if not tail and getattr(unpacker, "needs_input", True) and len(piece) < _CHUNK:
-            return
-        piece = unpacker.decompress(tail, _CHUNK)
-        if not piece and not tail:
-            return
-        yield piece
+        data = getattr(unpacker, "unconsumed_tail", b"")
+        if unpacker.eof or (not data and getattr(unpacker, "needs_input", True) and len(piece) < _CHUNK):
+            return True
 
 
 # -- an archive around a checkpoint
@@ -499,7 +469,25 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
         raise RescueError(what, where=source.name, fix="Name one of them: --member NAME.")
     ((header, name),) = names.items()
     notes.append(f"extracted from an archive: {name}")
-    return _extract(source, held[header], stack, notes)
+    record = held[header]
+    repairs: list[Repair] = []
+    damaged = False
+    if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
+        (verdict,) = check_records(source, [claim_of(record, _method(record), summed=True)])
+        repairs = repairs_of(source, verdict, "")
+        if verdict.state == "mended":
+            place = f"byte {repairs[0].position:,}"
+            notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
+        damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
+    content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
+    if _method(record) == DEFLATED:
+        file, limit = temporary_file(stack), _unpacked_limit(source)
+        for piece in _inflated(content, record):
+            file.write(piece)
+            if file.tell() >= limit:
+                break
+        content = file_source(file, source.name)
+    return _Damaged(content, 0, content.size, content.name) if damaged else content
 
 
 def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
@@ -539,25 +527,3 @@ class _Damaged(Slice):
     """What was taken out of something that is not as it was saved."""
 
     whole = False
-
-
-def _extract(source: Source, record: FoundRecord, stack: ExitStack, notes: list[str]) -> Source:
-    """The bytes of a record. If it has no checksums inside, its own tells of flipped bits and other damage."""
-    repairs: list[Repair] = []
-    damaged = False
-    if not starts_record(_head(source, record)):
-        (verdict,) = check_records(source, [claim_of(record, _method(record), summed=True)])
-        repairs = repairs_of(source, verdict, "")
-        if verdict.state == "mended":
-            place = f"byte {repairs[0].position:,}"
-            notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
-        damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
-    content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
-    if _method(record) == DEFLATED:
-        file, limit = temporary_file(stack), _unpacked_limit(source)
-        for piece in _inflated(content, record):
-            file.write(piece)
-            if file.tell() >= limit:
-                break
-        content = file_source(file, source.name)
-    return _Damaged(content, 0, content.size, content.name) if damaged else content

@@ -218,7 +218,16 @@ def find_directory(source: Source) -> Directory:
     tail = source.read(base, _TAIL)
     best = _NO_DIRECTORY
     tried: set[int] = set()
-    ends = _end_records(tail, base)
+    ends: list[tuple[int, int, int, int]] = []  # where each end record is, and what it says: size, start, count
+    for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
+        at = tail.rfind(signature)
+        for _ in range(_MAX_ENDS):
+            if at < 0:
+                break
+            if at + form.size <= len(tail):
+                fields = form.unpack_from(tail, at)
+                ends.append((base + at, fields[size], fields[start], fields[count]))
+            at = tail.rfind(signature, 0, at)
     for position, size, start, count in ends:
         for place in (start, position - size):
             if place in tried or len(tried) >= _MAX_ENDS or not 0 <= place < position:
@@ -233,21 +242,6 @@ def find_directory(source: Source) -> Directory:
         return best
     found = _find_entries(source, tail, base)  # no end record, or it is there and the first entry is not
     return found._replace(stated=ends[0][2], stated_count=ends[0][3]) if ends and found.entries else found
-
-
-def _end_records(tail: bytes, base: int) -> list[tuple[int, int, int, int]]:
-    """Where each end record is, last first, and what it says of the directory: size, start, number of entries."""
-    found: list[tuple[int, int, int, int]] = []
-    for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
-        at = tail.rfind(signature)
-        for _ in range(_MAX_ENDS):
-            if at < 0:
-                break
-            if at + form.size <= len(tail):
-                fields = form.unpack_from(tail, at)
-                found.append((base + at, fields[size], fields[start], fields[count]))
-            at = tail.rfind(signature, 0, at)
-    return found
 
 
 def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
@@ -330,7 +324,10 @@ class Scan:
         self.records: list[FoundRecord] = []
         self._position = 0
         directory = find_directory(source)
-        self._run(directory if self._belongs(directory) else _NO_DIRECTORY)
+        # Whether it is the directory of this archive, not of one inside it: it lists one of its records.
+        first = _read_local(source, 0)
+        own = first is not None and any(entry.name == first.name for entry in directory.entries)
+        self._run(directory if own or any(map(self._is_right, directory.entries)) else _NO_DIRECTORY)
         if not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
@@ -338,13 +335,6 @@ class Scan:
         self.missing = [entry for entry in directory.entries if entry.position not in listed]
         if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
             self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
-
-    def _belongs(self, directory: Directory) -> bool:
-        """Whether a directory is that of this archive, not of one inside it: it lists one of its records."""
-        first = _read_local(self._source, 0)
-        if first is not None and any(entry.name == first.name for entry in directory.entries):
-            return True
-        return any(map(self._is_right, directory.entries))
 
     def _is_right(self, entry: Header) -> bool:
         """Whether an entry of the directory points to a record of its name."""
@@ -424,37 +414,27 @@ class Scan:
 
     def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
         """Where the bytes of a record are, by what most of the evidence says."""
-        agreed = self._agreed(record, following)
-        if agreed is not None:
-            return agreed
+        local, entry, descriptor = record.local, record.entry, None
+        if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
+            end, agreed = local.end + entry.stored, True
+            if entry.stored and local.flags & HAS_DESCRIPTOR:
+                descriptor = _read_descriptor(self._source, end, wide=local.wide)
+                agreed = descriptor is not None and descriptor[:3] == (entry.crc32, entry.stored, entry.size)
+                end += descriptor.length if descriptor else 0
+            if agreed and end == following:  # the ordinary case: everything agrees
+                size = entry.stored
+                return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
         options = [option for option in self._options(record, following) if option[0] > 0]
         if options:
             return max(options, key=lambda option: option[0])[1]
-        local, entry = record.local, record.entry
         if local is None or local.end > self._source.size:  # the file ends within its header
             return None
-        size = self._size_by_index(local) if entry is None else entry.stored
+        length = self._size_by_index(local) if entry is None else entry.stored
         left = max(0, self._source.size - local.end)
         record = record._replace(payload=local.end, wide=local.wide)
-        if size is None:  # at least its descriptor is missing, and nothing tells how much more
+        if length is None:  # at least its descriptor is missing, and nothing tells how much more
             return record._replace(stored=left + 1, present=left, endless=True)
-        return record._replace(stored=size, present=min(size, left))
-
-    def _agreed(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
-        """The ordinary case: everything agrees."""
-        local, entry, descriptor = record.local, record.entry, None
-        if local is None or entry is None or local.name != entry.name or local.header != entry.header:
-            return None
-        end = local.end + entry.stored
-        if entry.stored and local.flags & HAS_DESCRIPTOR:
-            descriptor = _read_descriptor(self._source, end, wide=local.wide)
-            if descriptor is None or descriptor[:3] != (entry.crc32, entry.stored, entry.size):
-                return None
-            end += descriptor.length
-        if end != following:
-            return None
-        size = entry.stored
-        return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
+        return record._replace(stored=length, present=min(length, left))
 
     def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
         """Each place and size the bytes may have, and how much more of the evidence is for it than against it."""

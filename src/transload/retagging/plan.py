@@ -311,7 +311,7 @@ def _appended(source: Source, record: Record, data: bytes) -> Changes:
     old, entry = place.directory, central_entry(place.name, len(data), crc, begin)
     directory = old[: place.entry] + entry + old[place.entry + place.entry_size :]
     head = local_header(place.name, len(data), begin) + data + descriptor(len(data), crc, begin)
-    new = head + directory + end_of_archive(place.count, begin + len(head), len(directory))
+    new = head + directory + end_of_archive(place.entries, begin + len(head), len(directory))
     return Changes((Change(begin, source.read(begin, source.size - begin), new),), source.size, begin + len(new))
 
 
@@ -319,7 +319,7 @@ class _Place(NamedTuple):
     """The place of a record in its archive.
 
     ``header`` is where its own header begins, ``end`` where the next record may begin; ``sums`` are the positions of
-    its checksum. The ``directory`` begins at ``start`` and has ``count`` entries; that of the record begins at
+    its checksum. The ``directory`` begins at ``start`` and has so many ``entries``; that of the record begins at
     ``entry`` in it.
     """
 
@@ -329,7 +329,7 @@ class _Place(NamedTuple):
     sums: tuple[int, ...]
     directory: bytes
     start: int
-    count: int
+    entries: int
     entry: int
     entry_size: int
 

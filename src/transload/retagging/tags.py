@@ -20,7 +20,7 @@ from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persi
 
 __all__ = ["Edit", "Sites", "find_sites", "patched", "rewritten", "same_but_tags", "spliced", "tag_of"]
 
-_MARK, _TUPLE, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x80, 0x95, 0x94
+_MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95, 0x94
 _GETS = frozenset(b"hjg")
 _PUTS = frozenset(b"qrp\x94")
 _LITERALS = frozenset(b"XU\x8cTSV\x8d")
@@ -151,7 +151,9 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
     own = {site.ops[site.place].at for site in sites}
     for match in re.finditer(rb"[hjg]", codes) if reads else ():
         index = match.start()
-        if positions[index] not in own:
+        at = positions[index]
+        # Most are short ones that read "storage" and the classes of storages.
+        if at not in own and (codes[index] != _BINGET or data[at + 1] in reads):
             get = op(index)
             if get.entry in reads:
                 reads[get.entry].append(get)
