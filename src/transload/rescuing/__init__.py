@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transload.checkpoint import FORMATS, Checkpoint, Storage, Tensor
 from transload.errors import CannotReadError, RescueError, UsageError
@@ -293,26 +293,40 @@ _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long"
 """Problems that are not in the bytes, and leave something out."""
 
 
-class _Repaired(NamedTuple):
-    """The files with flipped bits undone: every record, those that are damaged, and those that were repaired."""
-
-    content: Content
-    every: Records
-    bad: dict[Key, Problem]
-    repairs: tuple[Repair, ...]
-    repaired: frozenset[Key]
-
-
 def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: _Progress) -> Rescue:
     """Rescue files that belong together, by their directory or index."""
     with open_content(path) as content:
         checkpoint = content.checkpoint
-        files = _repaired(content)
-        outcomes = tuple(_outcomes(files))
+        every = records_of(content)
+        bad = sum_records(content, every)
+        # Undo flipped bits, where a checksum tells which they are.
+        sources: dict[str, Source] = {}
+        repairs: list[Repair] = []
+        undone: set[Key] = set()
+        for file, records in every.items():
+            damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
+            claims = [Claim(r.offset or 0, r.stored, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
+            source = content.open_file(file)
+            found: list[Repair] = []
+            for record, verdict in zip(damaged, check_records(source, claims), strict=True):
+                if verdict.state == "mended":
+                    found += repairs_of(source, verdict, f"{file} › {record.name}")
+                    undone.add(key_of(file, record))
+            if found:
+                sources[file] = Assembly(repaired(source, 0, source.size, found), source.name)
+                repairs += found
+        bad = {key: problem for key, problem in bad.items() if key not in undone}
+        names = [f"{file} › {name}" for file, name, _ in {**bad, **dict.fromkeys(undone)}]
+        names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
+        # Pickles that were not as they were saved when names and shapes were read from them.
+        indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
+        over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), parts=content.parts)
+        outcomes = tuple(_outcomes(over, every, bad, undone, indexes))
         lost = {outcome.name for outcome in outcomes if outcome.state == "lost"}
         kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)
-        warnings = tuple(_file_warnings(files, lost))
+        warnings = tuple(_file_warnings(checkpoint, lost))
         how = ("left-out" if lost or warnings else "rebuilt") if any(tensor.nbytes for tensor in kept) else "nothing"
+        advice = "; rescue that file by itself first"  # but a row of archives cannot be
         made = Rescue(
             path,
             target,
@@ -322,8 +336,8 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
             how,
             bool(target and how != "nothing" and not dry_run),
             outcomes,
-            tuple(_damaged_indexes(files)),
-            files.repairs,
+            tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes),
+            tuple(repairs),
             warnings=warnings,
         )
         if not made.done:
@@ -331,61 +345,35 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         from transload.converting import convert_content
         from transload.converting.selection import Options, format_of
 
-        files.content.checkpoint = replace(checkpoint, tensors=kept)
+        over.checkpoint = replace(checkpoint, tensors=kept)
         done = convert_content(
-            files.content, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
+            over, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
         )
         beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in lost)
         return replace(made, notes=(*made.notes, *done.notes, *beside), records=(*made.records, *others))
 
 
-def _repaired(content: Content) -> _Repaired:
-    every = records_of(content)
-    bad = sum_records(content, every)
-    sources: dict[str, Source] = {}
-    repairs: list[Repair] = []
-    done: set[Key] = set()
-    for file, records in every.items():
-        damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
-        claims = [Claim(r.offset or 0, r.stored, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
-        source = content.open_file(file)
-        found: list[Repair] = []
-        for record, verdict in zip(damaged, check_records(source, claims), strict=True):
-            if verdict.state == "mended":
-                found += repairs_of(source, verdict, f"{file} › {record.name}")
-                done.add(key_of(file, record))
-        if found:
-            sources[file] = Assembly(repaired(source, 0, source.size, found), source.name)
-            repairs += found
-    bad = {key: problem for key, problem in bad.items() if key not in done}
-    over = Content(content.checkpoint, lambda name: sources.get(name) or content.open_file(name), parts=content.parts)
-    return _Repaired(over, every, bad, tuple(repairs), frozenset(done))
-
-
-def _outcomes(files: _Repaired) -> Iterator[TensorOutcome]:
+def _outcomes(
+    content: Content, every: Records, bad: dict[Key, Problem], undone: set[Key], indexes: list[str]
+) -> Iterator[TensorOutcome]:
     """What became of each tensor, and of those that a table names and no file has."""
-    checkpoint = files.content.checkpoint
-    damaged = {damage.name: damage for damage in damages(files.content, files.every, files.bad, {})}
+    checkpoint = content.checkpoint
+    damaged = {damage.name: damage for damage in damages(content, every, bad, {})}
     # Storages are called after the file, or the archive within a file, whose pickle names them. Of many damaged pickles
     # only the first are named; then none is to be believed, and every name begins with an empty one.
     unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
-    distrusted = ("",) if unnamed else tuple(f"{each.name.partition(' › ')[0]}:" for each in _damaged_indexes(files))
+    distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
     # A record by its name and by its place: a compressed storage does not know where it is.
-    summed = {
-        place
-        for file, records in files.every.items()
-        for record in records
-        if record.crc32 is not None
-        for place in (key_of(file, record)[:2], key_of(file, record)[::2])
-    }
-    repaired = {place for key in files.repaired for place in (key[:2], key[::2])}
+    keys = [key_of(file, record) for file, records in every.items() for record in records if record.crc32 is not None]
+    summed = {place for key in keys for place in (key[:2], key[::2])}
+    repaired_at = {place for key in undone for place in (key[:2], key[::2])}
     for tensor in checkpoint.tensors:
         damage = damaged.get(tensor.name)
-        held = list(_storages(files.content, tensor))
+        held = list(_storages(content, tensor))
         places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
         if damage is None and not any(each.id.startswith(distrusted) for each in held):
-            state: Literal["mended", "whole"] = "mended" if repaired & places else "whole"
+            state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
             yield TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed)
         else:
             why = damage.detail if damage is not None else "the index that names it is damaged"
@@ -404,19 +392,9 @@ def _storages(content: Content, tensor: Tensor) -> Iterator[Storage]:
         yield storage
 
 
-def _damaged_indexes(files: _Repaired) -> Iterator[LostRecord]:
-    """Pickles that were not as they were saved when names and shapes were read from them."""
-    names = [f"{file} › {name}" for file, name, _ in {**files.bad, **dict.fromkeys(files.repaired)}]
-    names += [problem.where for problem in files.content.checkpoint.problems if problem.code == "crc-mismatch"]
-    for name in dict.fromkeys(names):
-        if name.endswith(".pkl"):
-            advice = "" if "@" in name else "; rescue that file by itself first"  # a row of archives cannot be
-            yield LostRecord(name, f"this index is damaged{advice}")
-
-
-def _file_warnings(files: _Repaired, lost: Container[str]) -> Iterator[str]:
+def _file_warnings(checkpoint: Checkpoint, lost: Container[str]) -> Iterator[str]:
     """What is wrong with the files and does not show in the tensors that are lost."""
-    for problem in files.content.checkpoint.problems:
+    for problem in checkpoint.problems:
         rule = rule_of(problem.code)
         if problem.code in _SHOWN_BY_TENSORS or problem.where in lost:
             continue

@@ -513,8 +513,19 @@ class Scan:
         """The stored size of a record; ``None`` if nothing tells."""
         if not local.flags & HAS_DESCRIPTOR:
             return local.stored
-        if local.method == DEFLATED:
-            return self._size_by_deflate(local.end)
+        if local.method == DEFLATED:  # deflated bytes tell their own end
+            unpack, inflated, at = zlib.decompressobj(-15), 0, local.end
+            while at < self._source.size and inflated < _MAX_INFLATED and self._search_budget > 0:
+                data = self._source.read(at, _BLOCK)
+                self._search_budget -= len(data)
+                at += len(data)
+                try:
+                    inflated += len(unpack.decompress(data))
+                except zlib.error:
+                    return None
+                if unpack.eof:
+                    return at - len(unpack.unused_data) - local.end
+            return None
         size = self._size_by_index(local)
         if size is None:
             size = self._size_by_descriptor(local, following)
@@ -543,19 +554,4 @@ class Scan:
                     return size
                 found = window.find(_DESCRIPTOR, found + 1)
             at += _CHUNK
-        return None
-
-    def _size_by_deflate(self, payload: int) -> int | None:
-        """Deflated bytes tell their own end."""
-        unpack, size, at = zlib.decompressobj(-15), 0, payload
-        while at < self._source.size and size < _MAX_INFLATED and self._search_budget > 0:
-            data = self._source.read(at, _BLOCK)
-            self._search_budget -= len(data)
-            at += len(data)
-            try:
-                size += len(unpack.decompress(data))
-            except zlib.error:
-                return None
-            if unpack.eof:
-                return at - len(unpack.unused_data) - payload
         return None

@@ -356,9 +356,10 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
         return False
     if list(old.globals) != list(new.globals) or len(old.irregular) != len(new.irregular):
         return False
+    # The graphs may have cycles, so each pair of nodes is compared once.
     new_of: dict[int, object] = {}
-    old_of: dict[int, object] = {}
-    met: set[tuple[int, int]] = set()  # the graphs may have cycles, so each pair of nodes is compared once
+    taken: set[int] = set()
+    met: set[tuple[int, int]] = set()
     todo: list[tuple[Any, Any]] = [(getattr(old, name), getattr(new, name)) for name in _LISTS]
     while todo:
         left, right = todo.pop()
@@ -370,15 +371,18 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
             if left.hex() != right.hex() if kind is float else left != right:
                 return False
             continue
-        # What was one object must be one object, and what was two must be two.
-        if kind is not tuple and (
-            new_of.setdefault(id(left), right) is not right or old_of.setdefault(id(right), left) is not left
-        ):
-            return False
-        pair = id(left), id(right)
-        if pair in met:
-            continue
-        met.add(pair)
+        if kind is tuple:
+            if (id(left), id(right)) in met:
+                continue
+            met.add((id(left), id(right)))
+        else:  # what was one object must be one object, and what was two must be two
+            twin = new_of.get(id(left))
+            if twin is right:
+                continue
+            if twin is not None or id(right) in taken:
+                return False
+            new_of[id(left)] = right
+            taken.add(id(right))
         if kind is Persistent and (tag := tag_of(left)) is not None:
             if tag_of(right) != renamed(tag):
                 return False
