@@ -11,15 +11,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from operator import itemgetter
 from struct import pack_into
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problem
 from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
-from transload.io.sources import Assembly, BytesSource, FileSource, ObjectSource, Part, Source, copied
+from transload.io.sources import Assembly, BytesSource, FileSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
@@ -35,14 +34,12 @@ __all__ = [
     "checksum",
     "claim_of",
     "differences",
-    "file_source",
     "key_of",
     "literal",
     "recover_archive",
     "recover_directory",
     "repaired",
     "stored_record",
-    "temporary_file",
 ]
 
 _UTF8 = 0x0800
@@ -104,20 +101,6 @@ class Filler:
 
     def close(self) -> None:
         """Nothing to give back."""
-
-
-def temporary_file(stack: ExitStack) -> BinaryIO:
-    """A file without a name, which is gone when the rescue is done."""
-    from tempfile import TemporaryFile
-
-    return cast(BinaryIO, stack.enter_context(TemporaryFile()))
-
-
-def file_source(file: BinaryIO, name: str) -> Source:
-    """What was written into a temporary file, as a source."""
-    source = ObjectSource(file)
-    source.name = name
-    return source
 
 
 def literal(data: bytes) -> Part:
@@ -217,53 +200,40 @@ def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ())
         for part in record.before:
             yield Piece(at, part)
             at += part.length
-        header, start = _local_header(record, at), at
-        entries.append((record.order, _central_entry(record, at)))
-        yield Piece(at, literal(header), generated=True)
+        # torch's own writer stores records uncompressed, without a date. Added is what other archives have:
+        # compression, flags, times, and padding that is kept as it was.
+        unpadded = local_header(record.name, record.stored, at, 1)
+        padding = -(at + len(unpadded)) % ALIGNMENT if record.padding is None else record.padding
+        header = bytearray(unpadded[:-2] + padding.to_bytes(2, "little") + b"Z" * padding)
+        entry = bytearray(central_entry(record.name, record.stored, record.crc32, at))
+        behind = bytearray()
+        common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
+        pack_into("<5H", header, 4, *common)
+        pack_into("<5H", entry, 6, *common)
+        pack_into("<H", header, 28, (len(header) - 30 - len(record.name)) & 0xFFFF)
+        if record.size != record.stored:
+            pack_into("<L", entry, 24, record.size)
+        if record.flags & HAS_DESCRIPTOR:
+            behind += descriptor(record.stored, record.crc32, at)
+            if record.size != record.stored and behind:
+                pack_into(
+                    "<L" if len(behind) == 16 else "<Q", behind, len(behind) - (len(behind) - 8) // 2, record.size
+                )
+        elif record.stored:
+            pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
+        entries.append((record.order, bytes(entry)))
+        yield Piece(at, literal(bytes(header)), generated=True)
         at += len(header)
         for part in record.content:
             yield Piece(at, part, record=record)
             at += part.length
-        behind = _descriptor(record, start)
-        yield Piece(at, literal(behind), generated=True)
+        yield Piece(at, literal(bytes(behind)), generated=True)
         at += len(behind)
     for part in after:
         yield Piece(at, part)
         at += part.length
     directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
     yield Piece(at, literal(directory + end_of_archive(len(entries), at, len(directory))), generated=True)
-
-
-# torch's own writer stores records uncompressed, without a date. These three add what other archives have: compression,
-# flags, times, and padding that is kept as it was.
-
-
-def _local_header(record: ArchiveRecord, at: int) -> bytes:
-    unpadded = local_header(record.name, record.stored, at, 1)
-    padding = -(at + len(unpadded)) % ALIGNMENT if record.padding is None else record.padding
-    out = bytearray(unpadded[:-2] + padding.to_bytes(2, "little") + b"Z" * padding)
-    pack_into("<5H", out, 4, 20 if record.method else 0, record.flags, record.method, record.time, record.date)
-    if not record.flags & HAS_DESCRIPTOR and record.stored:
-        pack_into("<3L", out, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
-    pack_into("<H", out, 28, (len(out) - 30 - len(record.name)) & 0xFFFF)
-    return bytes(out)
-
-
-def _descriptor(record: ArchiveRecord, at: int) -> bytes:
-    if not record.flags & HAS_DESCRIPTOR:
-        return b""
-    out = bytearray(descriptor(record.stored, record.crc32, at))
-    if record.size != record.stored and out:
-        pack_into("<L" if len(out) == 16 else "<Q", out, len(out) - (len(out) - 8) // 2, record.size)
-    return bytes(out)
-
-
-def _central_entry(record: ArchiveRecord, at: int) -> bytes:
-    out = bytearray(central_entry(record.name, record.stored, record.crc32, at))
-    pack_into("<5H", out, 6, 20 if record.method else 0, record.flags, record.method, record.time, record.date)
-    if record.size != record.stored:
-        pack_into("<L", out, 24, record.size)
-    return bytes(out)
 
 
 # -- a damaged archive

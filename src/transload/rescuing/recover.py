@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
@@ -22,7 +22,7 @@ from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.torch_legacy import claimed, looks_like_legacy, run_at
 from transload.io.journal import has_journal, journal_of, names_of, state_of
-from transload.io.sources import Assembly, BytesSource, Part, Slice, Source
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -30,11 +30,9 @@ from transload.rescuing.archive import (
     Recovered,
     claim_of,
     differences,
-    file_source,
     key_of,
     recover_archive,
     repaired,
-    temporary_file,
 )
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, inflated, repairs_of
 from transload.rescuing.result import Repair
@@ -81,7 +79,7 @@ def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
     """The file without the CR before every LF that a program put in, taking it for text; ``None`` if it did not."""
-    file = temporary_file(stack)
+    file = _temporary_file(stack)
     ends, carried = 0, b""
     for at in range(0, source.size, _CHUNK):
         data = carried + source.read(at, _CHUNK)
@@ -92,7 +90,7 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
             return None
         ends += found
         file.write(data.replace(b"\r\n", b"\n"))
-    return file_source(file, source.name) if ends else None
+    return _file_source(file, source.name) if ends else None
 
 
 def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
@@ -332,6 +330,20 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
     return journal.changes.undone().made(source)
 
 
+def _temporary_file(stack: ExitStack) -> BinaryIO:
+    """A file without a name, which is gone when the rescue is done."""
+    from tempfile import TemporaryFile  # which imports every compressor Python has
+
+    return cast(BinaryIO, stack.enter_context(TemporaryFile()))
+
+
+def _file_source(file: BinaryIO, name: str) -> Source:
+    """What was written into a temporary file, as a source."""
+    source = ObjectSource(file)
+    source.name = name
+    return source
+
+
 def _unpacked_limit(source: Source) -> int:
     return max(_MIN_UNPACKED_LIMIT, _MAX_UNPACKED_RATIO * source.size)
 
@@ -391,9 +403,9 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source 
     if make() is None:
         what = "the file is compressed with zstd, and no module that reads it is installed"
         raise RescueError(what, where=source.name, fix="pip install zstandard, or decompress it first: zstd -d FILE.")
-    file = temporary_file(stack)
+    file = _temporary_file(stack)
     whole = _decompress(source, make, file)
-    unpacked = file_source(file, source.name)
+    unpacked = _file_source(file, source.name)
     if not unpacked.size:
         raise RescueError(
             f"the file is compressed with {name}, and nothing of it can be decompressed", where=source.name
@@ -481,12 +493,12 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
         damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
     if _method(record) == DEFLATED:
-        file, limit = temporary_file(stack), _unpacked_limit(source)
+        file, limit = _temporary_file(stack), _unpacked_limit(source)
         for piece in _inflated(content, record):
             file.write(piece)
             if file.tell() >= limit:
                 break
-        content = file_source(file, source.name)
+        content = _file_source(file, source.name)
     return _Damaged(content, 0, content.size, content.name) if damaged else content
 
 
