@@ -44,9 +44,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Capabilities do not import one another; these few still do.
 EXCEPTIONS = {
-    ("checking", "verifying"),  # whether the indices of sparse tensors are valid
     ("rescuing", "converting"),  # what is left of several files, written as one
-    ("rescuing", "verifying"),  # which tensors of several files are whole
 }
 
 ALLOWED_ROOMS = {

@@ -18,9 +18,8 @@ import transload
 from transload import inspect, rescue
 from transload.io.sources import BytesSource
 from transload.rescuing import bitflips
-from transload.rescuing.assembly import Recovered
+from transload.rescuing.archive import Recovered, recover_archive
 from transload.rescuing.bitflips import Bit, deflate_style, flipped_bits
-from transload.rescuing.zip_recovery import recover_archive
 
 PLACES = 12 * FUZZ
 

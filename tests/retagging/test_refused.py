@@ -331,7 +331,7 @@ def test_a_file_that_changes_while_it_is_copied(path: Path, tmp_path: Path, monk
         os.utime(path, ns=(0, 0))
         return False
 
-    monkeypatch.setattr("transload.retagging.copying._clone", written)
+    monkeypatch.setattr("transload.io.journal._clone", written)
     assert isinstance(refused(path, out=tmp_path / "copy.pt"), BusyFileError)
 
 

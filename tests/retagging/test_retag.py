@@ -303,7 +303,7 @@ def test_a_copy(legacy: bool, to: str, tmp_path: Path) -> None:
 def test_a_copy_where_the_system_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", out=tmp_path / "one.pt")
-    monkeypatch.setattr("transload.retagging.copying._FICLONE", 0)
+    monkeypatch.setattr("transload.io.journal._FICLONE", 0)
     monkeypatch.delattr(os, "copy_file_range", raising=False)
     monkeypatch.delattr(os, "SEEK_DATA", raising=False)
     assert retag(path, "cpu", out=tmp_path / "two.pt").how == "copied"

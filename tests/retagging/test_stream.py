@@ -14,7 +14,7 @@ from tests.retagging.makers import fresh
 
 from transload.formats.pickle_machine import run
 from transload.retagging import TagMap, tag_map_of
-from transload.retagging.tags import find_sites, find_torch_sites, patched, rewritten, same_but_tags, spliced
+from transload.retagging.tags import find_sites, patched, rewritten, same_but_tags, spliced
 
 
 class Held:
@@ -156,33 +156,12 @@ def test_whatever_there_is_only_the_tags_change(
     assert loaded(new) == expected(obj, wish)
 
 
-@given(
-    tags=st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(NUMELS)), min_size=1, max_size=20),
-    before=st.sampled_from((0, 30, 250, 10_240)),
-    parts=st.sampled_from((5, 6)),
-)
-def test_the_quick_road_leads_to_the_same_places(tags: list[tuple[str, int]], before: int, parts: int) -> None:
-    held = [Held(fresh(tag), str(key), numel, None, parts) for key, (tag, numel) in enumerate(tags)]
-    data = written([[str(i) for i in range(before)], *held])
-    pickled = run(data)
-    quick = find_torch_sites(pickled, data, lambda _: "other")
-    slow = find_sites(pickled, data)
-    assert quick is not None
-    assert [(site.ops, site.tag, site.entry) for site in quick.sites] == [
-        (site.ops, site.tag, site.entry) for site in slow.sites
-    ]
-    for new in ("cpu", "cuda:0"):
-        wish = tag_map_of(new)
-        assert patched(pickled, data, quick, wish.new) == patched(pickled, data, slow, wish.new)
-
-
 def test_an_id_that_is_made_in_another_way_is_unclear() -> None:
     """A tuple from the memo: a loader takes it, torch never writes it."""
     body = b"(X\x07\0\0\0storagec__builtin__\ndict\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tq\x01Qh\x01Q\x86."
     pickled = run(b"\x80\x02" + body)
     found = find_sites(pickled, b"\x80\x02" + body)
     assert (len(found.sites), len(found.unclear)) == (1, 1)
-    assert find_torch_sites(pickled, b"\x80\x02" + body, lambda _: "mps") is None
 
 
 DIFFERENCES: dict[str, tuple[object, object, bool]] = {

@@ -14,7 +14,7 @@ from tests.rescuing.makers import ARCHIVES, ident
 
 from transload import tensors as content
 from transload.verifying import verify
-from transload.verifying.records import tensor_count
+from transload.verifying.hashing import tensor_count
 
 LISTED = content.open_content
 

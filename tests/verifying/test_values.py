@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.verifying.values import FLOATING, Values, counted
+from transload.verifying.hashing import FLOATING, Values, counted
 
 KNOWN = sorted(name for name in FLOATING if hasattr(torch, name) and not name.startswith("float4"))
 

@@ -107,10 +107,10 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
         # The indices of sparse tensors are the only bytes of tensors that load looks at.
         from transload.findings import Problem
         from transload.tensors import open_content
-        from transload.verifying.records import misplaced
+        from transload.tensors.damage import misplaced
 
         with open_content(path) as content:
-            found = tuple(Problem("sparse-outside", name, why) for name, (_, why) in misplaced(content).items())
+            found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(content).items())
         if found:
             checkpoint = judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
     if machine is not None:

@@ -235,7 +235,7 @@ def run_rescue(arguments: Namespace) -> int:
         overwrite=arguments.force,
         progress=not arguments.json,
     )
-    from transload.rescuing.report import report
+    from transload.rescuing.result import report
 
     show_result(result, report, arguments)
     return result.exit_code
@@ -301,7 +301,7 @@ def run_retag(arguments: Namespace) -> int:
             keep_undo=arguments.keep_undo,
             hard_links=arguments.hard_links,
         )
-    from transload.retagging.report import report
+    from transload.retagging import report
 
     show_result(result, report, arguments)
     return 0

@@ -143,11 +143,11 @@ def run_verify(arguments: Namespace) -> int:
     if arguments.json:
         _write_json(paths, results)
     elif len(results) > 1:
-        from transload.verifying.report import several
+        from transload.verifying import several
 
         show(several(done, len(results), hashes=arguments.hash), arguments.color)
     elif done:
-        from transload.verifying.report import report
+        from transload.verifying import report
 
         show(report(done[0], hashes=arguments.hash), arguments.color)
     if len(done) < len(results):
@@ -157,8 +157,7 @@ def run_verify(arguments: Namespace) -> int:
         fix = "Repair it first: transload rescue FILE NEW."
         complain(TransloadError("is not written, since not every file is whole", where=arguments.write, fix=fix))
     elif arguments.write:
-        from transload.verifying.manifest import write_manifest
-        from transload.verifying.report import written
+        from transload.verifying import write_manifest, written
 
         write_manifest(arguments.write, done, overwrite=arguments.force)
         if not arguments.json:

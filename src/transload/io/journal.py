@@ -1,40 +1,40 @@
-"""Changing a file in place so that a crash at any moment leaves it as it was, or as it must become.
+"""Changing a file so that a crash at any moment leaves it as it was, or as it must become.
 
-``apply`` writes a journal beside the file, with every old and new byte, and flushes it; then it changes the file, and
-removes the journal. ``recover`` finds the journal of an interrupted change, and restores the file or finishes the
-change. A journal that is kept under another name lets ``undo_changes`` take the change back later.
+``apply`` writes a journal beside the file, with every old and new byte, and flushes it; then it changes the file in
+place, and removes the journal. ``recover`` finds the journal of an interrupted change, and restores the file or
+finishes the change. A journal that is kept under another name lets ``undo_changes`` take the change back later.
+``copy_changed`` leaves the file alone and makes a changed copy of it.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
-from errno import EAGAIN, ELOOP
+from errno import EAGAIN, EIO, ELOOP, ENXIO
+from shlex import quote
 from struct import Struct
 from typing import Literal, NamedTuple
 
-from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, cannot_write
+from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
+from transload.io.sources import Assembly, BytesSource, Part, Source, journal_path
 
 __all__ = [
     "Change",
     "Changes",
     "Disk",
     "Journal",
-    "Names",
-    "State",
     "apply",
+    "copy_changed",
     "has_journal",
     "journal_of",
-    "lock",
     "names_of",
-    "read_at",
     "recover",
-    "refuse_changed",
     "refuse_in_place",
+    "refuse_target",
     "refuse_written_by_others",
-    "same_file",
     "stale_journal",
     "state_of",
     "undo_changes",
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Change(NamedTuple):
-    """Bytes in place of others. They differ in number only where the old ones reach to the end of the file."""
+    """Bytes in place of others."""
 
     offset: int
     old: bytes
@@ -51,7 +51,10 @@ class Change(NamedTuple):
 
 @facts(frozen=True)
 class Changes:
-    """All of them, in order, and the size of the file before and after."""
+    """All changes of a file, in order, and its size before and after.
+
+    In place, old and new bytes differ in number only where the old ones reach to the end of the file.
+    """
 
     runs: tuple[Change, ...]
     old_size: int
@@ -62,8 +65,14 @@ class Changes:
         runs = tuple(Change(run.offset, run.new, run.old) for run in self.runs)
         return Changes(runs, self.new_size, self.old_size)
 
-
-_LONGEST_NAME = 200  # file systems take names of 255 bytes
+    def made(self, source: Source) -> Source:
+        """The file as it will be, without writing anything."""
+        parts: list[Part] = []
+        at = 0
+        for run in self.runs:
+            parts += (Part(source, at, run.offset - at), Part(BytesSource(run.new), 0, len(run.new)))
+            at = run.offset + len(run.old)
+        return Assembly([*parts, Part(source, at, self.old_size - at)], source.name)
 
 
 class Names(NamedTuple):
@@ -78,20 +87,15 @@ class Names(NamedTuple):
 
 def names_of(path: str) -> Names:
     """The names for a file, in the folder of the file itself if ``path`` is a link to it."""
-    real = os.path.realpath(path)
-    folder, name = os.path.split(real)
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        from zlib import crc32
-
-        name = f"{name[:40]}-{crc32(os.fsencode(name)):08x}"
-    beside = os.path.join(folder, f".{name}.transload-")  # noqa: PTH118 - pathlib costs ten milliseconds to import
-    return Names(real, folder, f"{beside}retag", f"{beside}retag-new", f"{beside}undo")
+    real, journal = os.path.realpath(path), journal_path(path)
+    folder = os.path.dirname(real)  # noqa: PTH120 - pathlib costs ten milliseconds to import
+    return Names(real, folder, journal, f"{journal}-new", journal.removesuffix("retag") + "undo")
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
     try:
-        return os.path.lexists(names_of(os.fspath(path)).journal)
+        return os.path.lexists(journal_path(os.fspath(path)))
     except ValueError:  # no file can have such a name, which is reported when it is read
         return False
 
@@ -148,7 +152,7 @@ class Disk:
             os.unlink(path)  # noqa: PTH108 - as above
 
 
-def read_at(descriptor: int, offset: int, count: int) -> bytes:
+def _read_at(descriptor: int, offset: int, count: int) -> bytes:
     """The bytes of an open file, fewer at its end."""
     parts: list[bytes] = []
     while count > 0:
@@ -163,8 +167,6 @@ def read_at(descriptor: int, offset: int, count: int) -> bytes:
         offset, count = offset + len(part), count - len(part)
     return b"".join(parts)
 
-
-State = Literal["old", "new", "between", "foreign"]
 
 _UNCHANGED = "nothing was changed"
 
@@ -219,13 +221,13 @@ def journal_of(data: bytes) -> Journal | None:
     return Journal(Changes(tuple(runs), old_size, new_size), inode, keep)
 
 
-def state_of(descriptor: int, changes: Changes) -> State:
+def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "between", "foreign"]:
     """Whether a file is as it was, as it must become, or in between; or another file altogether.
 
     A file is recognised by its size and by every byte that was to change.
     """
     size = os.fstat(descriptor).st_size
-    pairs = [(read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
+    pairs = [(_read_at(descriptor, run.offset, max(len(run.old), len(run.new))), run) for run in changes.runs]
     if size == changes.old_size and all(data[: len(run.old)] == run.old for data, run in pairs):
         return "old"
     if size == changes.new_size and all(data[: len(run.new)] == run.new for data, run in pairs):
@@ -249,8 +251,6 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         fix = "Check the spelling and the current directory." if isinstance(error, FileNotFoundError) else ""
         reason, number = getattr(error, "strerror", None) or str(error), getattr(error, "errno", None)
         raise CannotReadError(reason, where=path, fix=fix, errno=number) from None
-    from shlex import quote
-
     copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
     if stat.S_ISLNK(status.st_mode):
         raise RetagError(
@@ -288,7 +288,7 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
             ) from None
 
 
-def lock(descriptor: int, path: str) -> None:
+def _lock(descriptor: int, path: str) -> None:
     """Lock an open file against every other process that uses locks, until it is closed."""
     try:
         from fcntl import LOCK_EX, LOCK_NB, flock
@@ -302,20 +302,13 @@ def lock(descriptor: int, path: str) -> None:
         return
 
 
-def same_file(path: str, other: str) -> bool:
-    """Whether two names refer to one file."""
-    with suppress(OSError):
-        return os.path.samefile(path, other)  # noqa: PTH121 - pathlib costs ten milliseconds to import
-    return False
-
-
-def refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
+def _refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:
     """Refuse a file that was written to since it was read, or whose name another one has."""
     if any(getattr(seen, name) != getattr(now, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
         raise BusyFileError("it was changed while it was read", where=path, fix="Wait until it is written.")
 
 
-def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> Names:
+def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = False, disk: Disk | None = None) -> None:
     """Change a file in place. ``seen`` is its state when the changes were planned; if it is another now, it is refused.
 
     If anything goes wrong the file is restored; if not even that works, the journal stays and the next ``recover``
@@ -328,13 +321,13 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
     except OSError as error:
         raise cannot_write(error, path, outcome=_UNCHANGED) from error
     try:
-        lock(descriptor, path)
-        refuse_changed(seen, os.fstat(descriptor), path)
+        _lock(descriptor, path)
+        _refuse_changed(seen, os.fstat(descriptor), path)
         try:
             now = os.stat(names.path)  # noqa: PTH116 - pathlib costs ten milliseconds to import
         except OSError as error:
             raise BusyFileError("it was moved while it was read", where=path) from error
-        refuse_changed(seen, now, path)
+        _refuse_changed(seen, now, path)
         _write_journal(disk, names, Journal(changes, seen.st_ino, keep))
         try:
             _put(disk, descriptor, changes)
@@ -352,7 +345,6 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
         _finish(disk, names, keep=keep)
     finally:
         os.close(descriptor)
-    return names
 
 
 def _write_journal(disk: Disk, names: Names, journal: Journal) -> None:
@@ -397,20 +389,20 @@ def _finish(disk: Disk, names: Names, *, keep: bool) -> None:
 
 
 def recover(path: str | os.PathLike[str], disk: Disk | None = None, *, anywhere: bool = False) -> str:
-    """Repair a file after an interrupted change; what was done.
+    """Repair a file that an interrupted change has left half changed. Otherwise it costs the look for one name.
 
     ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal is not
     that of this file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that
     was copied together with its file.
     """
+    if not has_journal(path):
+        return ""
     disk, path = disk or Disk(), os.fspath(path)
     names = names_of(path)
-    if not os.path.lexists(names.journal):
-        return ""
     try:
         descriptor = disk.open(names.path)
         try:
-            lock(descriptor, path)
+            _lock(descriptor, path)
             journal = _read_journal(names.journal, descriptor)
             if journal is None or (journal.inode != os.fstat(descriptor).st_ino and not anywhere):
                 return "stale"
@@ -454,15 +446,13 @@ def _read_journal(path: str, descriptor: int) -> Journal | None:
         trusted = {0, os.fstat(descriptor).st_uid, os.geteuid() if hasattr(os, "geteuid") else 0}
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:
             return None
-        return journal_of(read_at(journal, 0, status.st_size))
+        return journal_of(_read_at(journal, 0, status.st_size))
     finally:
         os.close(journal)
 
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
-    from shlex import quote
-
     remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
     if tried:
         what = (
@@ -500,3 +490,106 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
     if state != "new":
         raise RetagError("it was changed since its last retag, which can no longer be undone", where=path)
     return journal.changes.undone(), seen
+
+
+# -- a changed copy
+
+_FICLONE = 0x40049409
+_PIECE = 16 << 20
+_MOST = 1 << 30
+
+
+def refuse_target(path: str, out: str) -> None:
+    """Refuse to write a copy over anything that exists."""
+    with suppress(OSError):
+        if os.path.samefile(path, out):  # noqa: PTH121 - pathlib costs ten milliseconds to import
+            raise UsageError("the copy would be the file itself", where=out, fix="Leave -o out to change it in place.")
+    if os.path.lexists(out):
+        raise UsageError("there is a file already", where=out, fix="Remove it, or choose another name.")
+    folder = os.path.dirname(out)  # noqa: PTH120 - as above
+    if not os.path.isdir(folder or os.curdir):  # noqa: PTH112 - as above
+        raise UsageError("there is no such folder", where=folder)
+
+
+def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) -> str:
+    """Write a copy of an open file, with changes, under a new name; how the bytes were copied.
+
+    ``out`` is there whole or not at all. ``seen`` is the state of the file when the changes were planned; if it is
+    another when all is copied, there is no copy.
+    """
+    from transload.io.atomic import AtomicFile
+
+    moves = any(len(run.old) != len(run.new) and run.offset + len(run.old) < changes.old_size for run in changes.runs)
+    with AtomicFile(out) as file:
+        disk, target = Disk(), file.descriptor
+        if hasattr(os, "fchmod"):
+            os.fchmod(target, os.fstat(source).st_mode & 0o777 | 0o600)
+        shared = not moves and _clone(source, target)
+        by_kernel = True
+        read = written = 0
+        for run in (*changes.runs, Change(changes.old_size, b"", b"")):
+            if not shared:
+                by_kernel = _copy(source, target, read, run.offset, written - read) and by_kernel
+            written += run.offset - read
+            disk.write(target, run.new, written)
+            read, written = run.offset + len(run.old), written + len(run.new)
+        disk.cut(target, changes.new_size)
+        _refuse_changed(seen, os.fstat(source), out)
+        os.fsync(target)  # so that little time passes between the next line and the renaming
+        refuse_target("", out)
+    return "shared" if shared else "copied by the kernel" if by_kernel else "copied"
+
+
+def _clone(source: int, target: int) -> bool:
+    """Share the blocks of a whole file: Btrfs, XFS, bcachefs, ZFS."""
+    try:
+        from fcntl import ioctl
+
+        ioctl(target, _FICLONE, source)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _copy(source: int, target: int, begin: int, stop: int, shift: int) -> bool:
+    """Copy the bytes between two positions to where they are ``shift`` further; whether the kernel copied them.
+
+    Holes stay holes.
+    """
+    kernel = hasattr(os, "copy_file_range")
+    for start, end in _extents(source, begin, stop):
+        position = start
+        while position < end:
+            done = 0
+            if kernel:
+                try:
+                    done = os.copy_file_range(source, target, min(end - position, _MOST), position, position + shift)
+                except OSError:  # across file systems before Linux 5.3, on some network file systems, on a full disk
+                    kernel = False
+            if not done:
+                data = _read_at(source, position, min(_PIECE, end - position))
+                if not data:
+                    raise OSError(EIO, "the file has become shorter")
+                Disk().write(target, data, position + shift)
+                done = len(data)
+            position += done
+    return kernel
+
+
+def _extents(source: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file that are not holes, between two positions; all of it where the system cannot say."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, end
+        return
+    while start < end:
+        try:
+            data = os.lseek(source, start, os.SEEK_DATA)
+            hole = os.lseek(source, data, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != ENXIO:  # which says that there is nothing but a hole
+                yield start, end
+            return
+        if data >= end:
+            return
+        yield data, min(hole, end)
+        start = hole

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from threading import Lock
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, UsageError
 
 __all__ = [
+    "Assembly",
     "BytesSource",
     "FileSource",
     "ObjectSource",
+    "Part",
     "Slice",
     "Source",
     "SourceLike",
     "copied",
     "inflated",
+    "journal_path",
     "open_source",
 ]
 
@@ -264,3 +268,63 @@ def inflated(source: Source, offset: int, stored: int, limit: int) -> Iterator[b
             packed = machine.unconsumed_tail
             if not packed and len(piece) < most:  # a full piece may have more behind it, also when all input is taken
                 break
+
+
+class Part(NamedTuple):
+    """``length`` bytes of a source from ``offset`` on."""
+
+    source: Source
+    offset: int
+    length: int
+
+
+class Assembly:
+    """Parts one after the other, as a source. Their sources are closed by whoever opened them."""
+
+    def __init__(self, parts: Iterable[Part], name: str) -> None:
+        self._parts = [part for part in parts if part.length > 0]
+        self._starts: list[int] = []
+        self.name = name
+        self.size = 0
+        for part in self._parts:
+            self._starts.append(self.size)
+            self.size += part.length
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        found: list[bytes] = []
+        end = min(offset + count, self.size)
+        index = bisect_right(self._starts, offset) - 1
+        while offset < end:
+            part = self._parts[index]
+            inside = offset - self._starts[index]
+            data = part.source.read(part.offset + inside, min(part.length - inside, end - offset))
+            if not data:
+                break
+            found.append(data)
+            offset += len(data)
+            index += inside + len(data) == part.length
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return copied(self, offset, buffer)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+_LONGEST_NAME = 200  # file systems take names of 255 bytes
+
+
+def journal_path(path: str) -> str:
+    """Where ``io.journal`` keeps the journal of a change of this file, in the folder of the file a link leads to.
+
+    It is here because every load looks for it, and importing ``io.journal`` takes longer than loading a small file.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        from zlib import crc32
+
+        name = f"{name[:40]}-{crc32(os.fsencode(name)):08x}"
+    return os.path.join(folder, f".{name}.transload-retag")  # noqa: PTH118 - pathlib costs ten milliseconds to import

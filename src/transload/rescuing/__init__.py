@@ -2,31 +2,41 @@
 
 The source is never written. torch is not needed, nothing in the file is run, and no name in it becomes a path.
 
-A rescue goes through these modules: `unwrap` takes off what is around the file, `recover` and, for archives,
-`zip_recovery` make of it what the reader can read, `output` finds out which tensors are whole and makes the new file.
+A rescue of one file goes through these modules: `recover` takes off what is around it and, for archives with `archive`,
+makes of it what the reader can read; `output` finds out which tensors are whole and makes the new file. Checkpoints of
+several files have a table of what is where, so no layout has to be guessed: their damaged tensors are found as `verify`
+finds them, and what is whole is converted into one file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Literal
 
-from transload.checkpoint import FORMATS, Checkpoint
+from transload.checkpoint import FORMATS, Checkpoint, Storage, Tensor
 from transload.errors import CannotReadError, RescueError, UsageError
+from transload.findings import Problem, rescue_command
 from transload.formats import no_collecting, read_source
-from transload.io.sources import Source, SourceLike, open_source
-from transload.judge import inspect
-from transload.rescuing.assembly import Recovered
+from transload.io.atomic import AtomicFile, SystemFile
+from transload.io.pool import telling
+from transload.io.sources import Assembly, Source, SourceLike, open_source
+from transload.judge import inspect, judge
+from transload.judge.problems import SETS, rule_of
+from transload.rescuing.archive import METADATA, Recovered, recover_directory, repaired
+from transload.rescuing.bitflips import Claim, check_records, repairs_of
 from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
-from transload.rescuing.recover import recover
-from transload.rescuing.result import Fill, LostRecord, Rescue, TensorOutcome
-from transload.rescuing.unwrap import journal_undone, unwrapped
-from transload.rescuing.zip_recovery import METADATA, recover_directory
+from transload.rescuing.recover import journal_undone, recover, unwrapped
+from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome
+from transload.tensors import Content, open_content
+from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
 
 __all__ = ["Rescue", "rescue"]
 
+_Progress = Callable[[int, int], object] | bool | None
 _PIECE = 4 << 20
 _SHOWN = 8
 _REPORT = b'{\n "schema": 1,\n "path":'
@@ -63,25 +73,67 @@ def rescue(
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
     if target:
         _refuse_target(path, target, overwrite=overwrite)
-    if _is_several_files(path):
+    if (path.endswith(".index.json") or os.path.isdir(path)) and inspect(path).format in SETS:  # noqa: PTH112 - texts, as given
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
             raise UsageError(what, where=path, fix="Omit --fill and --member.")
-        from transload.rescuing.multi_file import rescue_files
+        made = _rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
+    else:
+        made = _rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
+    if made.done:
+        text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
+        with AtomicFile(made.report) as file:
+            SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])
+    return made
 
-        made = rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
-        if made.done:
-            _write_report(made)
-        return made
+
+def _refuse_target(src: str, target: str, *, overwrite: bool) -> None:
+    """The source is never written, and nothing else is overwritten unasked, except for the report of another rescue."""
+    if os.path.isdir(target):  # noqa: PTH112 - as above
+        raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
+    existing = [path for path in (target, f"{target}.rescue.json") if os.path.lexists(path)]
+    for path in existing:
+        source, written = os.path.realpath(src), os.path.realpath(path)
+        if src and (written == source or written.startswith(source + os.sep)):
+            raise UsageError("the source of a rescue is never written", where=path, fix="Name another file.")
+    for path in existing:
+        is_report = False
+        if path != target and os.path.isfile(path):  # noqa: PTH113 - as above; a pipe would be waited for
+            with suppress(OSError), open(path, "rb") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
+                is_report = file.read(len(_REPORT)) == _REPORT
+        if not overwrite and not is_report:
+            raise UsageError("the file exists already", where=path, fix="Name another file, or pass --force.")
+
+
+# -- one file
+
+
+def _rescue_file(
+    src: SourceLike, path: str, target: str, member: str, fill: Fill | None, *, dry_run: bool, progress: _Progress
+) -> Rescue:
     with ExitStack() as stack:
         notes: list[str] = []
-        source, recovered = _recovered(src, path, member, stack, notes)
+        if path and os.path.isdir(path):  # noqa: PTH112 - as above
+            unzipped = recover_directory(path)
+            if unzipped is None:
+                what = "this directory is neither a checkpoint of several files nor an unzipped archive"
+                raise RescueError(what, where=path, fix="Rescue its files one by one.")
+            source, recovered = unzipped.source, unzipped._replace(nbytes=unzipped.source.size)
+        else:
+            source, recovered = _recovered(src, path, member, stack, notes)
         with no_collecting():
             recovered, checkpoint = completed(recovered, fill=fill is not None)
-            _refuse_format(checkpoint, target)
+            if checkpoint.format not in FORMATS:
+                raise _nothing_to_rescue(checkpoint, checkpoint.path)
+            # A file keeps its format, and loaders go by the name of this one.
+            if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
+                what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
+                fix = "Choose a fitting name, then convert it: transload convert RESCUED OTHER."
+                raise UsageError(what, where=target, fix=fix)
             outcomes = Outcomes(checkpoint, recovered)
             tensors = tuple(outcomes.of(tensor) for tensor in checkpoint.tensors)
-            out, how = _output(recovered, checkpoint, outcomes, tensors, fill)
+            records = _lost_records(checkpoint, recovered)
+            out, how = _output(recovered, checkpoint, outcomes, tensors, records, fill)
             if out is not None:
                 refuse_growth(out.size, recovered)
         made = Rescue(
@@ -93,64 +145,31 @@ def rescue(
             how,
             bool(out and target and not dry_run),
             tensors,
-            _lost_records(checkpoint, recovered),
+            records,
             recovered.repairs,
             fill or "",
             (*notes, *recovered.notes),
             tuple(_warnings(checkpoint, recovered, out)),
         )
         if made.done and out is not None:
-            _write(out, target, progress)
-            _write_report(made)
+            tell = telling(progress, out.size, "writing")
+            with AtomicFile(target) as file:
+                sink = SystemFile(file.descriptor, push=True)
+                for start in range(0, out.size, _PIECE):
+                    count = min(_PIECE, out.size - start)
+                    data = out.read(start, count)
+                    if len(data) < count:
+                        raise CannotReadError("the file became shorter while it was read", where=out.name)
+                    sink.write([data])
+                    if tell is not None:
+                        tell(len(data))
         return made
-
-
-def _is_several_files(path: str) -> bool:
-    if not (path.endswith(".index.json") or os.path.isdir(path)):  # noqa: PTH112 - texts throughout, as given
-        return False
-    from transload.judge.problems import SETS
-
-    return inspect(path).format in SETS
-
-
-def _refuse_target(src: str, target: str, *, overwrite: bool) -> None:
-    """The source is never written, and nothing else is overwritten unasked, except for the report of another rescue."""
-    if os.path.isdir(target):  # noqa: PTH112 - as above
-        raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
-    for path in (target, f"{target}.rescue.json"):
-        if not os.path.lexists(path):
-            continue
-        source, written = os.path.realpath(src), os.path.realpath(path)
-        if src and (written == source or written.startswith(source + os.sep)):
-            raise UsageError("the source of a rescue is never written", where=path, fix="Name another file.")
-    for path in (target, f"{target}.rescue.json"):
-        if not overwrite and os.path.lexists(path) and (path == target or not _is_report(path)):
-            raise UsageError("the file exists already", where=path, fix="Name another file, or pass --force.")
-
-
-def _is_report(path: str) -> bool:
-    """Whether a file is the report of a rescue."""
-    if not os.path.isfile(path):  # noqa: PTH113 - as above; a pipe would be waited for
-        return False
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - pathlib costs ten milliseconds
-            return file.read(len(_REPORT)) == _REPORT
-    except OSError:
-        return False
 
 
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, Recovered]:
     """The source, and the file it should be."""
-    if path and os.path.isdir(path):  # noqa: PTH112 - as above
-        recovered = recover_directory(path)
-        if recovered is None:
-            what = "this directory is neither a checkpoint of several files nor an unzipped archive"
-            raise RescueError(what, where=path, fix="Rescue its files one by one.")
-        return recovered.source, recovered._replace(nbytes=recovered.source.size)
     folder, name = os.path.split(path)
     if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
-        from transload.findings import rescue_command
-
         # A rank's file is a row of small archives; what they hold is in another file.
         what = "this is one of the files of a torch.distributed.checkpoint directory"
         raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")
@@ -180,22 +199,12 @@ def _nothing_to_rescue(checkpoint: Checkpoint, where: str) -> RescueError:
     return RescueError(what, where=where, fix=next((fix for each in checkpoint.problems for fix in each.fix), ""))
 
 
-def _refuse_format(checkpoint: Checkpoint, target: str) -> None:
-    """A file keeps its format, and loaders go by the name of this one."""
-    if checkpoint.format not in FORMATS:
-        raise _nothing_to_rescue(checkpoint, checkpoint.path)
-    if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
-        what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
-        raise UsageError(
-            what, where=target, fix="Choose a fitting name, then convert it: transload convert RESCUED OTHER."
-        )
-
-
 def _output(
     recovered: Recovered,
     checkpoint: Checkpoint,
     outcomes: Outcomes,
     tensors: tuple[TensorOutcome, ...],
+    records: tuple[LostRecord, ...],
     fill: Fill | None,
 ) -> tuple[Source | None, str]:
     """The file to write, and what it is."""
@@ -206,11 +215,10 @@ def _output(
     readable = any(not pickle.broken and pickle.end > pickle.start for pickle in main)
     if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
         return None, "nothing"
-    if kept and checkpoint.format in ("torchscript", "torch-export"):
-        # A program can do without the debug records, which tell where its lines come from.
-        records = _lost_records(checkpoint, recovered)
-        if not all(record.name.endswith((".debug_pkl", "version")) for record in records):
-            return without_lost(recovered, checkpoint, outcomes, lost), "weights"
+    # A program can do without the debug records, which tell where its lines come from.
+    runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
+    if kept and checkpoint.format in ("torchscript", "torch-export") and not runs:
+        return without_lost(recovered, checkpoint, outcomes, lost), "weights"
     if not lost and recovered.exact:
         return recovered.source, "exact"
     if not lost:
@@ -239,8 +247,6 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
 
 def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) -> list[str]:
     """What is not sure, or not right, in the new file."""
-    from transload.judge import judge
-
     found = [*recovered.warnings]
     if any(record.name == "data.pkl" for record in recovered.lost_records):
         found.append("the index does not match its checksum: names and shapes may be wrong")
@@ -257,29 +263,143 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered, out: Source | None) 
     return found
 
 
-# -- writing
+# -- several files
+
+_SHOWN_BY_TENSORS = frozenset(
+    {
+        "crc-mismatch",
+        "dcp-piece-missing",
+        "safetensors-truncated",
+        "shard-tensor-missing",
+        "storage-cut",
+        "storage-missing",
+        "tensor-broken",
+        "zeros-at-end",
+        "zip-compressed",
+        "zip-directory-broken",
+        "zip-misplaced",
+        "zip-no-descriptor",
+        "zip-no-directory",
+        "zip-no-version",
+        "zip-one-reader",
+        "zip-record-cut",
+        "zip-shifted",
+        "zip-trailing-bytes",
+    }
+)
+"""Problems that show in the tensors they cost: for all others a checksum vouches, or their place."""
+
+_UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"})
+"""Problems that are not in the bytes, and leave something out."""
 
 
-def _write(out: Source, target: str, progress: Callable[[int, int], object] | bool | None) -> None:
-    from transload.io.atomic import AtomicFile, SystemFile
-    from transload.io.pool import telling
+def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: _Progress) -> Rescue:
+    """Rescue files that belong together, by their directory or index."""
+    with open_content(path) as content:
+        checkpoint = content.checkpoint
+        every = records_of(content)
+        bad = sum_records(content, every)
+        # Undo flipped bits, where a checksum tells which they are.
+        sources: dict[str, Source] = {}
+        repairs: list[Repair] = []
+        undone: set[Key] = set()
+        for file, records in every.items():
+            damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
+            claims = [Claim(r.offset or 0, r.stored, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
+            source = content.open_file(file)
+            found: list[Repair] = []
+            for record, verdict in zip(damaged, check_records(source, claims), strict=True):
+                if verdict.state == "mended":
+                    found += repairs_of(source, verdict, f"{file} › {record.name}")
+                    undone.add(key_of(file, record))
+            if found:
+                sources[file] = Assembly(repaired(source, 0, source.size, found), source.name)
+                repairs += found
+        bad = {key: problem for key, problem in bad.items() if key not in undone}
+        names = [f"{file} › {name}" for file, name, _ in {**bad, **dict.fromkeys(undone)}]
+        names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
+        # Pickles that were not as they were saved when names and shapes were read from them.
+        indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
+        over = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), parts=content.parts)
+        outcomes = tuple(_outcomes(over, every, bad, undone, indexes))
+        lost = {outcome.name for outcome in outcomes if outcome.state == "lost"}
+        kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)
+        warnings = tuple(_file_warnings(checkpoint, lost))
+        how = ("left-out" if lost or warnings else "rebuilt") if any(tensor.nbytes for tensor in kept) else "nothing"
+        advice = "; rescue that file by itself first"  # but a row of archives cannot be
+        made = Rescue(
+            path,
+            target,
+            f"{target}.rescue.json" if target else "",
+            checkpoint.format,
+            checkpoint.nbytes,
+            how,
+            bool(target and how != "nothing" and not dry_run),
+            outcomes,
+            tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes),
+            tuple(repairs),
+            warnings=warnings,
+        )
+        if not made.done:
+            return made
+        from transload.converting import Options, convert_content, format_of
 
-    tell = telling(progress, out.size, "writing")
-    with AtomicFile(target) as file:
-        sink = SystemFile(file.descriptor, push=True)
-        for start in range(0, out.size, _PIECE):
-            count = min(_PIECE, out.size - start)
-            data = out.read(start, count)
-            if len(data) < count:
-                raise CannotReadError("the file became shorter while it was read", where=out.name)
-            sink.write([data])
-            if tell is not None:
-                tell(len(data))
+        over.checkpoint = replace(checkpoint, tensors=kept)
+        done = convert_content(
+            over, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
+        )
+        beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()
+        others = tuple(LostRecord(each.name, each.why) for each in (*done.left, *done.listed) if each.name not in lost)
+        return replace(made, notes=(*made.notes, *done.notes, *beside), records=(*made.records, *others))
 
 
-def _write_report(made: Rescue) -> None:
-    from transload.io.atomic import AtomicFile, SystemFile
+def _outcomes(
+    content: Content, every: Records, bad: dict[Key, Problem], undone: set[Key], indexes: list[str]
+) -> Iterator[TensorOutcome]:
+    """What became of each tensor, and of those that a table names and no file has."""
+    checkpoint = content.checkpoint
+    damaged = {damage.name: damage for damage in damages(content, every, bad, {})}
+    # Storages are called after the file, or the archive within a file, whose pickle names them. Of many damaged pickles
+    # only the first are named; then none is to be believed, and every name begins with an empty one.
+    unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)
+    distrusted = ("",) if unnamed else tuple(f"{name.partition(' › ')[0]}:" for name in indexes)
+    # A record by its name and by its place: a compressed storage does not know where it is.
+    keys = [key_of(file, record) for file, records in every.items() for record in records if record.crc32 is not None]
+    summed = {place for key in keys for place in (key[:2], key[::2])}
+    repaired_at = {place for key in undone for place in (key[:2], key[::2])}
+    for tensor in checkpoint.tensors:
+        damage = damaged.get(tensor.name)
+        held = list(_storages(content, tensor))
+        places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
+        if damage is None and not any(each.id.startswith(distrusted) for each in held):
+            state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
+            yield TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed)
+        else:
+            why = damage.detail if damage is not None else "the index that names it is damaged"
+            yield TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
+    there = {tensor.name for tensor in checkpoint.tensors}
+    for name, damage in damaged.items():
+        if name not in there:
+            yield TensorOutcome(name, "lost", 0, checked=False, why=damage.detail)
 
-    text = json.dumps(made.to_dict(), indent=1, ensure_ascii=True)
-    with AtomicFile(made.report) as file:
-        SystemFile(file.descriptor, push=False).write([text.encode() + b"\n"])
+
+def _storages(content: Content, tensor: Tensor) -> Iterator[Storage]:
+    for part in tensor.parts:
+        yield from _storages(content, part)
+    storage = content.storage(tensor)
+    if storage is not None and storage.nbytes:
+        yield storage
+
+
+def _file_warnings(checkpoint: Checkpoint, lost: Container[str]) -> Iterator[str]:
+    """What is wrong with the files and does not show in the tensors that are lost."""
+    for problem in checkpoint.problems:
+        rule = rule_of(problem.code)
+        if problem.code in _SHOWN_BY_TENSORS or problem.where in lost:
+            continue
+        if rule.integrity == "whole" and problem.code not in _UNREAD:
+            continue
+        words = f"{rule.title} ({problem.detail})" if problem.detail else rule.title
+        yield f"{problem.where}: {words}" if problem.where else words
+        if problem.code == "index-invalid":
+            yield "numbered shards need no index: move it away, and rescue them again"

@@ -29,11 +29,8 @@ __all__ = [
     "MAX_RATIO",
     "Bit",
     "Claim",
-    "DeflateStyle",
     "Verdict",
     "check_records",
-    "deflate_style",
-    "flipped_bits",
     "inflated",
     "repaired_bytes",
     "repairs_of",
@@ -173,37 +170,39 @@ def repairs_of(source: Source, verdict: Verdict, record: str) -> list[Repair]:
 # -- verdicts
 
 
-class _Budget:
-    """What may still be spent on repairs, all records of a file together."""
-
-    def __init__(self) -> None:
-        self._records = _MAX_REPAIRED
-        self._tried = _MAX_TRIED
-
-    def spend(self, nbytes: int = 0) -> bool:
-        """Whether one more record may be repaired, with so many bytes inflated on the way."""
-        self._records -= 1
-        self._tried -= nbytes
-        return self._records >= 0 and self._tried >= 0
-
-
 def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     """A verdict on each record; their checksums are computed by as many threads as there are cores."""
-    sums, budget = _checksums(source, claims), _Budget()
-    return [_verdict(source, claim, sums.get(claim), budget) for claim in claims]
+    sums = _checksums(source, claims)
+    records, tried = _MAX_REPAIRED, _MAX_TRIED  # what may still be spent on repairs, all records together
+    verdicts: list[Verdict] = []
+    for claim in claims:
+        value, size = sums.get(claim, (None, -1))
+        if claim.present < claim.stored:
+            verdict = Verdict("cut")
+        elif claim.method not in (0, DEFLATED) or (value is None and not claim.checksums):
+            verdict = Verdict("damaged")
+        elif value is not None and not claim.checksums:
+            verdict = Verdict("unchecked", value, size=size)
+        elif value is not None and value in claim.checksums:
+            bits = _padding_bits(source, claim) if claim.method == DEFLATED else ()
+            verdict = Verdict("whole", value, bits, size=size)
+        elif value is None and not claim.method:
+            verdict = Verdict("damaged")
+        else:
+            records -= 1
+            tried -= 4 * claim.stored * (claim.stored + claim.size) if claim.method else 0
+            if records < 0 or tried < 0:
+                verdict = Verdict("damaged", value, size=size)
+            else:
+                verdict = _repair_deflated(source, claim) if claim.method else _repair_stored(claim, value or 0)
+        verdicts.append(verdict)
+    return verdicts
 
 
-class _Sum(NamedTuple):
-    """Checksum and size of what a record inflates to."""
-
-    crc32: int
-    size: int
-
-
-def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, _Sum]:
-    """The checksum of each record that is all there, can be read, and inflates to no more than it claims."""
+def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, tuple[int, int]]:
+    """Checksum and size of what each record inflates to, unless it is cut, damaged, or larger than it claims."""
     complete = [claim for claim in dict.fromkeys(claims) if claim.present >= claim.stored]
-    sums: dict[Claim, _Sum] = {}
+    sums: dict[Claim, tuple[int, int]] = {}
 
     def inflate(claim: Claim) -> None:
         value, size = 0, 0
@@ -214,7 +213,7 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, _Sum]:
                     return
         except zlib.error:
             return
-        sums[claim] = _Sum(value, size)
+        sums[claim] = value, size
 
     deflated = [claim for claim in complete if claim.method == DEFLATED]
     if sum(claim.size for claim in deflated) <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size):
@@ -227,48 +226,23 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, _Sum]:
         left = [place for index, place in enumerate(left) if index not in found] if found else []
     for claim in complete:
         if not claim.method and (claim.payload, claim.stored) in plain:
-            sums[claim] = _Sum(plain[claim.payload, claim.stored], claim.stored)
+            sums[claim] = plain[claim.payload, claim.stored], claim.stored
     return sums
 
 
-def _verdict(source: Source, claim: Claim, found: _Sum | None, budget: _Budget) -> Verdict:
-    if claim.present < claim.stored:
-        return Verdict("cut")
-    if claim.method not in (0, DEFLATED) or (found is None and not claim.checksums):
-        return Verdict("damaged")
-    if found is not None and not claim.checksums:
-        return Verdict("unchecked", found.crc32, size=found.size)
-    if found is not None and found.crc32 in claim.checksums:
-        bits = _padding_bits(source, claim) if claim.method == DEFLATED else ()
-        return Verdict("whole", found.crc32, bits, size=found.size)
-    if claim.method == DEFLATED:
-        return _repair_deflated(source, claim, budget)
-    return Verdict("damaged") if found is None else _repair_stored(claim, found.crc32, budget)
-
-
-def _repair_stored(claim: Claim, value: int, budget: _Budget) -> Verdict:
+def _repair_stored(claim: Claim, value: int) -> Verdict:
     """Find the one bit that explains the checksum; by any of the copies of it, if they differ."""
-    if not budget.spend():
-        return Verdict("damaged", value, size=claim.stored)
     votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
     found = [(vote, bit) for vote in votes for bit in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
     if len(found) != 1 or 8 * claim.stored >= _MAX_BITS:
         candidates = tuple(claim.payload + bit.byte for _, bit in found)
         return Verdict("damaged", value, size=claim.stored, candidates=candidates)
     vote, bit = found[0]
-    flip = Bit(claim.payload + bit.byte, bit.bit)
-    return Verdict("mended", vote, (flip,), _certainty(claim.stored), claim.stored)
-
-
-def _certainty(length: int) -> Certainty:
-    """How sure it is that one bit was flipped, and not more was damaged that looks the same.
-
-    >>> _certainty(1000), _certainty(50 << 20), _certainty(1 << 30)
-    ('proven', 'probable', 'ambiguous')
-    """
-    if length <= _PROVEN:
-        return "proven"
-    return "probable" if length <= _PROBABLE else "ambiguous"
+    # How sure it is that one bit was flipped, and not more was damaged that looks the same.
+    certainty: Certainty = "proven" if claim.stored <= _PROVEN else "probable"
+    if claim.stored > _PROBABLE:
+        certainty = "ambiguous"
+    return Verdict("mended", vote, (Bit(claim.payload + bit.byte, bit.bit),), certainty, claim.stored)
 
 
 # -- deflated records
@@ -322,23 +296,10 @@ def _inflate_all(data: bytes) -> bytes | None:
     return out if unpack.eof and not unpack.unused_data else None
 
 
-def _repair_deflated(source: Source, claim: Claim, budget: _Budget) -> Verdict:
-    if not budget.spend(4 * claim.stored * (claim.stored + claim.size)):
-        return Verdict("damaged")
+def _repair_deflated(source: Source, claim: Claim) -> Verdict:
+    """Try every bit: one that is flipped makes the record inflate to something of the right size and checksum."""
     data = source.read(claim.payload, claim.stored)
-    found = list(_deflated_flips(data, claim))
-    if not found:
-        return Verdict("damaged")
-    certainty: Certainty = "proven"
-    if len(found) > 1:  # they inflate to the same: one of them is what a writer would have made
-        certainty = "probable"
-        found.sort(key=lambda flip: deflate_style(_with_flipped(data, flip[0])))
-    bit, value = found[0]
-    return Verdict("mended", value, (Bit(claim.payload + bit.byte, bit.bit),), certainty, claim.size)
-
-
-def _deflated_flips(data: bytes, claim: Claim) -> Iterator[tuple[Bit, int]]:
-    """The bits that, flipped, make a deflated record inflate to something of the right size and checksum."""
+    found: list[tuple[Bit, int]] = []
     prefix, value, size = zlib.decompressobj(-15), 0, 0
     for index, byte in enumerate(data):
         for bit in range(8):
@@ -348,16 +309,24 @@ def _deflated_flips(data: bytes, claim: Claim) -> Iterator[tuple[Bit, int]]:
             except zlib.error:
                 continue
             if unpack.eof and not unpack.unused_data and size + len(piece) == claim.size:
-                found = zlib.crc32(piece, value)
-                if found in claim.checksums:
-                    yield Bit(index, bit), found
+                whole = zlib.crc32(piece, value)
+                if whole in claim.checksums:
+                    found.append((Bit(index, bit), whole))
         try:
             piece = prefix.decompress(data[index : index + 1])
         except zlib.error:  # the damage is before this byte
-            return
+            break
         value, size = zlib.crc32(piece, value), size + len(piece)
         if size > claim.size or prefix.eof:
-            return
+            break
+    if not found:
+        return Verdict("damaged")
+    certainty: Certainty = "proven"
+    if len(found) > 1:  # they inflate to the same: one of them is what a writer would have made
+        certainty = "probable"
+        found.sort(key=lambda flip: deflate_style(_with_flipped(data, flip[0])))
+    (place, number), value = found[0]
+    return Verdict("mended", value, (Bit(claim.payload + place, number),), certainty, claim.size)
 
 
 # -- how deflated bytes were written
@@ -392,91 +361,94 @@ def deflate_style(data: bytes) -> DeflateStyle:
     >>> deflate_style(pack.compress(b"abcdabcd") + pack.flush()).reach
     4
     """
-    reader = _StyleReader(data)
+    reader = _BitReader(data)
+    reach = unused = 0
+    lengths: list[int] = []
+    last = False
     try:
-        while not reader.block():
-            pass
+        while not last:
+            last, kind = bool(reader.take(1)), reader.take(2)
+            if kind == 0:
+                reader.skip_stored()
+                continue
+            if kind == 1:
+                literals, distances = _codes([8] * 144 + [9] * 112 + [7] * 24 + [8] * 8), _codes([5] * 30)
+            else:
+                literals, distances, idle = reader.dynamic_codes()
+                unused += idle
+            used: set[int] = set()
+            while (symbol := reader.symbol(literals)) != _END_OF_BLOCK:
+                used.add(symbol)
+                if symbol > _END_OF_BLOCK:
+                    length = 258
+                    if symbol != _LAST_LENGTH:
+                        code = symbol - 257
+                        extra = max(0, code // 4 - 1)
+                        length = (code if code < 8 else 4 + code % 4 << extra) + 3 + reader.take(extra)
+                    lengths.append(-length)
+                    code = reader.symbol(distances)
+                    extra = max(0, code // 2 - 1)
+                    reach += (code if code < 4 else 2 + code % 2 << extra) + 1 + reader.take(extra)
+            if kind == 2:
+                unused += len(set(literals.values()) - used - {_END_OF_BLOCK})
     except (ValueError, IndexError):
         return DeflateStyle(1 << 62, 0, ())
-    return DeflateStyle(reader.reach, reader.unused, tuple(reader.lengths))
+    return DeflateStyle(reach, unused, tuple(lengths))
 
 
-class _StyleReader:
+class _BitReader:
+    """The bits of deflated bytes; raises ``ValueError`` where they end or make no sense."""
+
     def __init__(self, data: bytes) -> None:
         self._value = int.from_bytes(data, "little")
         self._at = 0
         self._size = 8 * len(data)
-        self.reach = self.unused = 0
-        self.lengths: list[int] = []
 
-    def _take(self, count: int) -> int:
+    def take(self, count: int) -> int:
+        """The next bits as a number."""
         value = self._value >> self._at & (1 << count) - 1
         self._at += count
         if self._at > self._size:
             raise ValueError("cut")
         return value
 
-    def _symbol(self, codes: _Codes) -> int:
+    def symbol(self, codes: _Codes) -> int:
+        """The next symbol."""
         code = 0
         for length in range(1, 16):
-            code = code << 1 | self._take(1)
+            code = code << 1 | self.take(1)
             found = codes.get((length, code), -1)
+            if found > _LAST_LENGTH:
+                break
             if found >= 0:
                 return found
         raise ValueError("no such code")
 
-    def block(self) -> bool:
-        """Read a block; whether it is the last."""
-        last, kind = bool(self._take(1)), self._take(2)
-        if kind == 0:
-            self._at += -self._at % 8
-            length = self._take(16)
-            self._at += 16 + 8 * length
-            return last
-        if kind == 1:
-            literals, distances = _codes([8] * 144 + [9] * 112 + [7] * 24 + [8] * 8), _codes([5] * 30)
-        else:
-            literals, distances = self._dynamic_codes()
-        used: set[int] = set()
-        while (symbol := self._symbol(literals)) != _END_OF_BLOCK:
-            used.add(symbol)
-            if symbol > _END_OF_BLOCK:
-                self.lengths.append(-self._match_length(symbol))
-                code = self._symbol(distances)
-                extra = max(0, code // 2 - 1)
-                self.reach += (code if code < 4 else 2 + code % 2 << extra) + 1 + self._take(extra)
-        if kind == 2:
-            self.unused += len(set(literals.values()) - used - {_END_OF_BLOCK})
-        return last
+    def skip_stored(self) -> None:
+        """Skip the bytes of a block that is not compressed."""
+        self._at += -self._at % 8
+        length = self.take(16)
+        self._at += 16 + 8 * length
 
-    def _match_length(self, symbol: int) -> int:
-        code = symbol - 257
-        if symbol == _LAST_LENGTH:
-            return 258
-        if symbol > _LAST_LENGTH:
-            raise ValueError("no such length")
-        extra = max(0, code // 4 - 1)
-        return (code if code < 8 else 4 + code % 4 << extra) + 3 + self._take(extra)
-
-    def _dynamic_codes(self) -> tuple[_Codes, _Codes]:
-        """The codes a block declares. Those at the end of its lists that are not codes count as unused."""
-        literals, distances, count = self._take(5) + 257, self._take(5) + 1, self._take(4) + 4
+    def dynamic_codes(self) -> tuple[_Codes, _Codes, int]:
+        """The codes a block declares, and how many places at the end of its lists are not codes."""
+        literals, distances, count = self.take(5) + 257, self.take(5) + 1, self.take(4) + 4
         own = [0] * 19
         for place in _CODE_LENGTH_ORDER[:count]:
-            own[place] = self._take(3)
+            own[place] = self.take(3)
         codes, lengths = _codes(own), list[int]()
         while len(lengths) < literals + distances:
-            symbol = self._symbol(codes)
+            symbol = self.symbol(codes)
             if symbol < 16:
                 lengths.append(symbol)
             elif symbol == 16:
-                lengths += lengths[-1:] * (3 + self._take(2))
+                lengths += lengths[-1:] * (3 + self.take(2))
             else:
-                lengths += [0] * (3 + self._take(3) if symbol == 17 else 11 + self._take(7))
-        self.unused += literals > 257 and not lengths[literals - 1]
-        self.unused += distances > 1 and not lengths[literals + distances - 1]
-        self.unused += count > 4 and not own[_CODE_LENGTH_ORDER[count - 1]]
-        return _codes(lengths[:literals]), _codes(lengths[literals : literals + distances])
+                lengths += [0] * (3 + self.take(3) if symbol == 17 else 11 + self.take(7))
+        unused = int(literals > 257 and not lengths[literals - 1])
+        unused += distances > 1 and not lengths[literals + distances - 1]
+        unused += count > 4 and not own[_CODE_LENGTH_ORDER[count - 1]]
+        return _codes(lengths[:literals]), _codes(lengths[literals : literals + distances]), unused
 
 
 def _codes(lengths: list[int]) -> _Codes:

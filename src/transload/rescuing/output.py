@@ -11,17 +11,16 @@ from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
+from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
 from transload.formats.tensors import READERS, Place, StorageTable, called, find_tensors
 from transload.formats.torch_legacy import claimed, run_at
-from transload.io.sources import Source
+from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, Set
-from transload.rescuing.assembly import (
+from transload.rescuing.archive import (
     ArchiveRecord,
-    Assembly,
     Filler,
     LostRange,
-    Part,
     Recovered,
     archive,
     archive_pieces,
@@ -95,7 +94,15 @@ class Outcomes:
         """What became of a tensor."""
         repaired, checked = False, True
         for storage, start, end in extents(tensor, self._storages):
-            why = self._why_lost(storage, start, end)
+            why = ""
+            if start < end and storage.device != "meta":
+                lost = self._lost_in(start, end)
+                if storage.offset is None or storage.compressed:
+                    why = _NOT_IN_FILE
+                elif end > storage.offset + storage.stored:
+                    why = "the file ends before its last byte"
+                elif lost is not None:
+                    why = lost.why
             if why:
                 return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
             if start < end and bisect_left(self._repaired_at, start) < bisect_left(self._repaired_at, end):
@@ -103,16 +110,6 @@ class Outcomes:
             if self._all_unchecked or storage.record in self._unchecked:
                 checked = False
         return TensorOutcome(tensor.name, "mended" if repaired else "whole", tensor.nbytes, checked)
-
-    def _why_lost(self, storage: Storage, start: int, end: int) -> str:
-        if start >= end or storage.device == "meta":
-            return ""
-        if storage.offset is None or storage.compressed:
-            return _NOT_IN_FILE
-        if end > storage.offset + storage.stored:
-            return "the file ends before its last byte"
-        found = self._lost_in(start, end)
-        return found.why if found else ""
 
     def _lost_in(self, start: int, end: int) -> LostRange | None:
         """The first lost range in an interval; the ranges do not overlap."""
@@ -210,24 +207,11 @@ _Fill = tuple[int, int, bytes]
 
 
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
-    """The same file with a pattern in the place of every lost byte."""
-    fills = sorted(_fills(recovered, checkpoint, fill), key=lambda each: each[0])
-    if not recovered.records:
-        return Assembly(_with_fills(recovered.source, fills), recovered.source.name)
-    starts: dict[bytes, int] = {}
-    for piece in archive_pieces(recovered.records):
-        if piece.record is not None:
-            starts.setdefault(piece.record.name, piece.offset)
-    return rebuilt(
-        recovered, [_filled_record(record, starts.get(record.name, 0), fills) for record in recovered.records]
-    )
-
-
-def _fills(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Iterator[_Fill]:
-    """An element of which a byte is lost is filled as a whole."""
+    """The same file with a pattern in the place of every lost byte; an element is filled as a whole."""
     dtypes: dict[str | None, str] = {}  # that of the first tensor in a storage: newer files name bytes only
     for tensor in checkpoint.tensors:
         dtypes.setdefault(tensor.storage, tensor.dtype)
+    fills: list[_Fill] = []
     for storage in checkpoint.storages:
         if storage.offset is None:
             continue
@@ -240,14 +224,24 @@ def _fills(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Iterator
             first = max(lost.start - storage.offset, 0)
             last = min(lost.end - storage.offset, storage.nbytes)
             if first < last:
-                yield storage.offset + first - first % len(pattern), storage.offset + last, pattern
-
-
-def _filled_record(record: ArchiveRecord, start: int, fills: Sequence[_Fill]) -> ArchiveRecord:
-    inside = [(a - start, b - start, pattern) for a, b, pattern in fills if start <= a and b <= start + record.stored]
-    if not inside:
-        return record
-    return record._replace(content=tuple(_with_fills(Assembly(record.content, ""), inside)), crc32=0)
+                fills.append((storage.offset + first - first % len(pattern), storage.offset + last, pattern))
+    fills.sort(key=lambda each: each[0])
+    if not recovered.records:
+        return Assembly(_with_fills(recovered.source, fills), recovered.source.name)
+    starts: dict[bytes, int] = {}
+    for piece in archive_pieces(recovered.records):
+        if piece.record is not None:
+            starts.setdefault(piece.record.name, piece.offset)
+    records: list[ArchiveRecord] = []
+    for record in recovered.records:
+        start = starts.get(record.name, 0)
+        inside = [(a - start, b - start, with_) for a, b, with_ in fills if start <= a and b <= start + record.stored]
+        if inside:
+            content = tuple(_with_fills(Assembly(record.content, ""), inside))
+            records.append(record._replace(content=content, crc32=0))
+        else:
+            records.append(record)
+    return rebuilt(recovered, records)
 
 
 def _with_fills(source: Source, fills: Sequence[_Fill]) -> Iterator[Part]:
@@ -277,7 +271,21 @@ def without_lost(
     if pickle is None or checkpoint.format not in ("torch-zip", "torch-legacy"):
         what = "tensors cannot be left out of a file of this format"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.")
-    index = _index_without_lost(pickle.root, checkpoint.storages, outcomes, source.name)
+    by_key = {storage.key: storage for storage in checkpoint.storages}
+
+    def locate(key: str, _: int) -> Place:
+        storage = by_key.get(key)
+        return Place(None, 0) if storage is None else Place(storage.offset, storage.stored, storage.record)
+
+    def is_lost(node: Call) -> bool:
+        tree = find_tensors(node, StorageTable(locate))
+        return not tree.tensors or any(outcomes.of(tensor).state == "lost" for tensor in tree.tensors)
+
+    try:
+        index = dumps(_Pruning(is_lost).run(pickle.root))
+    except CannotPickleGraphError as error:
+        what = f"the index cannot be written without them ({error.what})"
+        raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
     needed = claimed(pickle_machine.run(index, name="data.pkl"))
     if checkpoint.format == "torch-legacy":
         return _legacy_of(source, index, [s for s in checkpoint.storages if s.key in needed])
@@ -292,27 +300,6 @@ def without_lost(
         elif not (key in gone and unused):
             records.append(record._replace(padding=None, before=()))
     return rebuilt(recovered, records)
-
-
-def _index_without_lost(root: object, storages: Sequence[Storage], outcomes: Outcomes, where: str) -> bytes:
-    """The pickle of an object without its lost tensors."""
-    from transload.formats.pickle_writer import CannotPickleGraphError, dumps
-
-    by_key = {storage.key: storage for storage in storages}
-
-    def locate(key: str, _: int) -> Place:
-        storage = by_key.get(key)
-        return Place(None, 0) if storage is None else Place(storage.offset, storage.stored, storage.record)
-
-    def is_lost(node: Call) -> bool:
-        tree = find_tensors(node, StorageTable(locate))
-        return not tree.tensors or any(outcomes.of(tensor).state == "lost" for tensor in tree.tensors)
-
-    try:
-        return dumps(_Pruning(is_lost).run(root))
-    except CannotPickleGraphError as error:
-        what = f"the index cannot be written without them ({error.what})"
-        raise RescueError(what, where=where, fix="Fill them instead: --fill zeros.") from error
 
 
 class _Pruning:
@@ -335,7 +322,18 @@ class _Pruning:
         while self._todo:
             node = self._todo.pop()
             if type(node) is Call:
-                self._prune_call(node)
+                args = node.args
+                if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
+                    pairs = args[0]  # how Python 2 writes an ordered dictionary
+                    lost = [type(pair) in (list, tuple) and any(map(self._lost, pair)) for pair in pairs]
+                    pairs[:] = [pair for pair, is_lost in zip(pairs, lost, strict=True) if not is_lost]
+                node.args = self._new(args)
+                if node.items is not None:
+                    self._prune_pairs(node.items)
+                for items in (node.appended, node.states):
+                    if items is not None:
+                        self._prune_list(items)
+                node.kwargs = self._new(node.kwargs)
             elif type(node) is Dict:
                 self._prune_pairs(node.items)
             else:
@@ -374,25 +372,9 @@ class _Pruning:
         pairs = zip(items[::2], items[1::2], strict=False)
         items[:] = [self._new(each) for key, value in pairs if not self._lost(value) for each in (key, value)]
 
-    def _prune_call(self, node: Call) -> None:
-        args = node.args
-        if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
-            pairs = args[0]  # how Python 2 writes an ordered dictionary
-            pairs[:] = [pair for pair in pairs if not (type(pair) in (list, tuple) and any(map(self._lost, pair)))]
-        node.args = self._new(args)
-        if node.items is not None:
-            self._prune_pairs(node.items)
-        if node.appended is not None:
-            self._prune_list(node.appended)
-        if node.states is not None:
-            self._prune_list(node.states)
-        node.kwargs = self._new(node.kwargs)
-
 
 def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
     """A legacy stream with another object, the keys it needs, and their storages."""
-    from transload.formats.pickle_writer import dumps
-
     position = 0
     for _ in range(3):
         _, position = run_at(source, position, "")
@@ -423,8 +405,6 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
 
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """A dictionary of tensors by name as ``torch.save`` writes it, on the CPU, sharing storages as they did."""
-    from transload.formats.pickle_writer import dumps
-
     storages = {storage.id: storage for storage in checkpoint.storages}
     plain = [t for t in tensors if t.kind == "strided" and t.dtype in _STORAGE_CLASSES and t.storage in storages]
     if not plain:

@@ -1,40 +1,44 @@
 """A damaged file, whatever its format, as the file it was or as much of it as there is.
 
-Archives have a module of their own. Legacy streams and safetensors files begin with what names their tensors, so what
-is before a cut is all there. They have no checksums: only what is in them twice can be repaired.
+``unwrapped`` takes off what is around a checkpoint: compression, or an archive it was put into; ``journal_undone``
+undoes a retag that was interrupted. ``recover`` makes of the rest what the reader can read. Legacy streams and
+safetensors files begin with what names their tensors, so what is before a cut is all there. They have no checksums:
+only what is in them twice can be repaired.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
+from transload.errors import RescueError
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
-from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, looks_like_legacy, run_at
-from transload.io.sources import Slice, Source
+from transload.io.journal import has_journal, journal_of, names_of, state_of
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source
 from transload.nodes import Pickle
-from transload.rescuing.assembly import (
-    Assembly,
+from transload.rescuing.archive import (
     Filler,
     LostRange,
-    Part,
     Recovered,
+    claim_of,
     differences,
-    file_source,
     key_of,
+    recover_archive,
     repaired,
-    temporary_file,
 )
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, inflated, repairs_of
 from transload.rescuing.result import Repair
-from transload.rescuing.zip_recovery import recover_archive
-from transload.rescuing.zip_scan import Scan, find_directory, find_header, starts_record
+from transload.rescuing.zip_scan import FoundRecord, Scan, find_directory, find_header, starts_record
 
-__all__ = ["looks_like_damaged_legacy", "recover"]
+__all__ = ["journal_undone", "recover", "unwrapped"]
 
 _MAX_SEARCH = 64 << 20
 """How far the beginning of a checkpoint is searched for behind something else."""
@@ -49,36 +53,33 @@ _PICKLES = 5
 _COUNT = 8
 
 
-class _Attempt(NamedTuple):
-    offset: int
-    made: Recovered
-
-    @property
-    def worth(self) -> tuple[bool, int, int]:
-        made = self.made
-        return not made.lost_records and not made.lost_ranges, len(made.records) - len(made.lost_records), -self.offset
-
-
 def recover(source: Source, stack: ExitStack) -> Recovered | None:
     """The best that can be made of a source; ``None`` if no checkpoint can be seen in it."""
-    best = max(_attempts(source), key=lambda attempt: attempt.worth, default=None)
-    if best is None or not best.worth[0]:
+    best = max(_attempts(source), key=_worth, default=None)
+    if best is None or not _worth(best)[0]:
         text = _without_carriage_returns(source, stack)
-        other = max(_attempts(text), key=lambda attempt: attempt.worth, default=None) if text is not None else None
-        if other is not None and (best is None or other.worth > best.worth):
+        other = max(_attempts(text), key=_worth, default=None) if text is not None else None
+        if other is not None and (best is None or _worth(other) > _worth(best)):
             note = "the file was copied as text, with a CR before every LF: these were removed"
-            return other.made._replace(exact=False, notes=(note, *other.made.notes))
-    if best is None or not best.offset:
-        return best.made if best else None
-    repairs = tuple(repair._replace(position=repair.position + best.offset) for repair in best.made.repairs)
+            return other[1]._replace(exact=False, notes=(note, *other[1].notes))
+    if best is None or not best[0]:
+        return best[1] if best else None
+    offset, made = best
+    repairs = tuple(repair._replace(position=repair.position + offset) for repair in made.repairs)
     kind = "another archive" if starts_record(source) else "other data"
-    note = f"the checkpoint begins at byte {best.offset:,}, after {kind}"
-    return best.made._replace(repairs=repairs, notes=(note, *best.made.notes))
+    return made._replace(
+        repairs=repairs, notes=(f"the checkpoint begins at byte {offset:,}, after {kind}", *made.notes)
+    )
+
+
+def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
+    offset, made = attempt
+    return not made.lost_records and not made.lost_ranges, len(made.records) - len(made.lost_records), -offset
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
     """The file without the CR before every LF that a program put in, taking it for text; ``None`` if it did not."""
-    file = temporary_file(stack)
+    file = _temporary_file(stack)
     ends, carried = 0, b""
     for at in range(0, source.size, _CHUNK):
         data = carried + source.read(at, _CHUNK)
@@ -89,18 +90,28 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
             return None
         ends += found
         file.write(data.replace(b"\r\n", b"\n"))
-    return file_source(file, source.name) if ends else None
+    return _file_source(file, source.name) if ends else None
 
 
-def _attempts(source: Source) -> Iterator[_Attempt]:
+def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
+    """What can be made of a source from an offset on."""
     first: Recovered | None = None
-    for offset in _archive_starts(source):
+    # Archives may begin at the beginning, and where a directory would be right about its place.
+    starts = [0] if starts_record(source) else []
+    directory = find_directory(source)
+    if directory.entries and directory.stated >= 0:
+        shift = directory.start - directory.stated
+        if shift > 0 and starts_record(source, shift):
+            starts.append(shift)
+    if not starts and directory.entries:
+        starts.append(0)  # its beginning was overwritten
+    for offset in starts:
         if first is not None and _is_within(source, offset, first):
             continue
         made = recover_archive(_from(source, offset))
         if made is not None:
             first = first or made
-            yield _Attempt(offset, made)
+            yield offset, made
     if first is not None:
         return
     if looks_like_legacy(source) or looks_like_damaged_legacy(source):
@@ -108,7 +119,7 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
     if first is None and (looks_like_safetensors(source) or source.read(8, 2) == b'{"'):
         first = _recover_safetensors(source)
     if first is not None:
-        yield _Attempt(0, first)
+        yield 0, first
         return
     head = source.read(0, _MAX_SEARCH)  # it begins with something else
     table = head.find(b'{"', PREFIX + 1)
@@ -120,25 +131,12 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
     for at, attempt in places:
         made = attempt(_from(source, at)) if at > 0 else None
         if made is not None:
-            yield _Attempt(at, made)
+            yield at, made
             return
 
 
 def _from(source: Source, offset: int) -> Source:
     return Slice(source, offset, source.size - offset, source.name) if offset else source
-
-
-def _archive_starts(source: Source) -> list[int]:
-    """Where archives may begin: at the beginning, and where a directory would be right about its place."""
-    starts = [0] if starts_record(source) else []
-    directory = find_directory(source)
-    if directory.entries and directory.stated >= 0:
-        shift = directory.start - directory.stated
-        if shift > 0 and starts_record(source, shift):
-            starts.append(shift)
-    if not starts and directory.entries:
-        starts.append(0)  # its beginning was overwritten
-    return starts
 
 
 def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
@@ -175,10 +173,20 @@ def _recover_legacy(source: Source) -> Recovered | None:
     repairs: list[Repair] = []
     if looks_like_damaged_legacy(source):
         repairs = differences(0, source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING)
-    found = _legacy_storages(Assembly(repaired(source, 0, source.size, repairs), source.name))
-    if found is None:
+    opened = Assembly(repaired(source, 0, source.size, repairs), source.name)
+    pickles: list[Pickle] = []
+    first = 0
+    while len(pickles) < _PICKLES and not (pickles and pickles[-1].broken):
+        pickle, first = run_at(opened, first, f"part {len(pickles) + 1}")
+        pickles.append(pickle)
+    if len(pickles) < _PICKLES or pickles[-1].broken:
         return None
-    at, slots = found
+    root = pickles[4].root if type(pickles[4].root) is list else []
+    keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
+    known = claimed(pickles[3])
+    if any(key not in known for key in keys):
+        return None
+    slots, at = [known[key] for key in keys], first
     end = at + sum(_COUNT + slot.nbytes for slot in slots)
     # In a file as long as it should be only some counts were overwritten, and a bit or two of one may have flipped.
     # Otherwise everything behind a wrong one is displaced.
@@ -189,7 +197,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
         repairs += differences(at, here.ljust(_COUNT, b"\0"), count)
         right.append(len(here) < _COUNT or _distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
         at += _COUNT + slot.nbytes
-    at, lost = found[0], False
+    at, lost = first, False
     ranges: list[LostRange] = []
     for index, slot in enumerate(slots):
         lost = not all(right[index : index + 2]) or (lost and not same_size)
@@ -222,29 +230,23 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
     return made._replace(notes=(f"{source.size - end:,} bytes after the last {last} are left out",))
 
 
-def _legacy_storages(source: Source) -> tuple[int, list[Slot]] | None:
-    """Where the storages begin, and what the object says of each; ``None`` if the pickles are not all there."""
-    pickles: list[Pickle] = []
-    at = 0
-    while len(pickles) < _PICKLES and not (pickles and pickles[-1].broken):
-        pickle, at = run_at(source, at, f"part {len(pickles) + 1}")
-        pickles.append(pickle)
-    if len(pickles) < _PICKLES or pickles[-1].broken:
-        return None
-    root = pickles[4].root if type(pickles[4].root) is list else []
-    keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
-    slots = claimed(pickles[3])
-    return None if any(key not in slots for key in keys) else (at, [slots[key] for key in keys])
-
-
 # -- safetensors: a length, a table, then the tensors
 
 
 def _recover_safetensors(source: Source) -> Recovered | None:
     """The file as it should be; ``None`` if its table is not all there."""
-    length = _table_length(source)
-    if length is None:
-        return None
+    # The length of the table is what the file says, or where the table really ends.
+    stated = length = int.from_bytes(source.read(0, PREFIX), "little")
+    if not (1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated))):
+        head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
+        text = head.decode("latin-1")  # one character for each byte; the table itself is read again as what it is
+        try:
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            return None
+        length = end + len(text[end:]) - len(text[end:].lstrip(" "))
+        if not _is_table(head[:length]) or (stated ^ length).bit_count() > 2:
+            return None
     repairs = differences(0, source.read(0, PREFIX), length.to_bytes(PREFIX, "little"))
     end = PREFIX + length
     for entry in json.loads(source.read(PREFIX, length)).values():
@@ -259,23 +261,281 @@ def _recover_safetensors(source: Source) -> Recovered | None:
     )
 
 
-def _table_length(source: Source) -> int | None:
-    """The length of the table: what the file says, or where the table really ends."""
-    stated = int.from_bytes(source.read(0, PREFIX), "little")
-    if 1 < stated <= min(MAX_HEADER, source.size - PREFIX) and _is_table(source.read(PREFIX, stated)):
-        return stated
-    head = source.read(PREFIX, min(MAX_HEADER, source.size - PREFIX))
-    text = head.decode("latin-1")  # one character for each byte; the table itself is read again as what it is
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None
-    length = end + len(text[end:]) - len(text[end:].lstrip(" "))
-    return length if _is_table(head[:length]) and (stated ^ length).bit_count() <= 2 else None
-
-
 def _is_table(data: bytes) -> bool:
     try:
         return isinstance(json.loads(data), dict)
     except (ValueError, RecursionError):
         return False
+
+
+# -- what is around a checkpoint
+
+_MAX_LAYERS = 3
+"""A zip in a zip in a gzip is the most that occurs; a hostile file goes on for ever."""
+
+_MAX_UNPACKED_RATIO = 200
+_MIN_UNPACKED_LIMIT = 4 << 30
+"""A packed file may unpack to so many times its size, or to this: a megabyte of zeros can become a gigabyte."""
+
+_MAX_JOURNAL = 1 << 30
+"""It holds an index and a directory twice, and may have been put beside the file by anybody."""
+
+_PACKED_CHUNK = 1 << 16
+_SIP = 1 << 10
+_RECORDS = (
+    b"data.pkl",
+    b"constants.pkl",
+    b"model.json",
+    b"archive_format",
+    b"data/0",
+    b"tensors/0",
+    b"byteorder",
+    b"version",
+    b".data/extern_modules",
+    b".data/python_version",
+)
+"""Records of an archive that is a checkpoint itself."""
+
+_SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".tar", b".gz", b".zip", b".pkl")
+
+
+def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source:
+    """What is inside a source, layer by layer; the source itself if there is nothing around it."""
+    for _ in range(_MAX_LAYERS):
+        inner = _decompressed(source, stack, notes) or _extracted(source, member, stack, notes)
+        if inner is None:
+            break
+        source = inner
+    return source
+
+
+def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None:
+    """The file as it was before a retag that was interrupted, by the journal beside it."""
+    descriptor = getattr(source, "descriptor", -1)
+    if not has_journal(path) or descriptor < 0:
+        return None
+    from pathlib import Path  # which costs ten milliseconds
+
+    file = Path(names_of(path).journal)
+    try:
+        journal = journal_of(file.read_bytes()) if file.stat().st_size <= _MAX_JOURNAL else None
+    except OSError:
+        return None
+    if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
+        return None
+    runs = journal.changes.runs
+    if any(run.offset + len(run.old) > after.offset for run, after in pairwise(runs)):
+        return None
+    notes.append("a retag of the file was interrupted: it is read as it was before, using the journal beside it")
+    return journal.changes.undone().made(source)
+
+
+def _temporary_file(stack: ExitStack) -> BinaryIO:
+    """A file without a name, which is gone when the rescue is done."""
+    from tempfile import TemporaryFile  # which imports every compressor Python has
+
+    return cast(BinaryIO, stack.enter_context(TemporaryFile()))
+
+
+def _file_source(file: BinaryIO, name: str) -> Source:
+    """What was written into a temporary file, as a source."""
+    source = ObjectSource(file)
+    source.name = name
+    return source
+
+
+def _unpacked_limit(source: Source) -> int:
+    return max(_MIN_UNPACKED_LIMIT, _MAX_UNPACKED_RATIO * source.size)
+
+
+# -- compression
+
+
+class _Sips:
+    """A decompressor that gives all it has at once, fed little at a time: a kilobyte can unpack to 32 MB."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._waiting = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._inner.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._inner.unused_data) + self._waiting
+
+    @property
+    def unconsumed_tail(self) -> bytes:
+        return b"" if self.eof else self._waiting
+
+    def decompress(self, data: bytes, _: int = -1) -> bytes:
+        sip, self._waiting = data[:_SIP], data[_SIP:]
+        return bytes(self._inner.decompress(sip))
+
+
+def _zstd() -> Any:
+    """A decompressor by Python's own module, or one of two others; ``None`` without any."""
+    for name in ("compression.zstd", "backports.zstd", "zstandard"):
+        try:
+            made = import_module(name).ZstdDecompressor()
+        except ImportError:
+            continue
+        return _Sips(made.decompressobj()) if name == "zstandard" else made
+    return None
+
+
+_COMPRESSIONS: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
+    (b"\x1f\x8b\x08", "gzip", lambda: zlib.decompressobj(31)),
+    (b"BZh", "bzip2", lambda: import_module("bz2").BZ2Decompressor()),
+    (b"\xfd7zXZ\x00", "xz", lambda: import_module("lzma").LZMADecompressor()),
+    (b"\x28\xb5\x2f\xfd", "zstd", _zstd),
+)
+
+
+def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source | None:
+    """What a compressed source decompresses to, in a temporary file; ``None`` if it is not compressed."""
+    head = source.read(0, 8)
+    name, make = next(((name, make) for sign, name, make in _COMPRESSIONS if head.startswith(sign)), ("", None))
+    if make is None:
+        return None
+    if make() is None:
+        what = "the file is compressed with zstd, and no module that reads it is installed"
+        raise RescueError(what, where=source.name, fix="pip install zstandard, or decompress it first: zstd -d FILE.")
+    file = _temporary_file(stack)
+    whole = _decompress(source, make, file)
+    unpacked = _file_source(file, source.name)
+    if not unpacked.size:
+        raise RescueError(
+            f"the file is compressed with {name}, and nothing of it can be decompressed", where=source.name
+        )
+    cut = "" if whole else "; the compressed data breaks off there"
+    notes.append(f"decompressed from {name}: {unpacked.size:,} bytes{cut}")
+    return unpacked if whole else _Damaged(unpacked, 0, unpacked.size, unpacked.name)
+
+
+def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
+    """Unpack as far as it goes; whether that is all. Several compressed streams may follow one another."""
+    unpacker, at = make(), 0
+    while at < source.size:
+        data = source.read(at, _PACKED_CHUNK)
+        at += len(data)
+        while data:
+            before, start = unpacker.copy() if hasattr(unpacker, "copy") else None, file.tell()
+            if not _feed(unpacker, data, file, source):
+                # It gives nothing of what it was fed when it met the damage. So that is fed to it again byte by byte,
+                # if it can be taken back.
+                if before is not None:
+                    file.seek(start)
+                    file.truncate()
+                    for byte in data:
+                        if not _feed(before, bytes([byte]), file, source):
+                            break
+                return False
+            if not unpacker.eof:
+                break
+            data = unpacker.unused_data
+            if not data.strip(b"\0") and at >= source.size:
+                return True
+            unpacker = make()
+    return bool(unpacker.eof)
+
+
+def _feed(unpacker: Any, data: bytes, file: BinaryIO, source: Source) -> bool:
+    """Unpack some bytes into a file, never much at once; false where they are damaged."""
+    limit = _unpacked_limit(source)
+    while True:
+        try:
+            piece = unpacker.decompress(data, _CHUNK)
+        except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
+            return False
+        if not piece and not data:
+            return True
+        file.write(piece)
+        if file.tell() > limit:
+            raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
+        data = getattr(unpacker, "unconsumed_tail", b"")
+        if unpacker.eof or (not data and getattr(unpacker, "needs_input", True) and len(piece) < _CHUNK):
+            return True
+
+
+# -- an archive around a checkpoint
+
+
+def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source | None:
+    """The checkpoint in an archive; ``None`` if the archive holds none or is one itself."""
+    if not starts_record(source):
+        return None
+    records = [record for record in Scan(source).records if record.names and not record.replaced]
+    if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
+        return None
+    held = {record.header: record for record in records if _is_checkpoint(source, record)}
+    names = {header: record.names[0].decode("utf-8", "backslashreplace") for header, record in held.items()}
+    if member:
+        names = {header: name for header, name in names.items() if name == member}
+    if not names:
+        return None
+    if len(names) > 1:
+        what = f"{len(names)} checkpoints are in the archive: {', '.join(list(names.values())[:8])}"
+        raise RescueError(what, where=source.name, fix="Name one of them: --member NAME.")
+    ((header, name),) = names.items()
+    notes.append(f"extracted from an archive: {name}")
+    record = held[header]
+    repairs: list[Repair] = []
+    damaged = False
+    if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
+        (verdict,) = check_records(source, [claim_of(record, _method(record), summed=True)])
+        repairs = repairs_of(source, verdict, "")
+        if verdict.state == "mended":
+            place = f"byte {repairs[0].position:,}"
+            notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
+        damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
+    content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
+    if _method(record) == DEFLATED:
+        file, limit = _temporary_file(stack), _unpacked_limit(source)
+        for piece in _inflated(content, record):
+            file.write(piece)
+            if file.tell() >= limit:
+                break
+        content = _file_source(file, source.name)
+    return _Damaged(content, 0, content.size, content.name) if damaged else content
+
+
+def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
+    name = record.names[0]
+    if name.startswith(b"__MACOSX/") or name.rpartition(b"/")[2].startswith(b"._"):
+        return False
+    head = _head(source, record)
+    if starts_record(head) or looks_like_damaged_legacy(head):
+        return True
+    return name.lower().endswith(_SUFFIXES) and record.present > 64
+
+
+def _method(record: FoundRecord) -> int:
+    return record.entry.method if record.entry else record.local.method if record.local else 0
+
+
+def _head(source: Source, record: FoundRecord) -> Source:
+    """The first bytes of a record."""
+    if _method(record) != DEFLATED:
+        return Slice(source, record.payload, min(64, record.present), source.name)
+    return BytesSource(next(_inflated(Slice(source, record.payload, record.present, source.name), record), b"")[:64])
+
+
+def _inflated(packed: Source, record: FoundRecord) -> Iterator[bytes]:
+    """What a deflated record inflates to, up to the first damage and to the size it declares."""
+    size = record.entry.size if record.entry else record.descriptor.size if record.descriptor else 1 << 62
+    left = min(size, MAX_RATIO * record.present + 64)
+    with suppress(zlib.error):
+        for piece in inflated(packed, 0, packed.size):
+            yield piece[:left]
+            left -= len(piece)
+            if left <= 0:
+                return
+
+
+class _Damaged(Slice):
+    """What was taken out of something that is not as it was saved."""
+
+    whole = False

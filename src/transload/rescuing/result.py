@@ -1,12 +1,15 @@
-"""What a rescue found, and what it wrote or would write."""
+"""What a rescue found, and what it wrote or would write; and its report."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from transload.frozen import facts
+from transload.render.lines import Block, Line, Prose, Style, Table, layout, plain
+from transload.render.words import plural, printable, size
 
-__all__ = ["Certainty", "Fill", "LostRecord", "Repair", "Rescue", "TensorOutcome"]
+__all__ = ["Certainty", "Fill", "LostRecord", "Repair", "Rescue", "TensorOutcome", "report"]
 
 Fill = Literal["zeros", "nan"]
 Certainty = Literal["proven", "probable", "ambiguous"]
@@ -129,6 +132,82 @@ class Rescue:
 
     def __str__(self) -> str:
         """The report as the command line prints it."""
-        from transload.rescuing.report import as_text
+        return "\n".join(plain(line) for line in layout(report(self), Style()))
 
-        return as_text(self)
+
+# -- the report
+
+_LABEL = 12
+_SHOWN = 32
+_HOW = {
+    "exact": "the file as it was saved, byte for byte as far as can be told",
+    "rebuilt": "everything, in a new layout",
+    "filled": "everything, with {fill} in place of what is lost",
+    "left-out": "without what is lost",
+    "weights": "a dictionary of its tensors: the program is incomplete",
+    "nothing": "nothing: there is nothing to save",
+}
+_CERTAINTY = {"proven": "good", "probable": "trust", "ambiguous": "bad"}
+
+
+def report(rescue: Rescue) -> Iterator[Block]:
+    """Everything ``transload rescue`` prints."""
+    yield Prose(((printable(rescue.path, None), "strong"),))
+    for note in rescue.notes:
+        yield _row("found", printable(note, None))
+    yield _row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
+    if rescue.mends:
+        bits = sum(len(repair.bits) for repair in rescue.mends)
+        held = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
+        yield _row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{held}", "trust")
+        repairs: list[tuple[Line, ...]] = [
+            (
+                ((f"byte {repair.position:,}", ""),),
+                ((f"{repair.old:#04x} → {repair.new:#04x}", "dim"),),
+                ((repair.certainty, _CERTAINTY[repair.certainty]),),
+                ((printable(repair.record) if repair.record else "headers and directory", "dim"),),
+            )
+            for repair in rescue.mends[:_SHOWN]
+        ]
+        yield Table(repairs, right=frozenset({0, 1}), shrinks=(3,), indent=14)
+        yield from _more(len(rescue.mends), "bytes")
+    if rescue.lost:
+        yield _row("lost", _counted(rescue.lost), "bad")
+        lost: list[tuple[Line, ...]] = [
+            (((printable(each.name) or "the root", ""),), ((size(each.nbytes), "dim"),), ((each.why, "dim"),))
+            for each in rescue.lost[:_SHOWN]
+        ]
+        yield Table(lost, right=frozenset({1}), indent=14)
+        yield from _more(len(rescue.lost), "tensors")
+    for record in rescue.records[:_SHOWN]:
+        yield _row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
+    yield from _more(len(rescue.records), "records")
+    words = _HOW[rescue.how].format(fill=rescue.fill)
+    if rescue.how == "nothing":
+        yield _row("written", words, "bad")
+    else:
+        yield _row("written" if rescue.done else "would write", words, "" if rescue.done else "trust")
+    if rescue.done:
+        yield _row("", printable(rescue.out, None))
+        yield _row("report", printable(rescue.report, None))
+    for warning in rescue.warnings:
+        yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
+
+
+def _row(label: str, words: str, role: str = "") -> Block:
+    return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
+
+
+def _more(count: int, what: str) -> Iterator[Block]:
+    if count > _SHOWN:
+        yield _row("", f"… and {count - _SHOWN:,} more {what}; --json and the report have all of them", "dim")
+
+
+def _counted(outcomes: tuple[TensorOutcome, ...]) -> str:
+    if not outcomes:
+        return "no tensors"
+    words = f"{plural(len(outcomes), 'tensor')}, {size(sum(outcome.nbytes for outcome in outcomes))}"
+    checked = sum(outcome.checked for outcome in outcomes)
+    if outcomes[0].state == "lost" or checked == len(outcomes):
+        return words
+    return words + (f", {checked} of them confirmed by checksums" if checked else "; the file has no checksums")

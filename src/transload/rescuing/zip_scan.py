@@ -11,32 +11,25 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from struct import Struct
 from typing import NamedTuple
 
 from transload.formats import pickle_machine
 from transload.formats.tensors import Slot
 from transload.formats.torch_legacy import claimed, run_at
-from transload.formats.zip import ALIGNMENT, widen
+from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
 from transload.io.sources import Source
-from transload.rescuing.assembly import HAS_DESCRIPTOR
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
 
-__all__ = ["FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+__all__ = ["HAS_DESCRIPTOR", "FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+
+HAS_DESCRIPTOR = 8
+"""The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
 
 _LOCAL = b"PK\x03\x04"
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"
 _END64 = b"PK\x06\x06"
 _END = b"PK\x05\x06"
-_LOCAL_FORM = Struct("<4s5H3L2H")
-_CENTRAL_FORM = Struct("<4s6H3L5H2L")
-_DESCRIPTOR_FORM = Struct("<4s3L")
-_DESCRIPTOR64_FORM = Struct("<4sL2Q")
-_END_FORM = Struct("<4s4H2LH")
-_END64_FORM = Struct("<4sQ2H2L4Q")
-_ALL32 = 0xFFFFFFFF
-
 _CHUNK = 1 << 20
 _BLOCK = 4096
 _TAIL = 1 << 17
@@ -161,15 +154,15 @@ def starts_record(source: Source, offset: int = 0) -> bool:
 
 def _read_local(source: Source, header: int) -> Header | None:
     """The header at an offset, whatever its signature; ``None`` where the file ends within it."""
-    raw = source.read(header, _LOCAL_FORM.size)
-    if len(raw) < _LOCAL_FORM.size:
+    raw = source.read(header, LOCAL.size)
+    if len(raw) < LOCAL.size:
         return None
-    _, _, flags, method, time, date, crc, stored, size, n_name, n_extra = _LOCAL_FORM.unpack(raw)
-    head = source.read(header + _LOCAL_FORM.size, n_name + n_extra)
+    _, _, flags, method, time, date, crc, stored, size, n_name, n_extra = LOCAL.unpack(raw)
+    head = source.read(header + LOCAL.size, n_name + n_extra)
     name, extra = head[:n_name], head[n_name:]
-    if _ALL32 in (stored, size):
+    if ALL32 in (stored, size):
         size, stored = widen(extra, size, stored)
-    end = header + _LOCAL_FORM.size + n_name + n_extra
+    end = header + LOCAL.size + n_name + n_extra
     return Header(header, end, header, flags, method, time, date, crc, stored, size, name, extra)
 
 
@@ -191,7 +184,7 @@ def find_header(source: Source, data: bytes, base: int = 0) -> int:
 
 def _read_descriptor(source: Source, offset: int, *, wide: bool) -> Descriptor | None:
     """The descriptor at an offset, if there is one."""
-    form = _DESCRIPTOR64_FORM if wide else _DESCRIPTOR_FORM
+    form = DESCRIPTOR64 if wide else DESCRIPTOR
     raw = source.read(offset, form.size)
     if len(raw) < form.size or not _is_near(raw[:4], _DESCRIPTOR):
         return None
@@ -225,7 +218,16 @@ def find_directory(source: Source) -> Directory:
     tail = source.read(base, _TAIL)
     best = _NO_DIRECTORY
     tried: set[int] = set()
-    ends = _end_records(tail, base)
+    ends: list[tuple[int, int, int, int]] = []  # where each end record is, and what it says: size, start, count
+    for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
+        at = tail.rfind(signature)
+        for _ in range(_MAX_ENDS):
+            if at < 0:
+                break
+            if at + form.size <= len(tail):
+                fields = form.unpack_from(tail, at)
+                ends.append((base + at, fields[size], fields[start], fields[count]))
+            at = tail.rfind(signature, 0, at)
     for position, size, start, count in ends:
         for place in (start, position - size):
             if place in tried or len(tried) >= _MAX_ENDS or not 0 <= place < position:
@@ -242,21 +244,6 @@ def find_directory(source: Source) -> Directory:
     return found._replace(stated=ends[0][2], stated_count=ends[0][3]) if ends and found.entries else found
 
 
-def _end_records(tail: bytes, base: int) -> list[tuple[int, int, int, int]]:
-    """Where each end record is, last first, and what it says of the directory: size, start, number of entries."""
-    found: list[tuple[int, int, int, int]] = []
-    for signature, form, (size, start, count) in ((_END, _END_FORM, (5, 6, 4)), (_END64, _END64_FORM, (8, 9, 7))):
-        at = tail.rfind(signature)
-        for _ in range(_MAX_ENDS):
-            if at < 0:
-                break
-            if at + form.size <= len(tail):
-                fields = form.unpack_from(tail, at)
-                found.append((base + at, fields[size], fields[start], fields[count]))
-            at = tail.rfind(signature, 0, at)
-    return found
-
-
 def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
     """The directory by its entries alone: the first one in the tail of a file, and those that end where it begins."""
     at = tail.find(_CENTRAL)
@@ -264,7 +251,7 @@ def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
         if at < 0:
             break
         found = _read_directory(source, base + at)
-        if found.entries and (found.complete or found.entries[-1].end + _CENTRAL_FORM.size >= source.size):
+        if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
             start, earlier = found.start, list[Header]()
             while start > 0:
                 before = max(0, start - _MAX_NAME)
@@ -284,7 +271,7 @@ def _read_directory(source: Source, start: int) -> Directory:
     """The entries from a place on. One that is damaged ends where the next one begins."""
     data = source.read(start, min(_MAX_DIRECTORY, source.size - start))
     entries: list[Header] = []
-    at, least = 0, _CENTRAL_FORM.size + 1
+    at, least = 0, CENTRAL.size + 1
     while at + least <= len(data) and _is_near(data[at : at + 4], _CENTRAL):
         entry = _read_entry(data, at, start)
         end = entry.end - start if entry else at
@@ -307,18 +294,18 @@ def _read_entry(data: bytes, at: int, base: int, length: int = 0) -> Header | No
 
     With a ``length`` the entry is known to be so long, and its name is what is left of it.
     """
-    if at + _CENTRAL_FORM.size > len(data):
+    if at + CENTRAL.size > len(data):
         return None
-    fields = _CENTRAL_FORM.unpack_from(data, at)
+    fields = CENTRAL.unpack_from(data, at)
     _, _, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment = fields[:13]
     if length:
-        n_name, n_extra, n_comment = length - _CENTRAL_FORM.size, 0, 0
-    name_end = at + _CENTRAL_FORM.size + n_name
+        n_name, n_extra, n_comment = length - CENTRAL.size, 0, 0
+    name_end = at + CENTRAL.size + n_name
     end = name_end + n_extra + n_comment
     if end > len(data) or not 0 < n_name <= _MAX_NAME:
         return None
-    name, extra, header = data[at + _CENTRAL_FORM.size : name_end], data[name_end : name_end + n_extra], fields[16]
-    if _ALL32 in (stored, size, header):
+    name, extra, header = data[at + CENTRAL.size : name_end], data[name_end : name_end + n_extra], fields[16]
+    if ALL32 in (stored, size, header):
         size, stored, header = widen(extra, size, stored, header)
     return Header(base + at, base + end, header, flags, method, time, date, crc, stored, size, name, extra)
 
@@ -337,7 +324,10 @@ class Scan:
         self.records: list[FoundRecord] = []
         self._position = 0
         directory = find_directory(source)
-        self._run(directory if self._belongs(directory) else _NO_DIRECTORY)
+        # Whether it is the directory of this archive, not of one inside it: it lists one of its records.
+        first = _read_local(source, 0)
+        own = first is not None and any(entry.name == first.name for entry in directory.entries)
+        self._run(directory if own or any(map(self._is_right, directory.entries)) else _NO_DIRECTORY)
         if not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
@@ -345,13 +335,6 @@ class Scan:
         self.missing = [entry for entry in directory.entries if entry.position not in listed]
         if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
             self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
-
-    def _belongs(self, directory: Directory) -> bool:
-        """Whether a directory is that of this archive, not of one inside it: it lists one of its records."""
-        first = _read_local(self._source, 0)
-        if first is not None and any(entry.name == first.name for entry in directory.entries):
-            return True
-        return any(map(self._is_right, directory.entries))
 
     def _is_right(self, entry: Header) -> bool:
         """Whether an entry of the directory points to a record of its name."""
@@ -394,7 +377,7 @@ class Scan:
         following = self._next(position)
         if following is None and directory.complete and directory.start > position:
             following = directory.start
-        wide = position >= _ALL32 or (local is not None and local.wide)
+        wide = position >= ALL32 or (local is not None and local.wide)
         record = self._locate(FoundRecord(position, local, entry, wide), following)
         if record is None:
             return local is None and self._skip()
@@ -431,44 +414,34 @@ class Scan:
 
     def _locate(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
         """Where the bytes of a record are, by what most of the evidence says."""
-        agreed = self._agreed(record, following)
-        if agreed is not None:
-            return agreed
+        local, entry, descriptor = record.local, record.entry, None
+        if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
+            end, agreed = local.end + entry.stored, True
+            if entry.stored and local.flags & HAS_DESCRIPTOR:
+                descriptor = _read_descriptor(self._source, end, wide=local.wide)
+                agreed = descriptor is not None and descriptor[:3] == (entry.crc32, entry.stored, entry.size)
+                end += descriptor.length if descriptor else 0
+            if agreed and end == following:  # the ordinary case: everything agrees
+                size = entry.stored
+                return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
         options = [option for option in self._options(record, following) if option[0] > 0]
         if options:
             return max(options, key=lambda option: option[0])[1]
-        local, entry = record.local, record.entry
         if local is None or local.end > self._source.size:  # the file ends within its header
             return None
-        size = self._size_by_index(local) if entry is None else entry.stored
+        length = self._size_by_index(local) if entry is None else entry.stored
         left = max(0, self._source.size - local.end)
         record = record._replace(payload=local.end, wide=local.wide)
-        if size is None:  # at least its descriptor is missing, and nothing tells how much more
+        if length is None:  # at least its descriptor is missing, and nothing tells how much more
             return record._replace(stored=left + 1, present=left, endless=True)
-        return record._replace(stored=size, present=min(size, left))
-
-    def _agreed(self, record: FoundRecord, following: int | None) -> FoundRecord | None:
-        """The ordinary case: everything agrees."""
-        local, entry, descriptor = record.local, record.entry, None
-        if local is None or entry is None or local.name != entry.name or local.header != entry.header:
-            return None
-        end = local.end + entry.stored
-        if entry.stored and local.flags & HAS_DESCRIPTOR:
-            descriptor = _read_descriptor(self._source, end, wide=local.wide)
-            if descriptor is None or descriptor[:3] != (entry.crc32, entry.stored, entry.size):
-                return None
-            end += descriptor.length
-        if end != following:
-            return None
-        size = entry.stored
-        return FoundRecord(record.header, local, entry, local.wide, local.end, size, size, descriptor)
+        return record._replace(stored=length, present=min(length, left))
 
     def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
         """Each place and size the bytes may have, and how much more of the evidence is for it than against it."""
         header, local, entry, wide, *_ = record
         names = [each.name for each in (local, entry) if each is not None and each.name]
         fields = (0, 12, 20) if wide else (0,)  # bytes of a field with an offset or sizes beyond 32 bits
-        unpadded = {header + _LOCAL_FORM.size + 4 + len(name) + field for name in names for field in fields}
+        unpadded = {header + LOCAL.size + 4 + len(name) + field for name in names for field in fields}
         padded = {each + int.from_bytes(self._source.read(each - 2, 2), "little") for each in unpadded}
         starts = padded | {each + -each % ALIGNMENT for each in unpadded}
         sizes: set[int] = set()
@@ -490,7 +463,7 @@ class Scan:
             sizes.add(measured)
         for start in sorted(starts):
             for size in sorted(sizes):
-                if size >= 0 and header + _LOCAL_FORM.size <= start <= self._source.size:
+                if size >= 0 and header + LOCAL.size <= start <= self._source.size:
                     present = max(0, min(size, self._source.size - start))
                     descriptor = _read_descriptor(self._source, start + size, wide=wide) if size else None
                     option = record._replace(payload=start, stored=size, present=present, descriptor=descriptor)
@@ -540,8 +513,19 @@ class Scan:
         """The stored size of a record; ``None`` if nothing tells."""
         if not local.flags & HAS_DESCRIPTOR:
             return local.stored
-        if local.method == DEFLATED:
-            return self._size_by_deflate(local.end)
+        if local.method == DEFLATED:  # deflated bytes tell their own end
+            unpack, inflated, at = zlib.decompressobj(-15), 0, local.end
+            while at < self._source.size and inflated < _MAX_INFLATED and self._search_budget > 0:
+                data = self._source.read(at, _BLOCK)
+                self._search_budget -= len(data)
+                at += len(data)
+                try:
+                    inflated += len(unpack.decompress(data))
+                except zlib.error:
+                    return None
+                if unpack.eof:
+                    return at - len(unpack.unused_data) - local.end
+            return None
         size = self._size_by_index(local)
         if size is None:
             size = self._size_by_descriptor(local, following)
@@ -552,7 +536,7 @@ class Scan:
 
     def _size_by_descriptor(self, local: Header, following: int | None) -> int | None:
         """The distance to a descriptor that says how many bytes are before it."""
-        form = _DESCRIPTOR64_FORM if local.wide else _DESCRIPTOR_FORM
+        form = DESCRIPTOR64 if local.wide else DESCRIPTOR
         at, stop = local.end, following or self._source.size
         while at < stop and self._search_budget > 0:
             window = self._source.read(at, _CHUNK + form.size)
@@ -570,19 +554,4 @@ class Scan:
                     return size
                 found = window.find(_DESCRIPTOR, found + 1)
             at += _CHUNK
-        return None
-
-    def _size_by_deflate(self, payload: int) -> int | None:
-        """Deflated bytes tell their own end."""
-        unpack, size, at = zlib.decompressobj(-15), 0, payload
-        while at < self._source.size and size < _MAX_INFLATED and self._search_budget > 0:
-            data = self._source.read(at, _BLOCK)
-            self._search_budget -= len(data)
-            at += len(data)
-            try:
-                size += len(unpack.decompress(data))
-            except zlib.error:
-                return None
-            if unpack.eof:
-                return at - len(unpack.unused_data) - payload
         return None

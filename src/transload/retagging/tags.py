@@ -1,49 +1,56 @@
 """Where in a pickle the device tags are, and the pickle with other tags.
 
-The pickle machine says which persistent ids there are; ``find_torch_sites`` and ``find_sites`` find the opcodes that
-make them. ``patched`` gives the edits that keep the length of the pickle, ``rewritten`` those that need not.
-``same_but_tags`` proves the result: a mistake made before does no harm.
+The pickle machine says which persistent ids there are; ``find_sites`` finds the opcodes that make them. ``patched``
+gives the edits that keep the length of the pickle, ``rewritten`` those that need not. ``same_but_tags`` proves the
+result: a mistake made before does no harm.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from transload.formats.pickle_machine import opcodes
-from transload.frozen import facts
-from transload.io.journal import Change
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-__all__ = [
-    "Edit",
-    "Site",
-    "Sites",
-    "find_sites",
-    "find_torch_sites",
-    "in_stream",
-    "patched",
-    "rewritten",
-    "same_but_tags",
-    "spliced",
-    "tag_of",
-]
+__all__ = ["Edit", "Sites", "find_sites", "patched", "rewritten", "same_but_tags", "spliced", "tag_of"]
 
-
-_MARK, _TUPLE, _BINPERSID, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x51, 0x80, 0x95, 0x94
+_MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95, 0x94
 _GETS = frozenset(b"hjg")
 _PUTS = frozenset(b"qrp\x94")
 _LITERALS = frozenset(b"XU\x8cTSV\x8d")
-_NUMBERS = frozenset(b"KMJ")
+_MEMO = _GETS | _PUTS
 _SILENT = _PUTS | {_PROTO, _FRAME}
 _CLOSING = frozenset(b"tlduoei1\x90\x91")  # each takes everything down to the last _MARK
-_MAKING = _LITERALS | _GETS | _NUMBERS | frozenset(b"BC\x8eIL\x8a\x8bGFN\x88\x89)]}ctld\x85\x86\x87\x93")
+_MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}ctld\x85\x86\x87\x93")
 _TAKING = {0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 _TAG = 3  # ("storage", type, key, tag, numel), and in the legacy format a view of it
 _LENGTHS = (5, 6)
+_MAX_OPCODES = 200  # of one id; torch writes at most 30, and a hostile file nests a million ids
+_BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINSTRING = b"X", b"\x8c", b"U"
+_PYTHON2 = frozenset(b"UST")
+_MAX_CHOICES = 4096
+_FILLER = 2  # bytes of a repeated _PROTO
+
+Renamed = Callable[[str], str]
+"""The new tag for an old one."""
+
+
+def tag_of(node: Persistent) -> str | None:
+    """The device tag of a persistent id, ``None`` if it is not that of a storage."""
+    pid = node.id
+    if type(pid) is not tuple or len(pid) not in _LENGTHS or pid[0] not in ("storage", b"storage"):
+        return None
+    tag = pid[_TAG]
+    return tag if type(tag) is str else None
+
+
+# -- where the tags are
 
 
 class _Op(NamedTuple):
@@ -56,204 +63,120 @@ class _Op(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The id of a storage: the opcodes that make its parts, and which of them makes the tag.
+    """The id of a storage: its tag, the opcodes that make its parts, and which of them makes the tag.
 
     ``entry`` is the memo entry that the tag is written to or read from, -1 if there is none.
     """
 
-    node: Persistent
-    ops: tuple[_Op, ...]
-    tag: _Op
+    tag: str
+    ops: list[_Op]
+    place: int
     entry: int
 
     @property
     def literal(self) -> bool:
-        """Whether the text of the tag stands here, or elsewhere and is only referred to."""
-        return self.tag.code in _LITERALS
+        """Whether the text of the tag is here, or elsewhere and is only referred to."""
+        return self.ops[self.place].code in _LITERALS
 
 
-@facts(frozen=True)
-class Sites:
+class Sites(NamedTuple):
     """The sites of a stream.
 
-    ``reads`` is where the memo entries of their texts are read for something else; ``unclear`` are ids that are not
-    made as torch makes them.
+    ``reads`` is where the memo entries of their texts are read for something else; ``frames`` are the frames of the
+    stream; ``unclear`` are the tags of ids that are not made as torch makes them.
     """
 
-    sites: tuple[Site, ...]
-    reads: dict[int, tuple[_Op, ...]]
-    frames: tuple[_Op, ...]
-    unclear: tuple[Persistent, ...]
-
-
-def tag_of(node: Persistent) -> str | None:
-    """The device tag of a persistent id, ``None`` if it is not that of a storage."""
-    pid = node.id
-    if type(pid) is not tuple or len(pid) not in _LENGTHS or pid[0] not in ("storage", b"storage"):
-        return None
-    tag = pid[_TAG]
-    return tag if type(tag) is str else None
+    sites: list[Site]
+    reads: dict[int, list[_Op]]
+    frames: list[_Op]
+    unclear: list[str]
 
 
 def find_sites(pickle: Pickle, data: bytes) -> Sites:
-    """Find every tag in a pickle, opcode by opcode."""
-    walk = _Walk(pickle)
-    written = 0
-    for (at, code), (end, _) in pairwise(opcodes(data, pickle.start)):  # without the last, which is STOP
-        is_put = code in _PUTS
-        entry = _entry(data, code, at, end, written) if is_put or code in _GETS else -1
-        written += is_put
-        walk.see(_Op(code, at, end, entry))
-    own = {site.tag.at for site in walk.sites}
-    reads = {entry: tuple(op for op in ops if op.at not in own) for entry, ops in walk.reads.items()}
-    return Sites(tuple(walk.sites), reads, tuple(walk.frames), tuple(walk.unclear))
+    """Find every tag in a pickle."""
+    found = list(opcodes(data, pickle.start))
+    positions = [at for at, _ in found]
+    codes = bytes([code for _, code in found])
+    puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
 
+    def op(index: int) -> _Op:
+        code, at, end = codes[index], positions[index], positions[index + 1]
+        if code not in _MEMO:
+            return _Op(code, at, end)
+        if code == _MEMOIZE:
+            return _Op(code, at, end, puts[index] - 1)
+        argument = data[at + 1 : end]
+        if code in b"gp":
+            return _Op(code, at, end, int(argument) if argument.strip().isdigit() else -1)
+        return _Op(code, at, end, int.from_bytes(argument, "little"))
 
-class _Walk:
-    def __init__(self, pickle: Pickle) -> None:
-        self._ids = {node.position: node for node in pickle.persistent}
-        self._levels: list[list[_Op]] = [[]]
-        self._tuple: list[_Op] | None = None  # the parts of the tuple on top of the stack
-        self.reads: dict[int, list[_Op]] = {}
-        self.sites: list[Site] = []
-        self.unclear: list[Persistent] = []
-        self.frames: list[_Op] = []
+    def parts_before(index: int) -> list[_Op]:
+        """The opcodes that make the parts of the tuple on top of the stack; none if it is not made right there."""
+        index -= 1
+        while index > 0 and codes[index] in _SILENT:
+            index -= 1
+        if codes[index] != _TUPLE:
+            return []
+        parts: list[_Op] = []
+        closed: list[_Op] = []  # what is inside is no part of the tuple
+        for before in range(index - 1, max(-1, index - _MAX_OPCODES), -1):
+            code = codes[before]
+            if code in _CLOSING:
+                closed.append(op(before))
+            elif code == _MARK and not closed:
+                return parts[::-1]
+            elif code == _MARK:
+                last = closed.pop()
+                if not closed:
+                    parts.append(_Op(last.code, positions[before], last.end))
+            elif not closed:
+                parts.append(op(before))
+        return []
 
-    def see(self, op: _Op) -> None:
-        """Take the next opcode."""
-        code = op.code
-        if code == _MARK:
-            self._levels.append([op])
-            self._tuple = None
-            return
-        if code in _CLOSING:
-            begin, *parts = self._levels.pop() if len(self._levels) > 1 else [op]
-            self._tuple = parts if code == _TUPLE else None
-            self._levels[-1].append(_Op(code, begin.at, op.end))
-            return
-        if code == _BINPERSID and (node := self._ids.get(op.end)) is not None:
-            if tag_of(node) is not None:
-                self._add(node, self._tuple or [])
-        elif code in _GETS and op.entry in self.reads:
-            self.reads[op.entry].append(op)
-        elif code == _FRAME:
-            self.frames.append(op)
-        if code not in _SILENT:
-            self._tuple = None
-        if len(self._levels) > 1:  # an opcode outside of every MARK is not part of an id
-            self._levels[-1].append(op)
-
-    def _add(self, node: Persistent, ops: list[_Op]) -> None:
-        place = _tag_place(ops)
+    sites: list[Site] = []
+    unclear: list[str] = []
+    for node in pickle.persistent:
+        tag = tag_of(node)
+        if tag is None:
+            continue
+        ops = parts_before(bisect_left(positions, node.position) - 1)
+        place = _tag_place(bytes([part.code for part in ops]))
         if place < 0:
-            self.unclear.append(node)
-            return
-        tag = ops[place]
-        after = ops[place + 1] if place + 1 < len(ops) else tag
-        entry = after.entry if tag.code in _LITERALS and after.code in _PUTS else tag.entry
-        if tag.code in _LITERALS and entry >= 0:
-            self.reads.setdefault(entry, [])
-        self.sites.append(Site(node, tuple(ops), tag, entry))
+            unclear.append(tag)
+            continue
+        after = ops[place + 1] if place + 1 < len(ops) else ops[place]
+        entry = after.entry if ops[place].code in _LITERALS and after.code in _PUTS else ops[place].entry
+        sites.append(Site(tag, ops, place, entry))
+    reads: dict[int, list[_Op]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
+    own = {site.ops[site.place].at for site in sites}
+    for match in re.finditer(rb"[hjg]", codes) if reads else ():
+        index = match.start()
+        at = positions[index]
+        # Most are short ones that read "storage" and the classes of storages.
+        if at not in own and (codes[index] != _BINGET or data[at + 1] in reads):
+            get = op(index)
+            if get.entry in reads:
+                reads[get.entry].append(get)
+    return Sites(sites, reads, [op(match.start()) for match in re.finditer(rb"\x95", codes)], unclear)
 
 
-def _entry(data: bytes, code: int, at: int, end: int, written: int) -> int:
-    """The memo entry an opcode reads or writes."""
-    if code == _MEMOIZE:
-        return written
-    argument = data[at + 1 : end]
-    if code in b"pg":
-        return int(argument) if argument.strip().isdigit() else -1
-    return int.from_bytes(argument, "little")
-
-
-def _tag_place(ops: list[_Op]) -> int:
+@lru_cache(_MAX_CHOICES)
+def _tag_place(codes: bytes) -> int:
     """Which of the opcodes makes the fourth part of the tuple they make together; -1 if that is not plain."""
     makers: list[int] = []
-    for place, op in enumerate(ops):
-        if op.code in _SILENT:
+    for place, code in enumerate(codes):
+        if code in _SILENT:
             continue
-        taken = _TAKING.get(op.code, 0)
-        if op.code not in _MAKING or taken > len(makers):
+        taken = _TAKING.get(code, 0)
+        if code not in _MAKING or taken > len(makers):
             return -1
         del makers[len(makers) - taken :]
         makers.append(place)
-    plain = len(makers) in _LENGTHS and ops[makers[_TAG]].code in _LITERALS | _GETS
+    plain = len(makers) in _LENGTHS and codes[makers[_TAG]] in _LITERALS | _GETS
     return makers[_TAG] if plain else -1
 
 
-_GET = rb"h.|j...."
-_PUT = rb"(q.|r....)?"
-_NUMBER = rb"K.|M..|J....|\x8a[\x01-\x08].{1,8}?"
-_ID = (
-    rb"\((X\x07\0\0\0storage|U\x07storage|" + _GET + rb")" + _PUT + rb"(c[^\n]+\n[^\n]+\n|" + _GET + rb")" + _PUT,
-    rb"(X.\0\0\0[0-9]+|U.[0-9]+|" + _GET + rb")" + _PUT,
-    rb"(" + _NUMBER + rb")(N)?t" + _PUT + rb"Q",
-)
-_TAG_GROUP = 7
-_LAST_GROUP = 10  # what follows the tuple is no part of it
-_BACK = 512
-_TRIES = 16  # a byte of a memo index may look like _MARK
-
-
-def find_torch_sites(pickle: Pickle, data: bytes, renamed: Callable[[str], str]) -> Sites | None:
-    """The sites of the tags that change; ``None`` if one of them is not as torch writes it.
-
-    It only looks at the bytes before each id: without it, a retag of 10,000 storages takes 1.7 times as long.
-    """
-    patterns: dict[str, re.Pattern[bytes]] = {}
-    sites: list[Site] = []
-    for node in pickle.persistent:
-        tag = tag_of(node)
-        if tag is None or renamed(tag) == tag:
-            continue
-        pattern = patterns.get(tag) or patterns.setdefault(tag, _pattern(tag))
-        site = _site(node, data, pattern)
-        if site is None:
-            return None
-        sites.append(site)
-    return Sites(tuple(sites), {}, (), ())
-
-
-def _pattern(tag: str) -> re.Pattern[bytes]:
-    raw = tag.encode()
-    wide, short = len(raw).to_bytes(4, "little"), bytes([min(len(raw), 255)])
-    text = rb"(" + re.escape(b"X" + wide + raw) + rb"|" + re.escape(b"U" + short + raw) + rb"|" + _GET + rb")" + _PUT
-    head, key, tail = _ID
-    return re.compile(head + key + text + tail, re.DOTALL)
-
-
-def _site(node: Persistent, data: bytes, pattern: re.Pattern[bytes]) -> Site | None:
-    end = mark = node.position
-    for _ in range(_TRIES):
-        mark = data.rfind(b"(", max(0, end - _BACK), mark)
-        if mark < 0:
-            return None
-        match = pattern.fullmatch(data, mark, end)
-        if match is not None:
-            break
-    else:
-        return None
-    tag = _op(data, *match.span(_TAG_GROUP))
-    if tag.code not in _LITERALS:
-        return Site(node, (tag,), tag, tag.entry)
-    spans = [match.span(group) for group in range(1, _LAST_GROUP + 1)]
-    ops = tuple(_op(data, at, end) for at, end in spans if at >= 0)
-    place = ops.index(tag)
-    after = ops[place + 1]
-    return Site(node, ops, ops[place], after.entry if after.code in _PUTS else -1)
-
-
-def _op(data: bytes, at: int, end: int) -> _Op:
-    code = data[at]
-    return _Op(code, at, end, int.from_bytes(data[at + 1 : end], "little") if code in b"hjqr" else -1)
-
-
-_BINUNICODE, _SHORT_BINUNICODE, _SHORT_BINSTRING = b"X", b"\x8c", b"U"
-_PYTHON2 = frozenset(b"UST")
-_MAX_CHOICES = 4096
-_FILLER = 2  # bytes of a repeated _PROTO
-_GAP = 4096
-"""Runs nearer to each other than this are one: a page is what a disk writes."""
+# -- other tags
 
 
 class Edit(NamedTuple):
@@ -262,9 +185,6 @@ class Edit(NamedTuple):
     at: int
     end: int
     new: bytes
-
-
-_Renamed = Callable[[str], str]
 
 
 def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
@@ -281,39 +201,26 @@ def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
     return b"".join((*parts, data[done:]))
 
 
-def in_stream(data: bytes, edits: Iterable[Edit], offset: int) -> list[Change]:
-    """Edits that keep the length of a stream, as changes of the file that has it at ``offset``."""
-    groups: list[list[Edit]] = []
-    for edit in sorted(edits):
-        if groups and edit.at - groups[-1][-1].end < _GAP:
-            groups[-1].append(edit)
-        else:
-            groups.append([edit])
-    changes = []
-    for group in groups:
-        at, end = group[0].at, group[-1].end
-        moved = [Edit(edit.at - at, edit.end - at, edit.new) for edit in group]
-        changes.append(Change(offset + at, data[at:end], spliced(data[at:end], moved)))
-    return changes
-
-
-def patched(pickle: Pickle, data: bytes, sites: Sites, renamed: _Renamed) -> list[Edit] | None:
+def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit] | None:
     """Edits that keep every position of the stream; ``None`` if the new tags do not fit into the room of the old.
 
     The room that a shorter tag leaves is filled by longer forms of the numbers beside it, which mean the same; where
     that is not enough, the memo entry of a text that is never read again makes room for fillers.
     """
-    read = {site.entry for site in sites.sites if not site.literal}
-    literal = {site.entry for site in sites.sites if site.literal}
+    read = {site.entry for site in found.sites if not site.literal}
+    literal = {site.entry for site in found.sites if site.literal}
     edits: list[Edit] = []
-    for site, tag in _changing(sites, renamed):
+    for site in found.sites:
+        tag = renamed(site.tag)
+        if tag == site.tag:
+            continue
         if not site.literal:
             if site.entry in literal:
                 continue
             return None  # the text belongs to another value, and a reference has no room for one
-        if sites.reads.get(site.entry):
+        if found.reads.get(site.entry):
             return None  # another value refers to this text
-        text = _text(tag, site.tag.code)
+        text = _text(tag, site.ops[site.place].code)
         new = _fitted(data, site, text, pickle.protocol)
         if new is None and site.entry not in read:
             new = _fitted(data, site, text, pickle.protocol, forget=True)
@@ -323,33 +230,27 @@ def patched(pickle: Pickle, data: bytes, sites: Sites, renamed: _Renamed) -> lis
     return edits
 
 
-def rewritten(pickle: Pickle, data: bytes, sites: Sites, renamed: _Renamed) -> list[Edit]:
+def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit]:
     """Edits that give every storage its tag and keep the texts of all other values, in as many bytes as that takes."""
-    literal = {site.entry for site in sites.sites if site.literal}
+    literal = {site.entry for site in found.sites if site.literal}
     edits: list[Edit] = []
-    for site, tag in _changing(sites, renamed):
-        at, end = site.tag.at, site.tag.end
+    for site in found.sites:
+        tag = renamed(site.tag)
+        code, at, end, _ = site.ops[site.place]
+        if tag == site.tag:
+            continue
         if site.literal:
-            edits.append(Edit(at, end, _text(tag, site.tag.code)))
-            edits += (Edit(op.at, op.end, data[at:end]) for op in sites.reads.get(site.entry, ()))
+            edits.append(Edit(at, end, _text(tag, code)))
+            edits += (Edit(op.at, op.end, data[at:end]) for op in found.reads.get(site.entry, ()))
         elif site.entry not in literal:
             edits.append(Edit(at, end, _text(tag, 0x55 if pickle.python2 else 0x58)))
     frames = []
-    for op in sites.frames:
+    for op in found.frames:
         length = int.from_bytes(data[op.at + 1 : op.end], "little")
         grown = sum(len(new) - (end - at) for at, end, new in edits if op.end <= at < op.end + length)
         if grown:
             frames.append(Edit(op.at + 1, op.end, (length + grown).to_bytes(8, "little")))
     return [*edits, *frames]
-
-
-def _changing(sites: Sites, renamed: _Renamed) -> Iterable[tuple[Site, str]]:
-    """The sites whose tag changes, with the new one."""
-    for site in sites.sites:
-        old = tag_of(site.node) or ""
-        new = renamed(old)
-        if new != old:
-            yield site, new
 
 
 def _text(text: str, code: int) -> bytes:
@@ -373,13 +274,12 @@ def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool
     if any(op.code == _FRAME for op in site.ops):
         return None
     room = site.ops[-1].end - site.ops[0].at
-    place = site.ops.index(site.tag)
     forms = [_forms(data, op) for op in site.ops]
-    forms[place] = (text,)
+    forms[site.place] = (text,)
     if text[:1] == _SHORT_BINUNICODE:
-        forms[place] = text, _BINUNICODE + text[1:2] + bytes(3) + text[2:]
-    if forget and site.entry >= 0 and site.ops[place + 1].code != _MEMOIZE:
-        forms[place + 1] = (b"",)
+        forms[site.place] = text, _BINUNICODE + text[1:2] + bytes(3) + text[2:]
+    if forget and site.entry >= 0 and site.ops[site.place + 1].code != _MEMOIZE:
+        forms[site.place + 1] = (b"",)
     chosen = _choice(tuple(tuple(map(len, each)) for each in forms), room)
     if chosen is None:
         return None
@@ -430,22 +330,24 @@ def _choice(lengths: tuple[tuple[int, ...], ...], room: int) -> tuple[int, ...] 
     return min(fitting)[2] if fitting else None
 
 
+# -- the proof
+
 _VALUES = frozenset({str, bytes, int, bool, type(None)})
-_FIELDS: dict[type, tuple[str, ...]] = {
-    Call: ("callee", "args", "kwargs", "states", "items", "appended"),
-    Global: ("module", "name"),
-    Extension: ("code",),
-    Dict: ("items",),
-    Set: ("frozen", "items"),
-    Persistent: ("id",),
-    Big: ("nbytes",),
-    OutOfBand: (),
+_FIELDS: dict[type, Callable[[Any], tuple[object, ...]]] = {
+    Call: attrgetter("kind", "callee", "args", "kwargs", "states", "items", "appended"),
+    Global: attrgetter("module", "name"),
+    Set: attrgetter("frozen", "items"),
+    Extension: lambda node: (node.code,),
+    Dict: lambda node: (node.items,),
+    Persistent: lambda node: (node.id,),
+    Big: lambda node: (node.nbytes,),
+    OutOfBand: lambda _: (),
 }
 _FACTS = ("protocol", "python2", "undecoded", "rare", "broken", "cut")
-_LISTS = ("calls", "built", "extensions", "persistent")
+_LISTS = ("calls", "built", "extensions", "persistent", "root")
 
 
-def same_but_tags(old: Pickle, new: Pickle, renamed: Callable[[str], str]) -> bool:
+def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
     """Whether ``new`` is ``old`` with every tag ``renamed``, and nothing else.
 
     Everything a loader would do is compared, in order; and what was one object is one object still.
@@ -454,75 +356,46 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Callable[[str], str]) -> bo
         return False
     if list(old.globals) != list(new.globals) or len(old.irregular) != len(new.irregular):
         return False
-    twins = _Twins(renamed)
-    return all(twins.equal(getattr(old, name), getattr(new, name)) for name in (*_LISTS, "root"))
-
-
-class _Twins:
-    """Pairs of nodes that must be the same."""
-
-    def __init__(self, renamed: Callable[[str], str]) -> None:
-        self._renamed = renamed
-        self._new: dict[int, object] = {}
-        self._old: dict[int, object] = {}
-        self._met: set[tuple[int, int]] = set()
-
-    def equal(self, old: object, new: object) -> bool:
-        """Whether two graphs are the same. They may have cycles, so each pair of nodes is compared once."""
-        todo: list[tuple[Any, Any]] = [(old, new)]
-        while todo:
-            left, right = todo.pop()
-            kind = type(left)
-            if kind is not type(right):
+    # The graphs may have cycles, so each pair of nodes is compared once.
+    new_of: dict[int, object] = {}
+    taken: set[int] = set()
+    met: set[tuple[int, int]] = set()
+    todo: list[tuple[Any, Any]] = [(getattr(old, name), getattr(new, name)) for name in _LISTS]
+    while todo:
+        left, right = todo.pop()
+        kind = type(left)
+        if kind is not type(right):
+            return False
+        if kind in _VALUES or kind is float:
+            # NaN is the same as NaN, and -0.0 is not the same as 0.0.
+            if left.hex() != right.hex() if kind is float else left != right:
                 return False
-            if kind in _VALUES:
-                if left != right:
-                    return False
+            continue
+        if kind is tuple:
+            if (id(left), id(right)) in met:
                 continue
-            inside = self._inside(kind, left, right)
-            if inside is None:
+            met.add((id(left), id(right)))
+        else:  # what was one object must be one object, and what was two must be two
+            twin = new_of.get(id(left))
+            if twin is right:
+                continue
+            if twin is not None or id(right) in taken:
                 return False
-            todo += inside
-        return True
-
-    def _inside(
-        self, kind: type, left: Any, right: Any
-    ) -> Sequence[tuple[Any, Any]] | None:
-        """The pairs inside two nodes, which must be the same in turn; ``None`` if the nodes differ."""
-        if kind is float:
-            return () if left.hex() == right.hex() else None
-        # What was one object must be one object, and what was two must be two.
-        if kind is not tuple and (
-            self._new.setdefault(id(left), right) is not right or self._old.setdefault(id(right), left) is not left
-        ):
-            return None
-        pair = id(left), id(right)
-        if pair in self._met:
-            return ()
-        self._met.add(pair)
-        if kind in (tuple, list):
-            return _items(left, right)
-        if kind is bytearray:
-            return () if left == right else None
+            new_of[id(left)] = right
+            taken.add(id(right))
         if kind is Persistent and (tag := tag_of(left)) is not None:
-            if tag_of(right) != self._renamed(tag):
-                return None
-            return _items((*left.id[:_TAG], *left.id[_TAG + 1 :]), (*right.id[:_TAG], *right.id[_TAG + 1 :]))
-        if kind is Call and left.kind != right.kind:
-            return None
-        if kind not in _FIELDS:
-            return None
-        return [(getattr(left, name), getattr(right, name)) for name in _FIELDS[kind]]
-
-
-def _items(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
-    if len(left) != len(right):
-        return None
-    pairs = []
-    for mine, theirs in zip(left, right, strict=True):
-        kind = type(mine)
-        if kind not in _VALUES or kind is not type(theirs):
-            pairs.append((mine, theirs))
-        elif mine is not theirs and mine != theirs:
-            return None
-    return pairs
+            if tag_of(right) != renamed(tag):
+                return False
+            left, right = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
+        elif kind in _FIELDS:
+            left, right = _FIELDS[kind](left), _FIELDS[kind](right)
+        elif kind not in (tuple, list, bytearray):
+            return False
+        if len(left) != len(right):
+            return False
+        for mine, theirs in zip(left, right, strict=True):
+            if type(mine) not in _VALUES or type(theirs) not in _VALUES:
+                todo.append((mine, theirs))
+            elif type(mine) is not type(theirs) or mine != theirs:
+                return False
+    return True

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from transload.errors import BrokenFileError, LoadError, UsageError
 from transload.frozen import facts
-from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike, journal_path
 
 if TYPE_CHECKING:
     from zlib import _Decompress
@@ -225,16 +225,13 @@ class OpenCheckpoint:
 def _finish_retag(path: str) -> None:
     """Finish or undo a retag of the file that was interrupted."""
     try:
-        folder, name = os.path.split(os.path.realpath(path))
+        if not os.path.lexists(journal_path(path)):
+            return
     except ValueError:  # no file can have such a name, which whoever reads it will say
         return
-    # Importing what reads a journal takes longer than loading a small file. Long names are shortened in its name.
-    if len(name) < 50 and not os.path.lexists(os.path.join(folder, f".{name}.transload-retag")):  # noqa: PTH118 - as above
-        return
-    from transload.io.journal import has_journal, recover
+    from transload.io.journal import recover
 
-    if has_journal(path):
-        recover(path)
+    recover(path)
 
 
 @facts(frozen=True)

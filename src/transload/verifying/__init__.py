@@ -1,103 +1,60 @@
 """``transload.verify``: whether the bytes of a checkpoint are those that were saved; and hashes of its tensors.
 
-``verify`` opens the checkpoint, lets ``records`` read every byte and compare checksums, sizes and indices, and puts the
-verdict together. ``manifest`` reads, writes and compares files of hashes; ``values`` counts NaN and infinities.
+``verify`` opens the checkpoint, lets ``tensors.damage`` read every byte and compare checksums, sizes and indices, and
+puts the verdict together. ``hashing`` reads tensors one by one; ``manifest`` reads and compares files of hashes.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-from transload.errors import CannotReadError, UsageError
+from transload import tensors
+from transload._version import __version__
+from transload.checkpoint import FORMATS
+from transload.errors import CannotReadError, ManifestError, UsageError
+from transload.findings import Finding, Integrity, rescue_command
 from transload.frozen import facts
 from transload.io import pool
+from transload.io.atomic import AtomicFile
+from transload.io.sources import SourceLike
+from transload.judge import inspect, integrity_of, judge
+from transload.judge.problems import RESCUED, RULES, rule_of
+from transload.render.checkpoint import INTEGRITY, findings
+from transload.render.lines import BLANK, Block, Line, Prose, Style, Table, heading, layout, note, plain
+from transload.render.words import count, plural, printable, size
+from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
+from transload.verifying.hashing import plan_of, sum_tensors, tensor_count, with_aliases
+from transload.verifying.manifest import (
+    Difference,
+    Manifest,
+    TensorSum,
+    compare,
+    hash_of_all,
+    read_manifest,
+    refuse_target,
+    to_json,
+)
 
-if TYPE_CHECKING:
-    from transload.checkpoint import Checkpoint
-    from transload.findings import Finding, Integrity, Problem
-    from transload.io.sources import SourceLike
-    from transload.tensors import Content
-    from transload.verifying.manifest import Manifest
-    from transload.verifying.records import Key, Options, Plan, Region, Sums
-
-__all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "files_in", "verify"]
-
-
-class Progress(pool.Progress):
-    """A line on a terminal that is overwritten, and removed at the end: the report says everything.
-
-    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
-    'verifying 3.0 of 4.0 GB, 2.0 GB/s'
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        super().__init__(stream, "verifying")
-        self._first = self._told
-
-    def __call__(self, done: int, total: int) -> None:
-        """Write the line, if it is time to. The bytes between records are read, too, but not part of the total."""
-        super().__call__(min(done, total - 1), total)
-
-    def end(self) -> None:
-        """Remove the line, if there is one."""
-        if self._stream is not None and self._told != self._first:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
-class Damage(NamedTuple):
-    """A tensor whose bytes are not those that were saved, and how that shows.
-
-    ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
-    (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
-    makes no sense, or its indices point outside of it).
-    """
-
-    name: str
-    kind: str
-    detail: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return self._asdict()
-
-
-class TensorSum(NamedTuple):
-    """A tensor, and what was made of its elements; docs/verify.md defines the hash.
-
-    ``sha256`` is empty where it was not asked for, or there are no elements to hash: ``note`` says why. ``nan`` and
-    ``inf`` are ``None`` where they were not counted.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    sha256: str = ""
-    nan: int | None = None
-    inf: int | None = None
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {**self._asdict(), "shape": list(self.shape), "sha256": self.sha256 or None}
-
-
-class Difference(NamedTuple):
-    """A tensor that is not as a manifest has it: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
-
-    name: str
-    what: str
-    detail: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return self._asdict()
+__all__ = [
+    "Damage",
+    "Difference",
+    "Progress",
+    "TensorSum",
+    "Verification",
+    "files_in",
+    "report",
+    "several",
+    "verify",
+    "write_manifest",
+    "written",
+]
 
 
 @facts(frozen=True)
@@ -156,9 +113,29 @@ class Verification:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        from transload.verifying.report import as_text
+        return "\n".join(plain(line) for line in layout(report(self), Style()))
 
-        return as_text(self)
+
+class Progress(pool.Progress):
+    """A line on a terminal that is overwritten, and removed at the end: the report says everything.
+
+    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
+    'verifying 3.0 of 4.0 GB, 2.0 GB/s'
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(stream, "verifying")
+        self._first = self._told
+
+    def __call__(self, done: int, total: int) -> None:
+        """Write the line, if it is time to. The bytes between records are read, too, but not part of the total."""
+        super().__call__(min(done, total - 1), total)
+
+    def end(self) -> None:
+        """Remove the line, if there is one."""
+        if self._stream is not None and self._told != self._first:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 def verify(
@@ -181,132 +158,106 @@ def verify(
 
     Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
     """
-    from transload.tensors import open_content
-    from transload.verifying.records import Options, tensor_count
-
     begun = time.perf_counter()
-    if against is not None:
-        from transload.verifying.manifest import Manifest, compare, read_manifest
-
-        if not isinstance(against, Manifest | str | os.PathLike):
+    manifest = against if isinstance(against, Manifest) else None
+    if against is not None and manifest is None:
+        if not isinstance(against, str | os.PathLike):
             raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
-        manifest = against if isinstance(against, Manifest) else read_manifest(os.fspath(against))
-    options = Options(hashes or against is not None, values)
+        manifest = read_manifest(os.fspath(against))
+    hashes = hashes or manifest is not None
     # Tensors are listed only if they are asked for, or if something is wrong and they have to be named.
-    result = read = None
-    with open_content(f, tree=any(options)) as content:
-        count = tensor_count(content.checkpoint)
-        if count is not None:
-            read = _read(content, options, progress)
-            if not (content.checkpoint.counted and read.bad):
-                result = _verification(content, options, read, count)
+    found = result = None
+    with tensors.open_content(f, tree=hashes or values) as content:
+        number = tensor_count(content.checkpoint)
+        if number is not None:
+            found = _Found(content, progress, hashes=hashes, values=values)
+            if not (content.checkpoint.counted and found.bad):
+                result = found.verification(content, number)
     if result is None:
-        with open_content(f) as content:
-            read = read or _read(content, options, progress)
-            result = _verification(content, options, read, len(content.checkpoint.tensors))
-    if against is not None:
+        with tensors.open_content(f) as content:
+            found = found or _Found(content, progress, hashes=hashes, values=values)
+            result = found.verification(content, len(content.checkpoint.tensors))
+    if manifest is not None:
         differences = compare(manifest.of(result.path), result.tensors)
         result = replace(result, manifest=manifest.path, differences=differences)
     return replace(result, seconds=time.perf_counter() - begun)
 
 
-class _Read(NamedTuple):
-    """What was found by reading every byte: bad records, tensors that failed, and the number of bytes."""
-
-    every: list[Region]
-    plan: Plan
-    sums: Sums
-    bad: dict[Key, Problem]
-    failed: dict[str, tuple[str, str]]
-    nbytes: int
-
-
-def _read(content: Content, options: Options, progress: bool | Callable[[int, int], object] | None) -> _Read:
-    from transload.verifying.records import plan_of, regions, sum_regions, sum_tensors
-
-    every = regions(content)
-    plan = plan_of(content, options, every)
-    total = sum(record.stored for region in every for record in region.records)
-    total += sum(job.nbytes for job in plan.jobs if job.key is None)
-    tell = _Counter(progress, total)
-    try:
-        sums = sum_regions(content, every, {job.key for job in plan.jobs if job.key is not None}, tell)
-        bad, failed = sum_tensors(content, plan, options, tell)
-    finally:
-        tell.line.end()
-    return _Read(every, plan, sums, {**sums.bad, **bad}, failed, tell.done)
-
-
-def _verification(content: Content, options: Options, read: _Read, count: int) -> Verification:
-    """The verdict, and the tensors it concerns."""
-    from transload.verifying.records import damages, misplaced, with_aliases
-
-    entries, sums, hashes = read.plan.entries, read.sums, options.hashes
-    judged = _judged(content.checkpoint, sums, read.bad)
-    damaged = damages(content, read.every, read.bad, {**misplaced(content), **read.failed})
-    tensors = with_aliases(content, entries) if hashes else entries
-    sha256 = ""
-    # A tensor that claims more than the file holds is not hashed; then there is no hash of the whole.
-    complete = all(entry.sha256 or entry.nbytes == 0 for entry in entries) and not read.failed
-    if hashes and complete and judged.integrity != "not-a-checkpoint":
-        from transload.verifying.manifest import hash_of_all
-
-        sha256 = hash_of_all(tensors)
-    return Verification(
-        path=judged.path,
-        format=judged.format,
-        nbytes=judged.nbytes,
-        integrity=judged.integrity if not damaged or judged.integrity == "not-a-checkpoint" else "damaged",
-        tensor_count=count,
-        checksums=sums.compared,
-        unsummed=sums.unsummed,
-        nbytes_read=read.nbytes,
-        seconds=0.0,
-        damaged=damaged,
-        findings=tuple(finding for finding in judged.findings if _concerns_bytes(finding.code)),
-        tensors=tuple(tensors),
-        sha256=sha256,
-    )
-
-
-def _judged(checkpoint: Checkpoint, sums: Sums, bad: dict[Key, Problem]) -> Checkpoint:
-    """The checkpoint with its verdict, after what was found out about its records."""
-    from transload.judge import integrity_of, judge
-
-    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
-    new = tuple(
-        replace(problem, where=f"{file} › {problem.where}" if file else problem.where)
-        for (file, _, _), problem in bad.items()
-        if problem.where not in known
-    )
-    checksummed = bool(sums.compared) and not sums.unsummed and not bad and not known
-    judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
-    return judge(judged, told=False) if new else replace(judged, integrity=integrity_of(judged))
-
-
 _REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
 
 
-def _concerns_bytes(code: str) -> bool:
-    """Whether a finding is about the bytes: what a file would run does not matter here."""
-    from transload.judge.problems import RULES, rule_of
+class _Found:
+    """What was found by reading every byte of a checkpoint: bad records, tensors that failed, the number of bytes."""
 
-    return code in RULES and (rule_of(code).integrity != "whole" or code in _REMARKS)
-
-
-class _Counter:
-    """Counts the bytes that were read, and reports them."""
-
-    def __init__(self, progress: bool | Callable[[int, int], object] | None, total: int) -> None:
+    def __init__(
+        self,
+        content: tensors.Content,
+        progress: bool | Callable[[int, int], object] | None,
+        *,
+        hashes: bool,
+        values: bool,
+    ) -> None:
+        self._hashes = hashes
+        self._records = records_of(content)
+        self._entries, jobs = plan_of(content, self._records, hashes=hashes, values=values)
+        total = sum(record.stored for records in self._records.values() for record in records)
+        total += sum(job.tensor.nbytes for job in jobs if job.key is None)
         wanted = progress is True and sys.stderr is not None and sys.stderr.isatty()
-        self.line = Progress(sys.stderr if wanted else None)
-        self._show = self.line if progress is None or isinstance(progress, bool) else progress
-        self._total = total
-        self.done = 0
+        line = Progress(sys.stderr if wanted else None)
+        show = line if progress is None or isinstance(progress, bool) else progress
+        self._nbytes = 0
 
-    def __call__(self, count: int) -> None:
-        self.done += count
-        self._show(self.done, self._total)
+        def tell(nbytes: int) -> None:
+            self._nbytes += nbytes
+            show(self._nbytes, total)
+
+        try:
+            self.bad = sum_records(content, self._records, {job.key for job in jobs if job.key is not None}, tell)
+            bad, self._failed = sum_tensors(content, self._entries, jobs, tell, hashes=hashes, values=values)
+            self.bad.update(bad)
+        finally:
+            line.end()
+
+    def verification(self, content: tensors.Content, number: int) -> Verification:
+        """The verdict, and the tensors it concerns."""
+        every = [record for records in self._records.values() for record in records]
+        compared = sum(record.crc32 is not None for record in every)
+        unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
+        checkpoint = content.checkpoint
+        known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
+        new = tuple(
+            replace(problem, where=f"{file} › {problem.where}" if file else problem.where)
+            for (file, _, _), problem in self.bad.items()
+            if problem.where not in known
+        )
+        checksummed = bool(compared) and not unsummed and not self.bad and not known
+        judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
+        judged = judge(judged, told=False) if new else replace(judged, integrity=integrity_of(judged))
+        broken = {name: ("broken", why) for name, why in misplaced(content).items()}
+        damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
+        entries = with_aliases(content, self._entries) if self._hashes else self._entries
+        # A tensor that claims more than the file holds is not hashed; then there is no hash of the whole.
+        complete = all(entry.sha256 or entry.nbytes == 0 for entry in self._entries) and not self._failed
+        hashed = self._hashes and complete and judged.integrity != "not-a-checkpoint"
+        return Verification(
+            path=judged.path,
+            format=judged.format,
+            nbytes=judged.nbytes,
+            integrity=judged.integrity if not damaged or judged.integrity == "not-a-checkpoint" else "damaged",
+            tensor_count=number,
+            checksums=compared,
+            unsummed=unsummed,
+            nbytes_read=self._nbytes,
+            seconds=0.0,
+            damaged=damaged,
+            findings=tuple(
+                finding  # about the bytes: what a file would run does not matter here
+                for finding in judged.findings
+                if finding.code in RULES and (rule_of(finding.code).integrity != "whole" or finding.code in _REMARKS)
+            ),
+            tensors=tuple(entries),
+            sha256=hash_of_all(entries) if hashed else "",
+        )
 
 
 def files_in(path: str) -> list[str]:
@@ -316,8 +267,6 @@ def files_in(path: str) -> list[str]:
     """
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
         return [path]
-    from transload.judge import inspect
-
     try:
         parts = inspect(path).parts
     except CannotReadError:  # reported when it is verified
@@ -326,3 +275,162 @@ def files_in(path: str) -> list[str]:
     beside = [part.name for part in parts if part.kind == "beside the checkpoint"]
     below = [os.path.join(path, name) for name in found or beside]  # noqa: PTH118 - as above
     return below if found else [path, *below]
+
+
+def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
+    """Write the hashes of checkpoints, atomically; ``ManifestError`` if one has none, or is damaged."""
+    for each in verifications:
+        if not each.ok or not each.sha256:
+            raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
+    refuse_target(path, overwrite=overwrite)
+    files = []
+    for each in verifications:
+        tensors = ",\n".join(
+            to_json({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256})
+            for t in each.tensors
+        )
+        head = json.dumps({"path": each.path, "format": each.format, "nbytes": each.nbytes, "sha256": each.sha256})
+        files.append(f'{head[:-1]}, "tensors": [\n{tensors}\n]}}')
+    head = json.dumps({"schema": 1, "transload": __version__})
+    text = f'{head[:-1]}, "files": [\n' + ",\n".join(files) + "\n]}\n"
+    with AtomicFile(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
+        out.write(text)
+
+
+# -- the report
+
+_LABEL = 12
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
+_TITLES = ("file", "format", "tensors", "size", "checksums", "bytes")
+_UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps hashes to compare with next time"
+
+
+def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
+    """Everything ``transload verify`` says of one file."""
+    yield Prose(((printable(verification.path, None), "strong"),))
+    for label, words, role in _summary(verification):
+        yield Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
+    yield from _details(verification, hashes=hashes)
+
+
+def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
+    """Lists: what is damaged, what differs, what was found, values, hashes."""
+    if verification.damaged:
+        yield from heading("damaged", plural(len(verification.damaged), "tensor"))
+        for damage in verification.damaged:
+            yield Prose(((printable(damage.detail, 400), "dim"),), lead=((f"  {_named(damage.name)}  ", "bad"),))
+    if verification.differences:
+        yield from heading("differs", f"from {printable(verification.manifest)}")
+        for each in verification.differences:
+            lead = ((f"  {each.what}  ", "bad"), (f"{_named(each.name)}  ", ""))
+            yield Prose(((_HASH.sub(r"\1…", printable(each.detail, 200)), "dim"),), lead=lead)
+    told = {damage.detail for damage in verification.damaged}
+    for finding in verification.findings:
+        rest = tuple(line for line in finding.evidence if line not in told)
+        yield BLANK
+        yield from next(findings([replace(finding, evidence=rest)]))
+    # Whether a rescue has something to do that no finding has advised.
+    advised = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
+    senseless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
+    hurt = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
+    if hurt and not advised and not senseless:
+        command = rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
+        yield BLANK
+        yield note("all that is whole, and what can be undone with proof, as a new file:")
+        yield Prose(((printable(command, None), ""),), lead=(("    ", ""),), whole=True)
+    odd = [tensor for tensor in verification.tensors if tensor.nan or tensor.inf]
+    if odd:
+        yield from heading("NaN or infinite", plural(len(odd), "tensor"))
+        rows: list[tuple[Line, ...]] = [
+            (
+                ((_named(tensor.name), ""),),
+                ((printable(tensor.dtype), "dim"),),
+                ((f"{tensor.nan:,} NaN" if tensor.nan else "", "trust"),),
+                ((f"{tensor.inf:,} inf" if tensor.inf else "", "trust"),),
+            )
+            for tensor in odd
+        ]
+        yield Table(rows, right=frozenset({2, 3}), drops=(1,))
+    hashed = [tensor for tensor in verification.tensors if tensor.sha256]
+    if hashes and hashed and not verification.manifest:
+        yield from heading("sha256 of tensors", count(len(hashed)))
+        yield Table([(((tensor.sha256, "dim"),), ((_named(tensor.name), ""),)) for tensor in hashed])
+        left = len(verification.tensors) - len(hashed)
+        if left:
+            yield note(f"{plural(left, 'further entry').replace('entrys', 'entries')} without elements of their own")
+
+
+def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
+    role, reason = INTEGRITY[verification.integrity]
+    yield "bytes", f"{verification.integrity}: {reason}", role
+    words = printable(FORMATS.get(verification.format, verification.format))
+    yield "file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}", ""
+    if verification.integrity == "not-a-checkpoint":
+        return
+    yield "checksums", *_checksums(verification)
+    read = size(verification.nbytes_read)
+    if verification.seconds and verification.nbytes_read >= 1_000_000:
+        speed = verification.nbytes_read / verification.seconds / 1e9
+        read += f" in {verification.seconds:.2f} s, {speed:.1f} GB/s"
+    yield "read", read, ""
+    if verification.sha256:
+        yield "sha256", verification.sha256, ""
+    looked = [tensor for tensor in verification.tensors if tensor.nan is not None]
+    if looked:
+        odd = sum(bool(tensor.nan or tensor.inf) for tensor in looked)
+        yield "values", f"NaN or infinite in {odd:,} of {plural(len(looked), 'tensor')}", "trust" if odd else ""
+    if verification.manifest:
+        alike = "all tensors are as it has them" if not verification.differences else "not all is as it has it"
+        yield "manifest", f"{printable(verification.manifest, None)}: {alike}", "" if verification.ok else "bad"
+
+
+def _checksums(verification: Verification) -> tuple[str, str]:
+    if not verification.checksums:
+        told = verification.manifest or verification.sha256
+        return ("none in this format" if told else _UNSUMMED), "" if told else "trust"
+    bad = sum(damage.kind == "checksum" for damage in verification.damaged)
+    records = f"{plural(verification.checksums, 'record')} compared"
+    if verification.unsummed:
+        records += f", {count(verification.unsummed)} have none"
+    agree = "all agree" if verification.integrity == "whole" else "see below" if bad else ""
+    return f"{records}, {agree}".removesuffix(", "), "bad" if bad else ""
+
+
+def written(path: str, tensors: int) -> Block:
+    """That a manifest was written."""
+    words = f"the hashes of {plural(tensors, 'tensor')}, for --against"
+    return Prose(((f"{printable(path, None)}: {words}", ""),), lead=((f"  {'written':<{_LABEL}}", "dim"),))
+
+
+def _named(name: str) -> str:
+    return printable(name, None) or "the tensor itself"
+
+
+def several(results: Sequence[Verification], total: int, *, hashes: bool = True) -> Iterator[Block]:
+    """A table of several files, then what is to be said of those that have a problem, or were asked about."""
+    if results:
+        title: tuple[Line, ...] = tuple(((word, "dim"),) for word in _TITLES)
+        yield Table([title, *map(_row, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
+    for each in results:
+        lists = list(_details(each, hashes=hashes))
+        if lists:
+            yield from heading(printable(each.path, None), each.sha256)
+            yield from lists
+    bad = sum(not each.ok for each in results)
+    words = [plural(total, "file"), f"{bad:,} with a problem" if bad else "no problem"]
+    if len(results) < total:
+        words.append(f"{total - len(results):,} not read")
+    yield from heading(", ".join(words))
+
+
+def _row(each: Verification) -> tuple[Line, ...]:
+    words = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
+    role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
+    return (
+        ((printable(each.path), ""),),
+        ((printable(FORMATS.get(each.format, each.format)), "dim"),),
+        ((count(each.tensor_count), ""),),
+        ((size(each.nbytes), ""),),
+        ((count(each.checksums) if each.checksums else "none", "" if each.checksums else "dim"),),
+        ((words, role),),
+    )

@@ -4,17 +4,52 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
+from hashlib import sha256
 from shlex import quote
 from typing import Any, NamedTuple
 
 from transload.errors import ManifestError
-from transload.verifying import Difference, TensorSum, Verification
+from transload.io.sources import FileSource
 
-__all__ = ["Manifest", "compare", "hash_of_all", "read_manifest", "refuse_target", "write_manifest"]
+__all__ = ["Difference", "Manifest", "TensorSum", "compare", "hash_of_all", "read_manifest", "refuse_target", "to_json"]
 
 _MAX = 1 << 30
 _FIX = "Write it with transload verify FILE --write m.json."
+
+
+class TensorSum(NamedTuple):
+    """A tensor, and what was made of its elements; docs/verify.md defines the hash.
+
+    ``sha256`` is empty where it was not asked for, or there are no elements to hash: ``note`` says why. ``nan`` and
+    ``inf`` are ``None`` where they were not counted.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    sha256: str = ""
+    nan: int | None = None
+    inf: int | None = None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**self._asdict(), "shape": list(self.shape), "sha256": self.sha256 or None}
+
+
+class Difference(NamedTuple):
+    """A tensor that is not as a manifest has it: ``what`` is ``missing``, ``added``, ``changed`` or ``retyped``."""
+
+    name: str
+    what: str
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return self._asdict()
 
 
 def hash_of_all(tensors: Iterable[TensorSum]) -> str:
@@ -23,15 +58,14 @@ def hash_of_all(tensors: Iterable[TensorSum]) -> str:
     >>> hash_of_all([])
     'e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
     """
-    from hashlib import sha256
-
     whole = sha256()
     for line in sorted([tensor.name, tensor.dtype, list(tensor.shape), tensor.sha256] for tensor in tensors):
-        whole.update(_json(line).encode("ascii") + b"\n")
+        whole.update(to_json(line).encode("ascii") + b"\n")
     return whole.hexdigest()
 
 
-def _json(value: object) -> str:
+def to_json(value: object) -> str:
+    """JSON in ASCII without blanks."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -75,32 +109,8 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
         raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")
 
 
-def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
-    """Write the hashes of checkpoints, atomically; ``ManifestError`` if one has none, or is damaged."""
-    from transload._version import __version__
-    from transload.io.atomic import AtomicFile
-
-    for each in verifications:
-        if not each.ok or not each.sha256:
-            raise ManifestError("is not written: not every file is whole", where=path, fix=f"See {each.path}.")
-    refuse_target(path, overwrite=overwrite)
-    files = []
-    for each in verifications:
-        tensors = ",\n".join(
-            _json({"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256}) for t in each.tensors
-        )
-        head = json.dumps({"path": each.path, "format": each.format, "nbytes": each.nbytes, "sha256": each.sha256})
-        files.append(f'{head[:-1]}, "tensors": [\n{tensors}\n]}}')
-    head = json.dumps({"schema": 1, "transload": __version__})
-    text = f'{head[:-1]}, "files": [\n' + ",\n".join(files) + "\n]}\n"
-    with AtomicFile(path) as file, open(file.descriptor, "w", encoding="ascii", closefd=False) as out:
-        out.write(text)
-
-
 def read_manifest(path: str) -> Manifest:
     """The hashes in a file; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
-    from transload.io.sources import FileSource
-
     source = FileSource(path)
     try:
         if source.size > _MAX:
@@ -117,18 +127,17 @@ def read_manifest(path: str) -> Manifest:
 def _entries(table: dict[str, Any]) -> tuple[ManifestEntry, ...]:
     if table["schema"] != 1:
         raise ValueError("it is of another version")
-    return tuple(map(_entry, table["files"]))
-
-
-def _entry(each: dict[str, Any]) -> ManifestEntry:
-    path = _text(each["path"])
-    if b"\0" in os.fsencode(path):
-        raise ValueError(f"{path!r:.40} cannot be the name of a file")
-    tensors = tuple(
-        TensorSum(_text(t["name"]), _text(t["dtype"]), tuple(map(int, t["shape"])), 0, _text(t["sha256"]))
-        for t in each["tensors"]
-    )
-    return ManifestEntry(path, _text(each["sha256"]), tensors)
+    files: list[ManifestEntry] = []
+    for each in table["files"]:
+        path = _text(each["path"])
+        if b"\0" in os.fsencode(path):
+            raise ValueError(f"{path!r:.40} cannot be the name of a file")
+        tensors = tuple(
+            TensorSum(_text(t["name"]), _text(t["dtype"]), tuple(map(int, t["shape"])), 0, _text(t["sha256"]))
+            for t in each["tensors"]
+        )
+        files.append(ManifestEntry(path, _text(each["sha256"]), tensors))
+    return tuple(files)
 
 
 def _text(value: object) -> str:
@@ -139,7 +148,6 @@ def _text(value: object) -> str:
 
 def compare(entry: ManifestEntry, tensors: Iterable[TensorSum]) -> tuple[Difference, ...]:
     """The differences between a manifest and the tensors of a checkpoint, by name."""
-    from collections import Counter
 
     def by_name(tensors: Iterable[TensorSum]) -> dict[str, list[TensorSum]]:
         """Two tensors may have one name: a key may contain the slash that joins keys."""

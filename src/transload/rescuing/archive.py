@@ -1,4 +1,9 @@
-"""A damaged archive put together again: every record checked, flipped bits undone, headers and directory rebuilt."""
+"""An archive laid out as torch lays it out, and a damaged archive put together again.
+
+Every byte of an archive written by torch that is not inside a record follows from the names, sizes and checksums of
+its records. So an undamaged copy can be made as soon as those are known, and wherever the copy differs from the file,
+the file is damaged. ``recover_archive`` checks every record, undoes flipped bits, and rebuilds headers and directory.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +12,231 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
+from struct import pack_into
 from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problem
-from transload.formats.zip import ALIGNMENT
-from transload.io.sources import FileSource, Source
-from transload.rescuing.assembly import (
-    HAS_DESCRIPTOR,
-    ArchiveRecord,
-    Assembly,
-    Filler,
-    LostRange,
-    Part,
-    ReadOnlySource,
-    Recovered,
-    archive,
-    archive_pieces,
-    differences,
-    key_of,
-    literal,
-    repaired,
-    stored_record,
-)
+from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.io.sources import Assembly, BytesSource, FileSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
-from transload.rescuing.result import Certainty, LostRecord
-from transload.rescuing.zip_scan import FoundRecord, Scan
+from transload.rescuing.result import Certainty, LostRecord, Repair
+from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 
-__all__ = ["METADATA", "claim_of", "recover_archive", "recover_directory"]
+__all__ = [
+    "METADATA",
+    "ArchiveRecord",
+    "Filler",
+    "LostRange",
+    "Recovered",
+    "archive",
+    "archive_pieces",
+    "checksum",
+    "claim_of",
+    "differences",
+    "key_of",
+    "literal",
+    "recover_archive",
+    "recover_directory",
+    "repaired",
+    "stored_record",
+]
+
+_UTF8 = 0x0800
+_CHUNK = 1 << 20
+
+
+class LostRange(NamedTuple):
+    """Bytes of a recovered file that are not those that were saved, and why."""
+
+    start: int
+    end: int
+    why: str
+
+
+class Recovered(NamedTuple):
+    """A damaged file as it should be, ready to be read.
+
+    ``exact`` is whether it is, as far as can be known, the very file that was saved. ``records`` are those of an
+    archive, from which another archive can be laid out. ``unchecked`` are records without a checksum. ``repaired_at``
+    are the offsets of repaired bytes in the recovered file. ``nbytes`` is the size of the damaged file. ``warnings``
+    say what is uncertain.
+    """
+
+    source: Source
+    exact: bool
+    lost_ranges: tuple[LostRange, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+    lost_records: tuple[LostRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+    records: tuple[ArchiveRecord, ...] = ()
+    unchecked: frozenset[str] = frozenset()
+    all_unchecked: bool = False
+    repaired_at: tuple[int, ...] = ()
+    nbytes: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+class Filler:
+    """A pattern repeated over ``size`` bytes, in place of bytes that are lost."""
+
+    name = "<filler>"
+
+    def __init__(self, size: int, pattern: bytes = b"\0") -> None:
+        self.size = size
+        self._pattern = pattern
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        count = min(count, self.size - offset)
+        if count <= 0:
+            return b""
+        width = len(self._pattern)
+        phase = offset % width
+        return (self._pattern * ((count + phase) // width + 1))[phase : phase + count]
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        return copied(self, offset, buffer)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def literal(data: bytes) -> Part:
+    """New bytes as a part."""
+    return Part(BytesSource(data), 0, len(data))
+
+
+def repaired(source: Source, offset: int, length: int, repairs: Iterable[Repair]) -> Iterator[Part]:
+    """Some bytes of a source, with repairs."""
+    at, end = offset, offset + length
+    for repair in sorted(repairs):
+        if at <= repair.position < end:
+            yield Part(source, at, repair.position - at)
+            yield literal(bytes([repair.new]))
+            at = repair.position + 1
+    yield Part(source, at, end - at)
+
+
+def differences(offset: int, here: bytes, right: bytes, certainty: Certainty = "proven") -> list[Repair]:
+    """The repairs that turn the bytes at ``offset`` of a file into the right ones, as far as both go."""
+    pairs = enumerate(zip(here, right, strict=False), offset) if here != right else ()
+    return [Repair(at, old, new, "", certainty) for at, (old, new) in pairs if old != new]
+
+
+def checksum(parts: Iterable[Part]) -> int:
+    """The CRC-32 of parts one after the other."""
+    source, value = Assembly(parts, ""), 0
+    for start in range(0, source.size, _CHUNK):
+        value = crc32(source.read(start, _CHUNK), value)
+    return value
+
+
+# -- archives
+
+
+class ArchiveRecord(NamedTuple):
+    """A record of an archive to be written.
+
+    ``stored`` and ``size`` differ if it is compressed. ``padding`` is that of its header; ``None`` is what aligns its
+    bytes. ``before`` are bytes in front of it that belong to no record. ``order`` is its place in the directory.
+    ``header`` is where it was in the damaged file, -1 if it was not there; ``origin`` is its name there.
+    """
+
+    name: bytes
+    content: tuple[Part, ...]
+    size: int
+    stored: int
+    crc32: int
+    method: int = 0
+    flags: int = _UTF8 | HAS_DESCRIPTOR
+    time: int = 0
+    date: int = 0
+    padding: int | None = None
+    before: tuple[Part, ...] = ()
+    order: int = 0
+    header: int = -1
+    origin: bytes = b""
+
+
+def key_of(name: bytes) -> str:
+    """The name of a record without the folder of its archive."""
+    return (name.partition(b"/")[2] or name).decode("utf-8", "backslashreplace")
+
+
+def stored_record(
+    name: bytes, part: Part, *, order: int = 0, origin: bytes = b"", crc32: int | None = None
+) -> ArchiveRecord:
+    """A record of these bytes, uncompressed. Their checksum is computed unless it is given."""
+    flags = _UTF8 | HAS_DESCRIPTOR if part.length else _UTF8  # torch writes no descriptor behind an empty record
+    value = checksum([part]) if crc32 is None else crc32
+    return ArchiveRecord(name, (part,), part.length, part.length, value, flags=flags, order=order, origin=origin)
+
+
+class Piece(NamedTuple):
+    """A part of an archive and its offset there.
+
+    ``generated`` is whether it was made here: a header, a descriptor or the directory. ``record`` is the record whose
+    bytes it is.
+    """
+
+    offset: int
+    part: Part
+    generated: bool = False
+    record: ArchiveRecord | None = None
+
+
+def archive(records: Sequence[ArchiveRecord], name: str) -> Assembly:
+    """An archive of these records."""
+    return Assembly((piece.part for piece in archive_pieces(records)), name)
+
+
+def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ()) -> Iterator[Piece]:
+    """The pieces of an archive in order; ``after`` are parts between the last record and the directory."""
+    entries: list[tuple[int, bytes]] = []
+    at = 0
+    for record in records:
+        for part in record.before:
+            yield Piece(at, part)
+            at += part.length
+        # torch's own writer stores records uncompressed, without a date. Added is what other archives have:
+        # compression, flags, times, and padding that is kept as it was.
+        unpadded = local_header(record.name, record.stored, at, 1)
+        padding = -(at + len(unpadded)) % ALIGNMENT if record.padding is None else record.padding
+        header = bytearray(unpadded[:-2] + padding.to_bytes(2, "little") + b"Z" * padding)
+        entry = bytearray(central_entry(record.name, record.stored, record.crc32, at))
+        behind = bytearray()
+        common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
+        pack_into("<5H", header, 4, *common)
+        pack_into("<5H", entry, 6, *common)
+        pack_into("<H", header, 28, (len(header) - 30 - len(record.name)) & 0xFFFF)
+        if record.size != record.stored:
+            pack_into("<L", entry, 24, record.size)
+        if record.flags & HAS_DESCRIPTOR:
+            behind += descriptor(record.stored, record.crc32, at)
+            if record.size != record.stored and behind:
+                pack_into(
+                    "<L" if len(behind) == 16 else "<Q", behind, len(behind) - (len(behind) - 8) // 2, record.size
+                )
+        elif record.stored:
+            pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
+        entries.append((record.order, bytes(entry)))
+        yield Piece(at, literal(bytes(header)), generated=True)
+        at += len(header)
+        for part in record.content:
+            yield Piece(at, part, record=record)
+            at += part.length
+        yield Piece(at, literal(bytes(behind)), generated=True)
+        at += len(behind)
+    for part in after:
+        yield Piece(at, part)
+        at += part.length
+    directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
+    yield Piece(at, literal(directory + end_of_archive(len(entries), at, len(directory))), generated=True)
+
+
+# -- a damaged archive
 
 METADATA = frozenset({"version", ".data/serialization_id", ".data/version", ".transload/origin.json"})
 """Records that say nothing of the content: one can be rebuilt, torch does not need the others."""
@@ -84,8 +286,23 @@ def recover_archive(source: Source) -> Recovered | None:
     else:
         if not _has_checksums(found.records):
             records = [record._replace(crc32=0) for record in records]
-        after = _before_directory(source, found)
-    records = _with_version(_with_byteorder(records, lost), notes)
+        # Bytes before the directory that belong to no record, as a retagged file has where its index was before.
+        start, stated = found.directory.start, found.directory.stated
+        if max((record.end for record in found.records), default=0) <= stated < start:
+            start = stated  # its first entries are damaged
+        ends = [record.end for record in found.records if not record.replaced and record.end <= start]
+        since = max(ends, default=start)
+        if start > 0 and since < start:
+            after = [Part(source, since, start - since)]
+    for index, record in enumerate(records):
+        damaged = next((each for each in lost if each.name == "byteorder"), None)
+        if damaged is not None and record.name.endswith(b"/byteorder") and record.stored in _BYTE_ORDERS:
+            right = _BYTE_ORDERS[record.stored]
+            records[index] = record._replace(
+                content=(literal(right),), crc32=crc32(right), method=0, size=len(right), origin=b""
+            )
+            lost.remove(damaged)
+    records = _with_version(records, notes)
     lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]
     made = _assemble(source, records, checked, lost, after)
     if not found.directory.entries and not made.exact:
@@ -110,8 +327,29 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
     claims = [claim_of(record, _method(record), summed=summed) for record in named.values()]
     out: list[_Checked] = []
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
-        verdict = _vouched(source, record, _with_other_size(source, record, claim, first))
-        fitted, verdict = _with_size_of_index(source, found, record, name, verdict)
+        verdict = first
+        if verdict.state == "damaged" and claim.method:  # perhaps another of the sizes that are given for it is right
+            for size in {each.size for each in (record.entry, record.descriptor) if each is not None} - {claim.size}:
+                other = claim._replace(size=min(size, MAX_RATIO * record.stored + 64))
+                (again,) = check_records(source, [other])
+                if again.state == "whole":
+                    verdict = again
+        # Without a checksum, what must follow the bytes has to follow them, or the file to end before. Otherwise the
+        # descriptor was overwritten or is elsewhere, and so may the bytes be.
+        followed = record.descriptor or (record.local and not record.local.flags & HAS_DESCRIPTOR)
+        ends = record.end + _MAX_DESCRIPTOR >= source.size
+        if verdict.state == "unchecked" and record.stored and not followed and not ends:
+            verdict = Verdict("damaged")
+        # A storage that no checksum vouches for is as long as the index says. If it is not so long, or does not begin
+        # where its header ends, bytes were inserted or removed, and it is damaged.
+        folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
+        fitted = record
+        if verdict.state not in ("whole", "mended") and not record.endless and folder.endswith(("/data", "/tensors")):
+            slot = found.slots.get(key)
+            placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
+            if slot is not None and not (placed and slot.nbytes == record.stored):
+                present = max(0, min(slot.nbytes, source.size - record.payload))
+                fitted, verdict = record._replace(stored=slot.nbytes, present=present), Verdict("damaged")
         out.append(_Checked(fitted, name, claim.method, verdict, name not in unsettled))
     return out
 
@@ -156,46 +394,6 @@ def claim_of(record: FoundRecord, method: int, *, summed: bool) -> Claim:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, MAX_RATIO * record.stored + 64)
     checksums = _checksums(record) if summed and record.stored else ()
     return Claim(record.payload, record.stored, record.present, size, method, checksums)
-
-
-def _with_other_size(source: Source, record: FoundRecord, claim: Claim, verdict: Verdict) -> Verdict:
-    """The verdict on a deflated record, if need be with the other one of the sizes that are given for it."""
-    if verdict.state == "damaged" and claim.method:
-        for size in {each.size for each in (record.entry, record.descriptor) if each is not None} - {claim.size}:
-            other = claim._replace(size=min(size, MAX_RATIO * record.stored + 64))
-            (again,) = check_records(source, [other])
-            if again.state == "whole":
-                return again
-    return verdict
-
-
-def _vouched(source: Source, record: FoundRecord, verdict: Verdict) -> Verdict:
-    """The verdict; without a checksum only if what must follow the bytes does, or the file ends before.
-
-    Otherwise the descriptor was overwritten or is elsewhere, and so may the bytes be.
-    """
-    followed = record.descriptor or (record.local and not record.local.flags & HAS_DESCRIPTOR)
-    if verdict.state == "unchecked" and record.stored and not followed and record.end + _MAX_DESCRIPTOR < source.size:
-        return Verdict("damaged")
-    return verdict
-
-
-def _with_size_of_index(
-    source: Source, found: Scan, record: FoundRecord, name: bytes, verdict: Verdict
-) -> tuple[FoundRecord, Verdict]:
-    """A storage that no checksum vouches for, as long as the index says.
-
-    If it is not so long, or does not begin where its header ends, bytes were inserted or removed, and it is damaged.
-    """
-    folder, _, key = name.decode("utf-8", "backslashreplace").rpartition("/")
-    if verdict.state in ("whole", "mended") or record.endless or not folder.endswith(("/data", "/tensors")):
-        return record, verdict
-    slot = found.slots.get(key)
-    placed = record.payload % ALIGNMENT == 0 or (record.local is not None and record.local.end == record.payload)
-    if slot is None or (placed and slot.nbytes == record.stored):
-        return record, verdict
-    present = max(0, min(slot.nbytes, source.size - record.payload))
-    return record._replace(stored=slot.nbytes, present=present), Verdict("damaged")
 
 
 # -- names
@@ -251,12 +449,16 @@ class _Names:
         folder, _, last = name.rpartition(b"/")
         stem, dot, ending = last.partition(b".")
         numbered = self._NUMBERED.fullmatch(below)
+        follows = False  # whether it has a number that comes after that of another record
+        if numbered is not None:
+            digits = numbered[2]
+            follows = not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in self._sure
         words = _words(name)
         return (
             top == self._root,
             not self._sure[name],
             below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in self._scan.slots,
-            below in self._KNOWN or (numbered is not None and self._follows(name, numbered[2])),
+            below in self._KNOWN or follows,
             numbered is not None,
             bool(self._ORDINARY.fullmatch(name)) and bool(last),
             self._occurs(below),
@@ -269,21 +471,17 @@ class _Names:
             sum(map(self._occurs, words)),
         )
 
-    def _follows(self, name: bytes, digits: bytes) -> bool:
-        """Whether a record has a number that comes after that of another one."""
-        return not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in self._sure
-
     def _occurs(self, word: bytes) -> bool:
         """Whether a word is in one of the records that are small enough to be texts."""
         if word not in self._found:
-            self._found[word] = len(word) > 1 and any(word in text for text in self._texts())
+            self._found[word] = False
+            for record in self._records if len(word) > 1 else ():
+                if record.present <= self._MAX_TEXT and self._budget > 0:
+                    self._budget -= record.present + 1000
+                    if word in self._source.read(record.payload, record.present):
+                        self._found[word] = True
+                        break
         return self._found[word]
-
-    def _texts(self) -> Iterator[bytes]:
-        for record in self._records:
-            if record.present <= self._MAX_TEXT and self._budget > 0:
-                self._budget -= record.present + 1000
-                yield self._source.read(record.payload, record.present)
 
 
 def _words(name: bytes) -> set[bytes]:
@@ -316,7 +514,9 @@ def _rebuild(
     reached = 0
     for each in checked:
         record, verdict = each.found, each.verdict
-        named = not by_torch or _is_torch_name(each.name, root)
+        # torch gives printable names, below the folder of all: others are damaged.
+        below = each.name[len(root) + 1 :].decode("utf-8", "backslashreplace")
+        named = not by_torch or (each.name.startswith(root + b"/") and below.isprintable() and "\\" not in below)
         if not each.usable:
             why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
             lost.append(LostRecord(key_of(each.name), why))
@@ -326,6 +526,13 @@ def _rebuild(
         if content is None or not named or (key_of(each.name) in METADATA and not each.usable):
             continue
         stored = sum(part.length for part in content)
+        flags = 0x0808 if record.stored else 0x0800
+        padding = None
+        if by_torch:
+            if record.local is not None and record.entry is not None and record.local.flags == record.entry.flags:
+                flags = record.local.flags
+            wide = 12 if record.wide and record.stored < 0xFFFFFFFF else 20 if record.wide else 0
+            padding = record.payload - record.header - 34 - len(each.name) - wide
         made = ArchiveRecord(
             each.name,
             content,
@@ -333,10 +540,10 @@ def _rebuild(
             stored,
             verdict.crc32 or 0,
             each.method if by_torch else 0,
-            _flags(record, by_torch=by_torch),
+            flags,
             time,
             date,
-            _padding(each) if by_torch else None,
+            padding if padding is not None and 0 <= padding < 0xFFFF else None,
             (Part(source, reached, record.header - reached),) if by_torch and reached < record.header else (),
             order[each.name],
             record.header,
@@ -345,37 +552,6 @@ def _rebuild(
         records.append(made)
         reached = record.end
     return records, lost
-
-
-def _is_torch_name(name: bytes, root: bytes) -> bool:
-    """Whether a name is one that torch gives, below the folder of all: others are damaged."""
-    below = name[len(root) + 1 :].decode("utf-8", "backslashreplace")
-    return name.startswith(root + b"/") and below.isprintable() and "\\" not in below
-
-
-def _flags(record: FoundRecord, *, by_torch: bool) -> int:
-    local, entry = record.local, record.entry
-    if by_torch and local is not None and entry is not None and local.flags == entry.flags:
-        return local.flags
-    return 0x0808 if record.stored else 0x0800
-
-
-def _padding(each: _Checked) -> int | None:
-    wide = 12 if each.found.wide and each.found.stored < 0xFFFFFFFF else 20 if each.found.wide else 0
-    padding = each.found.payload - each.found.header - 34 - len(each.name) - wide
-    return padding if 0 <= padding < 0xFFFF else None
-
-
-def _before_directory(source: Source, found: Scan) -> list[Part]:
-    """Bytes before the directory that belong to no record, as a retagged file has where its index was before."""
-    start, stated = found.directory.start, found.directory.stated
-    if start <= 0:
-        return []
-    if max((record.end for record in found.records), default=0) <= stated < start:
-        start = stated  # its first entries are damaged
-    ends = [record.end for record in found.records if not record.replaced and record.end <= start]
-    since = max(ends, default=start)
-    return [Part(source, since, start - since)] if since < start else []
 
 
 def _content(source: Source, each: _Checked, *, keep: bool) -> tuple[Part, ...] | None:
@@ -425,38 +601,34 @@ def _assemble(
         if record is not None and part is record.content[0]:
             repaired_at += [offset + bit.byte - each.found.payload for bit in each.verdict.bits]
         if each.verdict.state == "damaged":
-            ranges.append(LostRange(offset, offset + part.length, _damage(each.verdict)))
+            why, places = "its bytes do not match their checksum", each.verdict.candidates
+            if len(places) > 1:
+                why += f"; a flipped bit in byte {' or '.join(f'{place:,}' for place in places)} would explain it"
+            ranges.append(LostRange(offset, offset + part.length, why))
         elif not each.usable and isinstance(part.source, Filler):
             ranges.append(LostRange(offset, offset + part.length, "the file ends before its last byte"))
+    notes: list[str] = []
+    if len(repairs) > _MAX_REPAIRS:
+        rest = f"the first {_MAX_REPAIRS:,} are listed"
+        notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
+    lack = whole.size - source.size if in_place else 0
+    if lack > 0:
+        notes.append(f"the last {lack:,} bytes, part of the directory, were missing and were rebuilt")
+    if lack < 0:
+        another = source.read(whole.size, 4) == b"PK\x03\x04"
+        what = "another archive begins there" if another else "they belong to no record"
+        notes.append(f"{-lack:,} bytes from byte {whole.size:,} on are left out: {what}")
     return Recovered(
         whole,
         in_place,
         tuple(ranges),
         tuple(repairs[:_MAX_REPAIRS]),
         tuple(lost),
-        tuple(_notes(source, whole, in_place=in_place, repairs=len(repairs))),
+        tuple(notes),
         tuple(records),
         frozenset(key_of(each.name) for each in checked if each.verdict.state == "unchecked" and each.found.stored),
         repaired_at=tuple(repaired_at),
     )
-
-
-def _damage(verdict: Verdict) -> str:
-    why = "its bytes do not match their checksum"
-    if len(verdict.candidates) < 2:
-        return why
-    return f"{why}; a flipped bit in byte {' or '.join(f'{place:,}' for place in verdict.candidates)} would explain it"
-
-
-def _notes(source: Source, whole: Assembly, *, in_place: bool, repairs: int) -> Iterator[str]:
-    if repairs > _MAX_REPAIRS:
-        yield f"{repairs:,} bytes of headers and directory were rebuilt; the first {_MAX_REPAIRS:,} are listed"
-    if in_place and whole.size > source.size:
-        yield f"the last {whole.size - source.size:,} bytes, part of the directory, were missing and were rebuilt"
-    if in_place and whole.size < source.size:
-        another = source.read(whole.size, 4) == b"PK\x03\x04"
-        what = "another archive begins there" if another else "they belong to no record"
-        yield f"{source.size - whole.size:,} bytes from byte {whole.size:,} on are left out: {what}"
 
 
 # -- archives packed by other programs
@@ -464,7 +636,14 @@ def _notes(source: Source, whole: Assembly, *, in_place: bool, repairs: int) -> 
 
 def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveRecord]:
     """The records below one folder, where torch looks for them, without those that archivers add."""
-    prefix = _folder_of([record.name for record in records if not _is_clutter(record.name)])
+    names = [record.name for record in records if not _is_clutter(record.name)]
+    tops = Counter(name.partition(b"/")[0] + b"/" for name in names if b"/" in name)
+    prefix = tops.most_common(1)[0][0] if tops else b""
+    for index in (b"data.pkl", b"constants.pkl", b"model.json", b"archive_format", b"version"):
+        found = [name for name in names if name.rpartition(b"/")[2].lower() == index]
+        if found:  # the folder of the index which is highest
+            prefix = min(found, key=lambda name: (name.count(b"/"), len(name)))[: -len(index)]
+            break
     root = prefix.rstrip(b"/").rpartition(b"/")[2] or b"archive"
     inside: list[ArchiveRecord] = []
     outside: list[ArchiveRecord] = []
@@ -484,17 +663,6 @@ def _is_clutter(name: bytes) -> bool:
     """Whether a record is a folder, or what macOS puts into every archive."""
     last = name.rpartition(b"/")[2]
     return not last or name.startswith(b"__MACOSX/") or last == b".DS_Store" or last.startswith(b"._")
-
-
-def _folder_of(names: list[bytes]) -> bytes:
-    """The folder of the records, with its slash: that of the index which is highest."""
-    for index in (b"data.pkl", b"constants.pkl", b"model.json", b"archive_format", b"version"):
-        found = [name for name in names if name.rpartition(b"/")[2].lower() == index]
-        if found:
-            best = min(found, key=lambda name: (name.count(b"/"), len(name)))
-            return best[: len(best) - len(index)]
-    tops = Counter(name.partition(b"/")[0] + b"/" for name in names if b"/" in name)
-    return tops.most_common(1)[0][0] if tops else b""
 
 
 def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveRecord]:
@@ -517,22 +685,10 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
     return [*kept, stored_record(name, literal(b"3\n"), order=order)]
 
 
-def _with_byteorder(records: list[ArchiveRecord], lost: list[LostRecord]) -> list[ArchiveRecord]:
-    """The records with the one that names the byte order rebuilt if it is damaged; then it is not lost."""
-    damaged = next((each for each in lost if each.name == "byteorder"), None)
-    at = next((index for index, record in enumerate(records) if record.name.endswith(b"/byteorder")), None)
-    if damaged is None or at is None or records[at].stored not in _BYTE_ORDERS:
-        return records
-    lost.remove(damaged)
-    right = _BYTE_ORDERS[records[at].stored]
-    made = records[at]._replace(content=(literal(right),), crc32=crc32(right), method=0, size=len(right), origin=b"")
-    return [*records[:at], made, *records[at + 1 :]]
-
-
 # -- unzipped directories
 
 
-class _File(ReadOnlySource):
+class _File:
     """A file that is open only while it is read: an archive has more records than a process may have files open."""
 
     def __init__(self, path: str, size: int) -> None:
@@ -545,6 +701,12 @@ class _File(ReadOnlySource):
             return source.read(offset, min(count, self.size - offset))
         finally:
             source.close()
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        return copied(self, offset, buffer)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def recover_directory(path: str) -> Recovered | None:

@@ -1,0 +1,296 @@
+"""Which records and tensors of an open checkpoint are not what was saved.
+
+``records_of`` lists the records of every file, ``sum_records`` reads them and compares their checksums, ``damages``
+names the tensors that are concerned by what was found. ``misplaced`` checks the indices of sparse tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.checkpoint import Record
+from transload.errors import CannotReadError, TransloadError
+from transload.findings import Problem
+from transload.formats.verify import Lost, checksums, mismatch
+from transload.formats.zip import read_index, starts_like_zip
+from transload.tensors import Allowance
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Storage, Tensor
+    from transload.tensors import Content
+
+__all__ = ["Damage", "Key", "Records", "damages", "key_of", "misplaced", "records_of", "sum_records"]
+
+_PIECE = 1 << 20
+_MAX_INDEX = 100_000_000
+_DESCRIPTOR = 24  # bytes behind a record, at most, that hold its checksum
+_NAMED = {"tensor-broken": "broken", "dcp-piece-missing": "missing"}
+_CODES = {"int64": "q", "int32": "i"}
+_COMPRESSED = {"sparse_csr": 1, "sparse_bsr": 1, "sparse_csc": 0, "sparse_bsc": 0}  # the axis plain indices run along
+
+Records = dict[str, tuple[Record, ...]]
+"""The records of each file that have a position."""
+
+Key = tuple[str, str, int]
+"""File, name and position, which identify a record of a checkpoint."""
+
+
+def key_of(file: str, record: Record) -> Key:
+    """The key of a record."""
+    return file, record.name, record.offset or 0
+
+
+class Damage(NamedTuple):
+    """A tensor whose bytes are not those that were saved, and how that shows.
+
+    ``kind`` is ``checksum`` (its record is not what was saved), ``unreadable`` (the disk does not give it), ``cut``
+    (its bytes are not all there), ``missing`` (an index names it, and it is not there) or ``broken`` (what describes it
+    makes no sense, or its indices point outside of it).
+    """
+
+    name: str
+    kind: str
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return self._asdict()
+
+
+# -- records
+
+
+def records_of(content: Content) -> Records:
+    """The records of each file: those of its archive, or the storages themselves where there is none."""
+    known = {name: checkpoint.records for name, checkpoint in content.parts}
+    storages: dict[str, list[Storage]] = {name: [] for name in known}
+    for storage in content.checkpoint.storages:
+        storages.setdefault(storage.file, []).append(storage)
+    out: Records = {}
+    for file, inside in storages.items():
+        records: Iterable[Record] = known.get(file) or ()
+        # The file of a rank is an archive; one of torch.distributed.checkpoint is a row of them, known by its storages.
+        if not records and content.checkpoint.format in ("deepspeed", "megatron") and not file.endswith(".distcp"):
+            source = content.open_file(file)
+            records = read_index(source).records.values() if starts_like_zip(source) else ()
+        if not records:
+            records = [Record(one.record or one.key, one.offset, one.stored, one.stored, one.crc32) for one in inside]
+        out[file] = tuple(record for record in records if record.offset is not None)
+    return out
+
+
+def sum_records(
+    content: Content, every: Records, skip: Collection[Key] = (), tell: Callable[[int], None] | None = None
+) -> dict[Key, Problem]:
+    """Read all records but those to ``skip``; those that are not what was saved."""
+    bad: dict[Key, Problem] = {}
+    for file, records in every.items():
+        todo = [record for record in records if key_of(file, record) not in skip] if skip else records
+        for index, value in checksums(content.open_file(file), todo, tell).items():
+            record = todo[index]
+            if value != record.crc32 and (record.crc32 is not None or isinstance(value, Lost)):
+                bad[key_of(file, record)] = mismatch(record, value)
+    return bad
+
+
+# -- tensors
+
+
+def damages(
+    content: Content, every: Records, bad: Mapping[Key, Problem], failed: Mapping[str, tuple[str, str]]
+) -> tuple[Damage, ...]:
+    """Every damaged tensor once, in the order of the file; then those that are missing altogether.
+
+    ``failed`` are kind and detail of what else was found out, by the name of the tensor.
+    """
+    checkpoint = content.checkpoint
+    if checkpoint.counted and not bad:  # all sizes were compared when the storages were counted
+        return ()
+    storages = _bad_storages(content, every, bad)
+    sound = {
+        each.id
+        for each in checkpoint.storages
+        if each.stored >= each.nbytes and (each.offset is not None or each.compressed) and each.id not in storages
+    }
+    out: dict[str, Damage] = {}
+    for tensor in checkpoint.tensors:
+        if tensor.storage in sound and not failed and not tensor.parts:  # nearly all of them, nearly always
+            continue
+        for part in _with_parts(tensor):
+            if part.storage in storages:
+                damage = storages[part.storage]._replace(name=tensor.name)
+                break
+            if part.name in failed:
+                damage = Damage(tensor.name, *failed[part.name])
+                break
+        else:
+            damage = Damage(tensor.name, "cut", content.missing(tensor))
+        if damage.detail:
+            out.setdefault(tensor.name, damage)
+    for problem in checkpoint.problems:
+        kind = _NAMED.get(problem.code)
+        if kind and problem.where:
+            out.setdefault(problem.where, Damage(problem.where, kind, problem.detail))
+    existing = {tensor.name for tensor in checkpoint.tensors}
+    for name, shard in _weight_map(content).items():
+        if name not in existing:
+            out.setdefault(name, Damage(name, "missing", f"the index puts it into {shard}"))
+    return tuple(out.values())
+
+
+def _with_parts(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
+    for part in tensor.parts:
+        yield from _with_parts(part)
+
+
+def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
+    """The damage of each storage whose record is not what was saved, or has another length than it should."""
+    records = {key_of(file, record): record for file, inside in every.items() for record in inside}
+    packed = {key[:2]: key for key in records}  # a compressed storage does not know its position
+    # Files whose storages all had checksums when they were saved: torch writes them all, or none. Rows of archives,
+    # as torch.distributed.checkpoint has them, were all written by one program.
+    some = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
+    rows = {file for file in every if file.endswith(".distcp")}
+    summed = some & {name for name, checkpoint in content.parts if checkpoint.records} | (
+        rows if some & rows else set()
+    )
+    out: dict[str, Damage] = {}
+    for file, checkpoint in content.parts:
+        if checkpoint.format == "torch-legacy" and any(p.code == "storage-size" for p in checkpoint.problems):
+            # A storage does not begin where it should. No other begins where the last one ends, so that is wrong, too.
+            held = [each for each in content.checkpoint.storages if each.file == file and each.offset is not None]
+            for last in sorted(held, key=lambda each: each.offset or 0)[-1:]:
+                detail = f"{_where(last, last.record)}: no other begins where it ends"
+                out[last.id] = Damage("", "broken", detail)
+    for storage in content.checkpoint.storages:
+        name = storage.record or storage.key
+        key = packed.get((storage.file, name)) if storage.compressed else (storage.file, name, storage.offset or 0)
+        if key is None:
+            continue
+        problem, record, where = bad.get(key), records.get(key), _where(storage, name)
+        if problem is not None:
+            kind = "unreadable" if problem.code == "record-unreadable" else "checksum"
+            out[storage.id] = Damage("", kind, f"{where}: {problem.detail}")
+        elif record is None:
+            continue
+        elif (
+            storage.file in summed
+            and record.crc32 is None
+            and record.size
+            # If the file ends before the checksum, all bytes may be there.
+            and (record.offset or 0) + record.stored + _DESCRIPTOR <= content.open_file(storage.file).size
+        ):
+            out[storage.id] = Damage("", "checksum", f"{where}: its checksum is overwritten")
+        elif storage.record and record.size != storage.nbytes and record.stored >= record.size:
+            detail = f"{where} holds {record.size:,} bytes, the index wants {storage.nbytes:,}"
+            out[storage.id] = Damage("", "cut" if record.size < storage.nbytes else "broken", detail)
+    return out
+
+
+def _where(storage: Storage, name: str) -> str:
+    return f"{storage.file} › {name}" if storage.file and storage.file != name else name
+
+
+def _weight_map(content: Content) -> dict[str, str]:
+    """The shard of each tensor, as the index of a sharded checkpoint has it."""
+    index = next((part.name for part in content.checkpoint.parts if part.kind == "index"), "")
+    if content.checkpoint.format != "sharded" or not index:
+        return {}
+    try:
+        table = json.loads(content.open_file(index).read(0, _MAX_INDEX))
+    except (CannotReadError, ValueError, RecursionError):
+        return {}
+    weights = table.get("weight_map") if isinstance(table, dict) else None
+    return {key: value for key, value in weights.items() if type(value) is str} if isinstance(weights, dict) else {}
+
+
+# -- the indices of sparse tensors
+
+
+class _OutsideError(Exception):
+    """What is wrong with the indices."""
+
+
+def misplaced(content: Content) -> dict[str, str]:
+    """The sparse tensors, by name, whose parts do not fit together, and why. Those that cannot be read are left out."""
+    allowance = Allowance(content.checkpoint)
+    wrong: dict[str, str] = {}
+    waiting = list(content.checkpoint.tensors)
+    for tensor in waiting:  # which grows meanwhile
+        if tensor.kind != "sparse_coo" and tensor.kind not in _COMPRESSED:
+            waiting += tensor.parts
+            continue
+        if any(part.dtype not in _CODES for part in tensor.parts[:-1]):
+            wrong[tensor.name] = "its indices are not integers"
+            continue
+        try:
+            for part in tensor.parts[:-1]:
+                allowance.spend(part)
+            (_check_coordinates if tensor.kind == "sparse_coo" else _check_compressed)(content, tensor)
+        except _OutsideError as error:
+            wrong[tensor.name] = str(error)
+        except TransloadError:  # the bytes cannot be read, which is reported as for any other tensor
+            continue
+    return wrong
+
+
+def _check_coordinates(content: Content, tensor: Tensor) -> None:
+    indices, values = tensor.parts
+    size = tensor.shape
+    if len(indices.shape) != 2 or indices.shape[0] > len(size):
+        raise _OutsideError(f"its indices have the shape {indices.shape}, and it the shape {size}")
+    axes, count = indices.shape
+    if values.shape != (count, *size[axes:]):
+        raise _OutsideError(f"it has {count:,} indices, and values of the shape {values.shape}")
+    numbers = _numbers(content, indices)
+    for axis, length in enumerate(size[:axes]):
+        outside = next((number for number in islice(numbers, count) if not 0 <= number < length), None)
+        if outside is not None:
+            raise _OutsideError(f"an index is {outside}, and axis {axis} has {length:,} places")
+
+
+def _check_compressed(content: Content, tensor: Tensor) -> None:
+    """The rows of a CSR tensor; of the others what corresponds to them: columns, or rows and columns of blocks."""
+    compressed, plain, values = tensor.parts
+    batch, count = plain.shape[:-1], plain.shape[-1] if plain.shape else 0
+    rank = len(batch)
+    along = _COMPRESSED[tensor.kind]
+    size = tensor.shape[rank : rank + 2]
+    block = values.shape[rank + 1 : rank + 3] if tensor.kind in ("sparse_bsr", "sparse_bsc") else (1, 1)
+    if len(size) != 2 or len(block) != 2 or 0 in block or values.shape[: rank + 1] != plain.shape:
+        raise _OutsideError("its parts do not fit together")
+    rows, columns = size[1 - along] // block[1 - along], size[along] // block[along]
+    if compressed.shape != (*batch, rows + 1):
+        raise _OutsideError(f"it has {rows:,} rows, and their ends have the shape {compressed.shape}")
+    ends, places = _numbers(content, compressed), _numbers(content, plain)
+    for _ in range(prod(batch)):
+        begin = next(ends)
+        if begin:
+            raise _OutsideError(f"its first row begins at {begin}")
+        for end in islice(ends, rows):
+            if not begin <= end <= min(begin + columns, count):
+                words = f"a row reaches from {begin:,} to {end:,}, with {columns:,} columns and {count:,} values"
+                raise _OutsideError(words)
+            last = -1
+            for place in islice(places, end - begin):
+                if not last < place < columns:
+                    raise _OutsideError(f"an index is {place}, after {last}, in a row of {columns:,}")
+                last = place
+            begin = end
+        if begin != count:
+            raise _OutsideError(f"its rows have {begin:,} values of {count:,}")
+
+
+def _numbers(content: Content, tensor: Tensor) -> Iterator[int]:
+    for piece in content.pieces(tensor, _PIECE):
+        numbers = array(_CODES[tensor.dtype], bytes(piece))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        yield from numbers

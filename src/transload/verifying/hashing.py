@@ -1,0 +1,315 @@
+"""The tensors of an open checkpoint: counted, hashed, and searched for NaN and infinities.
+
+``plan_of`` lists the tensors to be read, and ``sum_tensors`` reads them, and compares the records that consist of one
+tensor on the way. ``counted`` finds NaN without numpy: bit by bit, but for many elements at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from threading import Lock
+from typing import Any, NamedTuple
+
+from transload.checkpoint import Checkpoint, Record, Tensor
+from transload.errors import CannotReadError, TransloadError
+from transload.findings import Problem
+from transload.formats.safetensors import header_metadata
+from transload.formats.tensors import MAX_SIZE
+from transload.formats.verify import Lost, mismatch
+from transload.io.checksums import fastest_crc32
+from transload.io.pool import each, threads
+from transload.nodes import Call, Dict, Global, Persistent
+from transload.tensors import Allowance, Content, ContentError
+from transload.tensors.damage import Key, Records, key_of
+from transload.verifying.manifest import TensorSum
+
+__all__ = ["FLOATING", "Job", "Values", "counted", "plan_of", "sum_tensors", "tensor_count", "with_aliases"]
+
+_PIECE = 1 << 20
+_ALONE = 4 << 20  # fewer bytes are not worth starting threads
+_TINY = 8 << 10  # nor are tensors of so few: finding them takes longer than hashing, and one thread at a time does it
+
+
+class Job(NamedTuple):
+    """Elements to be read, under all the names they have, and the record that consists of them alone, if one does.
+
+    ``places`` are those of its names in the list of all tensors.
+    """
+
+    tensor: Tensor
+    places: list[int]
+    key: Key | None = None
+    record: Record | None = None
+
+
+def plan_of(content: Content, every: Records, *, hashes: bool, values: bool) -> tuple[list[TensorSum], list[Job]]:
+    """Every tensor, and the parts of those that are made of others; and what to read: each view of a storage once."""
+    entries: list[TensorSum] = []
+    if not hashes and not values:
+        return entries, []
+    records = {(file, record.offset): record for file, inside in every.items() for record in inside if record.size}
+    seen: dict[tuple[object, ...], Job] = {}
+    allowance = Allowance(content.checkpoint)
+    for tensor, note in _leaves(content.checkpoint.tensors):
+        place = len(entries)
+        dtype = f"{tensor.dtype} {tensor.kind}" if note else tensor.dtype
+        entries.append(TensorSum(tensor.name, dtype, tensor.shape, 0 if note else tensor.nbytes, note=note))
+        view = (tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.flags, tensor.parts)
+        if note or not (hashes or tensor.dtype in FLOATING):
+            continue
+        if view in seen:
+            seen[view].places.append(place)
+            continue
+        try:
+            allowance.spend(tensor)
+        except ContentError as error:
+            entries[place] = entries[place]._replace(note=error.what)
+            continue
+        run = content.run(tensor)
+        record = records.get((run.file, run.offset)) if run is not None else None
+        if run is None or record is None or record.crc32 is None or record.method or record.stored != run.nbytes:
+            seen[view] = Job(tensor, [place])
+        else:
+            seen[view] = Job(tensor, [place], key_of(run.file, record), record)
+
+    def position(job: Job) -> tuple[str, int]:
+        storage = content.storage(job.tensor)
+        return (storage.file, job.tensor.file_offset or 0) if storage is not None else ("", 0)
+
+    return entries, sorted(seen.values(), key=position)
+
+
+def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    """Tensors with elements of their own; and those without, with the reason."""
+    for tensor in tensors:
+        if tensor.kind in ("strided", "sharded") or (tensor.kind == "device" and len(tensor.parts) == 1):
+            yield tensor, ""
+        elif tensor.kind == "quantized":
+            yield tensor._replace(kind="strided"), ""
+        else:
+            yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
+            yield from _leaves(tensor.parts)
+
+
+def sum_tensors(
+    content: Content,
+    entries: list[TensorSum],
+    jobs: list[Job],
+    tell: Callable[[int], None],
+    *,
+    hashes: bool,
+    values: bool,
+) -> tuple[dict[Key, Problem], dict[str, tuple[str, str]]]:
+    """Do all jobs and complete the entries.
+
+    Returns the records that are not what was saved, and the tensors that could not be read, with kind and reason.
+    """
+    bad: dict[Key, Problem] = {}
+    failed: dict[str, tuple[str, str]] = {}
+    lock = Lock()
+
+    def do(job: Job) -> None:
+        tensor, places, key, record = job
+        digest = sha256() if hashes else None
+        numbers = Values() if values and tensor.dtype in FLOATING else None
+        compute, value = fastest_crc32(), 0
+        try:
+            for piece in content.pieces(tensor, _PIECE):
+                if digest is not None:
+                    digest.update(piece)
+                if numbers is not None:
+                    more = counted(bytes(piece), tensor.dtype)
+                    numbers = Values(numbers.nan + more.nan, numbers.inf + more.inf)
+                if record is not None:
+                    value = compute(piece, value)
+                with lock:
+                    tell(len(piece))
+        except TransloadError as error:
+            kind = "unreadable" if isinstance(error, CannotReadError) else "cut"
+            for place in places:
+                entries[place] = entries[place]._replace(note=error.what)
+                failed[entries[place].name] = kind, error.what
+            if key is not None and record is not None:
+                bad[key] = mismatch(record, Lost(error.what, "record-unreadable"))
+            return
+        if key is not None and record is not None and value != record.crc32:
+            bad[key] = mismatch(record, value)
+        nan, inf = numbers or (None, None)
+        for place in places:
+            entries[place] = entries[place]._replace(sha256=digest.hexdigest() if digest else "", nan=nan, inf=inf)
+
+    shared = sum(job.tensor.nbytes for job in jobs if job.tensor.nbytes > _TINY)
+    each(jobs, lambda: do, threads() if shared >= _ALONE else 1)
+    return bad, failed
+
+
+def with_aliases(content: Content, entries: list[TensorSum]) -> list[TensorSum]:
+    """The entries, and one for each further name of a tensor that a safetensors file records.
+
+    ``{"lm_head.weight": "embed.weight"}`` in ``__metadata__`` says that ``lm_head.weight`` is ``embed.weight``, as
+    ``safetensors.torch.save_model`` writes it and ``load_model`` reads it.
+    """
+    known = {entry.name: entry for entry in entries}
+    more: dict[str, TensorSum] = {}  # each shard may have the metadata of all
+    for file, checkpoint in content.parts:
+        if checkpoint.format == "safetensors":
+            for alias, name in header_metadata(content.open_file(file)).items():
+                if name in known and alias not in known and alias != "format":
+                    more[alias] = known[name]._replace(name=alias)
+    return [*entries, *more.values()]
+
+
+# -- how many tensors there are
+
+_TENSOR = "torch._utils._rebuild_tensor_v2"
+_ORDERED_DICT = "collections.OrderedDict"
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+_MOST_AXES = 8
+
+
+class _OddError(Exception):
+    """Something that may be in order, or not: the tensors have to be listed."""
+
+
+def tensor_count(checkpoint: Checkpoint) -> int | None:
+    """The number of tensors; ``None`` if they were only counted and one may be broken, so they have to be listed.
+
+    Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` is the number of storages.
+    """
+    if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
+        return len(checkpoint.tensors)
+    pickle = checkpoint.pickles[0]
+    most, count = pickle.end - pickle.start, 0
+    waiting: list[Any] = [(pickle.root,)]
+    try:
+        for values in waiting:  # which grows meanwhile
+            most -= len(values)
+            if most < 0:  # more values than the stream has bytes: a cycle
+                return None
+            below = [value for value in values if type(value) not in _ATOMS]
+            containers = [value for value in below if not _is_tensor(value)]
+            waiting += map(_values, containers)
+            count += len(below) - len(containers)
+    except _OddError:
+        return None
+    return count
+
+
+def _values(node: Any) -> Any:
+    """What is in a container."""
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return node
+    ordered = (
+        kind is Call
+        and type(node.callee) is Global
+        and node.callee.full_name == _ORDERED_DICT
+        and node.args == ()
+        and not (node.states or node.appended)
+    )
+    if not ordered and kind is not Dict:
+        raise _OddError
+    items = node.items or []
+    texts = [key for key in items[::2] if type(key) is str]
+    if len(set(texts)) < len(texts):  # of the same key the last one counts
+        raise _OddError
+    return items[1::2]
+
+
+def _is_tensor(node: Any) -> bool:
+    """Whether a node is a tensor; ``_OddError`` if it is not a plain one, or reaches beyond its storage."""
+    if type(node) is not Call or type(node.callee) is not Global or node.callee.full_name != _TENSOR:
+        return False
+    args = node.args
+    if type(args) is not tuple or len(args) != 6:
+        raise _OddError
+    storage, last, shape, stride, requires_grad, _ = args
+    if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) != len(stride):
+        raise _OddError
+    if type(last) is not int or not 0 <= last < MAX_SIZE or requires_grad is not False or len(shape) > _MOST_AXES:
+        raise _OddError
+    numel = 1
+    for size, step in zip(shape, stride):  # noqa: B905 - as long as each other, and a keyword costs as much as a pair
+        if not (type(size) is type(step) is int) or size < 0 or not 0 <= step < MAX_SIZE:
+            raise _OddError
+        numel *= size
+        if numel >= MAX_SIZE:
+            raise _OddError
+        last += (size - 1) * step
+    pid: Any = storage.id  # of five parts, the last the number of elements: checked when storages were counted
+    if numel and last >= pid[4]:
+        raise _OddError
+    return True
+
+
+# -- how many elements are NaN or infinite
+#
+# Of each element the highest byte is looked at first; where no exponent is full, which is nearly everywhere, that is
+# all. Else each byte of all elements becomes a byte 0 or 1, those become one long integer, and `&` finds the elements
+# where all conditions hold.
+
+
+class Values(NamedTuple):
+    """How many of the numbers of a tensor are NaN, and how many are infinite; a complex element is two numbers."""
+
+    nan: int = 0
+    inf: int = 0
+
+
+# The bytes of a number, and its bits of the exponent and of the fraction.
+_FORMS = {
+    "float64": (8, 0x7FF0 << 48, (1 << 52) - 1),
+    "complex128": (8, 0x7FF0 << 48, (1 << 52) - 1),
+    "float32": (4, 0x7F800000, 0x7FFFFF),
+    "complex64": (4, 0x7F800000, 0x7FFFFF),
+    "float16": (2, 0x7C00, 0x3FF),
+    "complex32": (2, 0x7C00, 0x3FF),
+    "bfloat16": (2, 0x7F80, 0x7F),
+    "bcomplex32": (2, 0x7F80, 0x7F),
+    "float8_e5m2": (1, 0x7C, 0x03),
+}
+
+# Those of one byte that are not as IEEE 754 has it: no infinity, and few NaNs.
+_NANS: dict[str, bytes] = {
+    "float8_e4m3fn": b"\x7f\xff",
+    "float8_e4m3fnuz": b"\x80",
+    "float8_e5m2fnuz": b"\x80",
+    "float8_e8m0fnu": b"\xff",
+    "float4_e2m1fn_x2": b"",
+}
+
+_MASKS = {mask for width, *bits in _FORMS.values() for each in bits for mask in each.to_bytes(width, "little") if mask}
+_FULL = {mask: bytes(code & mask == mask for code in range(256)) for mask in _MASKS}
+_EMPTY = {mask: bytes(code & mask == 0 for code in range(256)) for mask in _MASKS}
+_CODES = {mask: [code for code in range(256) if table[code]] for mask, table in _FULL.items()}
+
+FLOATING = frozenset({*_FORMS, *_NANS})
+"""The dtypes that have such numbers, or could."""
+
+
+def counted(data: bytes, dtype: str) -> Values:
+    """The numbers in some whole elements, little-endian.
+
+    >>> import struct
+    >>> counted(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
+    Values(nan=1, inf=1)
+    """
+    if dtype in _NANS:
+        return Values(sum(data.count(code) for code in _NANS[dtype]))
+    if dtype not in _FORMS:
+        return Values()
+    width, exponent, fraction = _FORMS[dtype]
+    highest = data[width - 1 :: width]
+    if not any(code in highest for code in _CODES[exponent >> 8 * (width - 1)]):
+        return Values()
+    special = empty = -1
+    for place in reversed(range(width)):
+        column = data[place::width]
+        above, below = exponent >> 8 * place & 255, fraction >> 8 * place & 255
+        if above:
+            special &= int.from_bytes(column.translate(_FULL[above]), "little")
+        if below and special:
+            empty &= int.from_bytes(column.translate(_EMPTY[below]), "little")
+    infinite = (special & empty).bit_count()
+    return Values(special.bit_count() - infinite, infinite)
