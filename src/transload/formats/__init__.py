@@ -70,7 +70,9 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
             from transload.formats.directory import read_directory
 
-            return read_directory(path, verify=verify, read_file=lambda name: read(name, verify=verify))
+            return read_directory(
+                path, lambda name: read(name, verify=verify), lambda source: read_source(source, verify=verify)
+            )
         if path.endswith(".index.json"):
             from transload.formats.directory import read_sharded
 

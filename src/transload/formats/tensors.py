@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.findings import Noted, Problem
-from transload.nodes import Big, Call, Dict, Global, Persistent, Set, module_class
+from transload.nodes import Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 __all__ = [
     "MAX_SIZE",
@@ -24,9 +24,13 @@ __all__ = [
     "StorageTable",
     "Tree",
     "called",
+    "claimed",
     "device_text",
     "find_tensors",
+    "joined",
     "leaf_kind",
+    "moved_storage",
+    "moved_tensor",
     "short",
     "short_key",
 ]
@@ -286,6 +290,54 @@ class StorageTable:
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+def claimed(pickle: Pickle) -> dict[str, Slot]:
+    """The storages a pickle names, by key, with the sizes it claims."""
+    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+    table.enter(pickle.persistent)
+    return table.slots
+
+
+def joined(steps: tuple[Key, ...], name: str) -> str:
+    """The name of a thing inside something larger: the steps that lead there, and its own."""
+    return "/".join([*map(str, steps), name] if name else map(str, steps))
+
+
+def moved_tensor(tensor: Tensor, lead: str, steps: tuple[Key, ...] = (), shift: int | None = 0) -> Tensor:
+    """A tensor as a part of something larger. Spelled out, since ``replace`` takes five times as long.
+
+    ``lead`` goes before the id of its storage, ``steps`` before its path and name; its bytes lie ``shift`` further on,
+    or, with ``None``, at no place of their own.
+    """
+    return Tensor(
+        (*steps, *tensor.path),
+        joined(steps, tensor.name) if steps else tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.device,
+        None if tensor.storage is None else f"{lead}{tensor.storage}",
+        tensor.offset,
+        tensor.requires_grad,
+        tensor.kind,
+        tensor.cls,
+        tuple([moved_tensor(part, lead, steps, shift) for part in tensor.parts]),
+        None if tensor.file_offset is None or shift is None else tensor.file_offset + shift,
+        tensor.flags,
+    )
+
+
+def moved_storage(
+    storage: Storage, lead: str, steps: tuple[Key, ...] = (), shift: int | None = 0, file: str = ""
+) -> Storage:
+    """A storage as a part of something larger, as ``moved_tensor`` does it; it lies in ``file``."""
+    return storage._replace(
+        id=f"{lead}{storage.id}",
+        offset=None if storage.offset is None or shift is None else storage.offset + shift,
+        file=file,
+        tensors=tuple([joined(steps, name) for name in storage.tensors]) if steps else storage.tensors,
+    )
 
 
 MAX_RANK = 1024

@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from transload.checkpoint import Checkpoint, Storage
 from transload.dtypes import ITEMSIZE
 from transload.findings import Problem
-from transload.formats import pickle_machine
-from transload.formats.tensors import Place, Slot, StorageTable, find_tensors
+from transload.formats.pickle_machine import run_at
+from transload.formats.tensors import Place, Slot, StorageTable, claimed, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Global, Pickle, Set
 
-__all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "read_plain_pickle", "run_at"]
+__all__ = ["MAGIC", "looks_like_legacy", "read_legacy", "read_plain_pickle"]
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -86,22 +86,6 @@ def read_legacy(source: Source) -> Checkpoint:
     )
 
 
-def run_at(
-    source: Source, offset: int, name: str, window: int = _FIRST_WINDOW, most: int = pickle_machine.MAX_STREAM
-) -> tuple[Pickle, int]:
-    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
-
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
-    nor more than ``most``, where it may be none at all.
-    """
-    while True:
-        data = source.read(offset, min(window, most))
-        pickle = pickle_machine.run(data, name=name)
-        if not pickle.cut or len(data) < window or window >= most:
-            return pickle, offset + pickle.end
-        window *= 4
-
-
 def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], int]:
     pickles: list[Pickle] = []
     position = 0
@@ -133,14 +117,6 @@ def _untyped(pickle: Pickle) -> list[Problem]:
     untyped = [pid for pid in pids if type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage")]
     detail = f"{len(untyped)} storages have no type, and torch asks for one"
     return [Problem("legacy-untyped", pickle.name, detail)] if untyped else []
-
-
-def claimed(pickle: Pickle) -> dict[str, Slot]:
-    """The storages a pickle names, by key, with the sizes it claims."""
-    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
-    for node in pickle.persistent:
-        table.resolve(node)
-    return table.slots
 
 
 def _places(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Checkpoint
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
+from transload.formats.pickle_machine import run_at
 from transload.formats.tensors import Place, StorageTable, find_tensors
-from transload.formats.torch_legacy import run_at
 from transload.formats.torch_zip import pickle_problems
 from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source

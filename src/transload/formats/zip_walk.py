@@ -12,8 +12,8 @@ import zlib
 
 from transload.checkpoint import Record
 from transload.findings import Problem
-from transload.formats.tensors import Slot
-from transload.formats.torch_legacy import claimed, run_at
+from transload.formats.pickle_machine import run_at
+from transload.formats.tensors import Slot, claimed
 from transload.formats.zip import ALL32, LOCAL, ZipIndex, text_of, widen
 from transload.io.sources import Source
 

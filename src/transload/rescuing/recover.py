@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from transload.dtypes import ITEMSIZE
+from transload.formats.pickle_machine import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
-from transload.formats.tensors import Slot
-from transload.formats.torch_legacy import claimed, looks_like_legacy, run_at
+from transload.formats.tensors import Slot, claimed
+from transload.formats.torch_legacy import looks_like_legacy
 from transload.io.sources import Slice, Source
 from transload.nodes import Pickle
 from transload.rescuing.assembly import (
