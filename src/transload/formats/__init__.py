@@ -96,11 +96,16 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
 
     if starts_like_zip(source):
         return _rank(source) or _read_zip(source, verify=verify, tree=tree)
-    from transload.formats.torch_tar import looks_like_tar, read_tar
+    from transload.formats.torch_legacy import (
+        looks_like_legacy,
+        looks_like_tar,
+        read_legacy,
+        read_plain_pickle,
+        read_tar,
+    )
 
     if looks_like_tar(source) and (checkpoint := read_tar(source)) is not None:
         return checkpoint
-    from transload.formats.torch_legacy import looks_like_legacy, read_legacy, read_plain_pickle
 
     if looks_like_legacy(source):
         return read_legacy(source)
@@ -204,12 +209,12 @@ def _holds(*names: str) -> Callable[[Archive], bool]:
 _has_pickle = _holds("data.pkl")
 _has_model = _holds("model.json")
 _ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
-    (_holds("constants.pkl"), "torchscript", "read_torchscript"),
-    (lambda archive: _has_model(archive) and not _has_pickle(archive), "torchscript", "read_torchscript"),  # 1.0 to 1.2
+    (_holds("constants.pkl"), "programs", "read_torchscript"),
+    (lambda archive: _has_model(archive) and not _has_pickle(archive), "programs", "read_torchscript"),  # 1.0 to 1.2
     (_has_pickle, "torch_zip", "read_torch_zip"),
-    (_holds("data/aotinductor/"), "aotinductor", "read_aotinductor"),
+    (_holds("data/aotinductor/"), "torch_export", "read_aotinductor"),
     (_holds("archive_format", "serialized_"), "torch_export", "read_export"),
-    (_holds(".data/extern_modules", ".data/python_version"), "torch_package", "read_package"),
+    (_holds(".data/extern_modules", ".data/python_version"), "programs", "read_package"),
     # What is left of a torch.save archive whose index is lost.
     (_holds("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0"), "torch_zip", "read_torch_zip"),
 )

@@ -891,11 +891,11 @@ def read_unzipped(path: str) -> Checkpoint:
     archive = open_directory(entries[0].path if inside else path, problems)
     reader: Callable[..., Checkpoint] = read_torch_zip
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
-        from transload.formats.torchscript import read_torchscript
+        from transload.formats.programs import read_torchscript
 
         reader = read_torchscript
     elif archive.find(".data/extern_modules"):
-        from transload.formats.torch_package import read_package
+        from transload.formats.programs import read_package
 
         reader = read_package
     nbytes = sum(record.size for record in archive.records.values())

@@ -262,7 +262,7 @@ def zipped(view: View) -> Foreign | None:
 
 def tar(view: View) -> Foreign | None:
     """A tar archive: the first header's checksum is right."""
-    from transload.formats.torch_tar import members
+    from transload.formats.torch_legacy import members
 
     names = [clean(member.name, 100) for member in members(view.source, TAR_MEMBERS)[0]]
     if not names:

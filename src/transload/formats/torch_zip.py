@@ -220,18 +220,25 @@ gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,00
 
 
 class Archive:
-    """The records of a container by name, and how to get their bytes: a zip file or an unpacked directory."""
+    """The records of a zip file (``source``) or of an unpacked directory by name, and how to get their bytes."""
 
-    def __init__(self, records: dict[str, Record], read: Callable[[Record, int], Payload], root: str = "") -> None:
+    def __init__(
+        self,
+        records: dict[str, Record],
+        read: Callable[[Record, int], Payload],
+        root: str = "",
+        source: Source | None = None,
+    ) -> None:
         self.records = records
         self.read = read
         self.root = root
+        self.source = source
         self._folded: dict[str, Record] | None = None
 
     @classmethod
     def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
         """The records of a zip file."""
-        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root)
+        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root, source)
 
     def find(self, name: str) -> Record | None:
         """The record torch would take for a name: letters without regard to case."""
