@@ -153,12 +153,11 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip import read_index
+    from transload.formats.zip import read_index, walk_index
 
     index = read_index(source)
     if not index.ok:
         from transload.formats.foreign import mangled
-        from transload.formats.zip_walk import walk_index
 
         copied_as_text = mangled(source)
         if copied_as_text:
