@@ -192,10 +192,9 @@ class StorageTable:
     Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
     """
 
-    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False, file: str = "") -> None:
+    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False) -> None:
         self._locate = locate
         self._big_endian = big_endian
-        self._file = file
         self.slots: dict[str, Slot] = {}
         self.noted = Noted()
         self.budget = Budget()
@@ -229,7 +228,13 @@ class StorageTable:
         nbytes = numel * ITEMSIZE[dtype]
         slot = self.slots.get(key)
         if slot is None:
-            slot = self._add(key, device, dtype, nbytes)
+            if 0 <= nbytes < MAX_SIZE:
+                place = self._locate(key, nbytes)
+            else:
+                detail = f"{scalar(nbytes)} bytes are claimed"
+                self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
+                place, nbytes = Place(None, 0), 0
+            slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
         elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
             detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
             detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
@@ -251,42 +256,19 @@ class StorageTable:
                 self.noted.add("storage-malformed", "", "a view beyond its storage")
         return -1
 
-    def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
-        if 0 <= nbytes < MAX_SIZE:
-            place = self._locate(key, nbytes)
-        else:
-            self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", f"{scalar(nbytes)} bytes are claimed")
-            place, nbytes = Place(None, 0), 0
-        slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
-        return slot
-
     def finish(self) -> tuple[Storage, ...]:
         """All storages, each with the names of its tensors."""
-        return tuple([self._storage(slot) for slot in self.slots.values()])
-
-    def _storage(self, slot: Slot) -> Storage:
-        offset, stored, record, crc, compressed = slot.place
-        key, nbytes = slot.key, slot.nbytes
-        if not compressed and stored > nbytes:
-            stored = nbytes
-        return _new(
-            Storage,
-            (
-                key,
-                key,
-                slot.device,
-                slot.dtype,
-                nbytes,
-                stored,
-                offset,
-                record,
-                self._file,
-                crc,
-                compressed,
-                self._big_endian,
-                tuple(slot.names),
-            ),
-        )
+        out: list[Storage] = []
+        big = self._big_endian
+        for slot in self.slots.values():
+            key, device, dtype, nbytes = slot.key, slot.device, slot.dtype, slot.nbytes
+            offset, stored, record, crc, packed = slot.place
+            if not packed and stored > nbytes:
+                stored = nbytes
+            names = tuple(slot.names)
+            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, big, names)
+            out.append(_new(Storage, fields))
+        return tuple(out)
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
@@ -352,34 +334,28 @@ class BadTensor(Exception):  # noqa: N818 - a signal between readers and the wal
 
 
 class Context:
-    """What a reader needs: the storages, where in the tree the call stands, and how to search an object for tensors.
+    """What a reader needs: the storages, and where in the tree the call stands.
 
     One serves a whole walk; ``path`` and ``name`` change from call to call.
     """
 
-    __slots__ = ("beside", "depth", "name", "path", "search", "table")
+    __slots__ = ("beside", "depth", "name", "path", "table")
 
-    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, search: _Search, depth: int = 0) -> None:
+    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, depth: int = 0) -> None:
         self.beside: list[Tensor] = []  # tensors that others carry as attributes
         self.table = table
         self.path = path
         self.name = name
-        self.search = search
         self.depth = depth
-
-    def copy(self) -> Context:
-        """The same place, for a walk of its own."""
-        return Context(self.table, self.path, self.name, self.search, self.depth)
 
     def inner(self, part: str) -> Context:
         """The place of a part of this tensor."""
         name = f"{self.name}/{part}" if self.name else part
-        inner = Context(self.table, (*self.path, part), name, self.search, self.depth)
+        inner = Context(self.table, (*self.path, part), name, self.depth)
         inner.beside = self.beside
         return inner
 
 
-_Search = Callable[[Context, object], tuple[Tensor, ...]]
 _Reader = Callable[[Context, tuple[Any, ...]], Tensor]
 
 
@@ -456,14 +432,14 @@ def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[4])
-    return tensor if len(args) == 6 else _flagged(tensor, args[6:])
+    return tensor if len(args) == 6 else _flagged(tensor, args[6])
 
 
-def _flagged(tensor: Tensor, metadata: tuple[Any, ...]) -> Tensor:
+def _flagged(tensor: Tensor, metadata: object) -> Tensor:
     """``{"conj": True}``, the last argument where there is one."""
-    if not metadata or type(metadata[0]) is not Dict:
+    if type(metadata) is not Dict:
         return tensor
-    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag) is True))
+    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata.get(flag) is True))
 
 
 def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -472,7 +448,8 @@ def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     if args[4] is True and args[5] is not None:
         detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
         ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
-    return _flagged(_strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4]), args[7:])
+    tensor = _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
+    return _flagged(tensor, args[7]) if len(args) > 7 else tensor
 
 
 def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -489,7 +466,7 @@ def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
     if args[1] is True:
         _check_grad(inner.dtype)
-    ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
+    ctx.beside += _search(ctx, args[3]) if len(args) > 3 else ()
     return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
 
@@ -505,25 +482,35 @@ def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    layout = _layout(args[0])
-    names = {"sparse_coo": ("indices", "values")}.get(layout, ("compressed_indices", "plain_indices", "values"))
+    # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
+    text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
+    layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
+    names = ("indices", "values") if layout == "sparse_coo" else _COMPRESSED
     data = args[1]
     if type(data) is not tuple or len(data) < len(names) + 1:
         raise BadTensor("its sparse parts are missing")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, data, strict=False))
-    return _composite(ctx, layout, parts, parts[-1].dtype, _ints(data[len(names)], "size"))
+    return _composite(ctx, layout, names, data, size=data[len(names)])
+
+
+_COMPRESSED = ("compressed_indices", "plain_indices", "values")
 
 
 def _sparse_csr(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    names = ("compressed_indices", "plain_indices", "values")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
-    return _composite(ctx, "sparse_csr", parts, parts[-1].dtype, _ints(args[3], "size"))
+    return _composite(ctx, "sparse_csr", _COMPRESSED, args, size=args[3])
 
 
 def _nested(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    names = ("buffer", "sizes", "strides", "offsets")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
-    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+    return _composite(ctx, "nested", ("buffer", "sizes", "strides", "offsets"), args)
+
+
+def _composite(
+    ctx: Context, kind: str, names: tuple[str, ...], args: tuple[Any, ...], *, size: object = None
+) -> Tensor:
+    """A tensor made of others: of the given size, with the dtype of the last of them, or like the first of them."""
+    parts = tuple(rebuild(ctx.inner(name), part) for name, part in zip(names, args, strict=False))
+    like = parts[0] if size is None else parts[-1]
+    shape = like.shape if size is None else _ints(size, "size")
+    return Tensor(ctx.path, ctx.name, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)
 
 
 def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -531,7 +518,7 @@ def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = apply(ctx, dotted(function), inner_args)
     name = dotted(kind).rpartition(".")[2]
     inner = inner._replace(cls="" if name == "Tensor" else name)
-    held = () if inner.parts else ctx.search(ctx, state)  # a jagged one repeats its parts there
+    held = () if inner.parts else _search(ctx, state)  # a jagged one repeats its parts there
     if inner.kind == "subclass":
         return inner._replace(parts=held)
     ctx.beside += held
@@ -549,20 +536,21 @@ def _wrapper(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    parts = ctx.search(ctx, args[0])
+    parts = _search(ctx, args[0])
     if not parts:
         raise BadTensor("it holds no tensors")
-    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+    first = parts[0]
+    return Tensor(ctx.path, ctx.name, first.dtype, first.shape, (), first.device, None, kind="nested", parts=parts)
 
 
 def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
-    inner = rebuild(ctx.inner("data"), args[0])
+    moved = _composite(ctx, "device", ("data",), args)
+    dtype, inner = _dtype(args[1]), moved.parts[0]
     slot = ctx.table.slots.get(inner.storage or "")
-    if slot is not None and itemsize(_dtype(args[1]), inner.numel) > max(16 * slot.nbytes, 4096):
+    if slot is not None and itemsize(dtype, inner.numel) > max(16 * slot.nbytes, 4096):
         raise BadTensor("it would be copied from a few bytes to a great many")
-    moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
-    return moved._replace(device=text_of(args[2]), requires_grad=args[3] is True)
+    return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
 
 
 def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -574,11 +562,6 @@ def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     return Tensor(
         ctx.path, ctx.name, _dtype(args[1]), shape, steps, text_of(args[2]), None, 0, args[3] is True, "device"
     )
-
-
-def _composite(ctx: Context, kind: str, parts: tuple[Tensor, ...], dtype: str, shape: tuple[int, ...]) -> Tensor:
-    device = parts[0].device if parts else "cpu"
-    return Tensor(ctx.path, ctx.name, dtype, shape, (), device, None, kind=kind, parts=parts)
 
 
 READERS: dict[str, tuple[_Reader, int, int]] = {
@@ -633,12 +616,6 @@ def apply(ctx: Context, function: str, args: object) -> Tensor:
 
 def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
-
-
-def _layout(node: object) -> str:
-    """``torch.serialization._get_layout("torch.sparse_coo")``."""
-    text = node.args[0] if type(node) is Call and type(node.args) is tuple and node.args else ""
-    return text.removeprefix("torch.") if type(text) is str else "sparse_coo"
 
 
 MAX_DEPTH = 1000
@@ -763,16 +740,15 @@ def find_tensors(
     *,
     separator: str = "/",
     outside: dict[str, tuple[Any, ...]] | None = None,
-    prefix: str = "",
 ) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
     ``separator`` joins attribute names of objects that are no modules. ``outside`` are tensors described elsewhere in
-    the container, by persistent id: storage, offset, size and stride. ``prefix`` stands before every name and path. A
-    tensor with impossible arguments becomes a problem, with its name, and is left out.
+    the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
+    problem, with its name, and is left out.
     """
     walk = _Walk(table, separator, outside or {})
-    context = Context(table, (prefix,) if prefix else (), prefix, _search)
+    context = Context(table, (), "")
     try:
         walk.run(root, context)
     except TooMuch as reason:
@@ -786,7 +762,7 @@ def find_tensors(
 def _search(context: Context, node: object) -> tuple[Tensor, ...]:
     """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
     walk = _Walk(context.table, "/", {})
-    walk.run(node, context.copy())
+    walk.run(node, Context(context.table, context.path, context.name, context.depth))
     for problem in walk.noted.problems():
         raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
     return tuple(walk.tensors)
