@@ -634,6 +634,37 @@ class Tree(NamedTuple):
     problems: tuple[Problem, ...]
 
 
+# Calls whose result is a value, shown as a leaf.
+_PLAIN_CALLS = frozenset(
+    {
+        "torch.device",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "_codecs.encode",
+        "torch.torch_version.TorchVersion",
+        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("complex", "bytearray")),
+        "numpy.dtype",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
+        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+        "pathlib._local.PosixPath",
+        "uuid.UUID",
+    }
+)
+_PLAIN = "torch._utils._rebuild_tensor"
+_ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
+_HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
+_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
+_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
+
+# A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
+# name the key is a tuple of steps.
+_Children = Iterator[tuple[Any, Any, str | None]]
+_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
+
+
 class _Walk:
     """One search of a graph for tensors and leaves: iterative, cycle-safe, bounded.
 
@@ -676,39 +707,58 @@ class _Walk:
 
     def _visit(self, node: Any, path: tuple[Key, ...], name: str, context: Context, *, again: bool) -> bool:
         """Take a node; true if it is a container whose children come next."""
-        self.table.budget.spend(len(name) + 8 * len(path), again=again)
+        budget = self.table.budget
+        budget.spend(len(name) + 8 * len(path), again=again)
         kind = type(node)
         if kind is Call:
             function = called(node)
             if function in READERS:
-                self.table.budget.seen(id(node))
+                budget.seen(id(node))
                 self._take(function, node.args, path, name, context)
                 return False
+            if function not in _PLAIN_CALLS:
+                return self._enter(node, self._call_children(node, function, path, name), path, name)
+        elif kind is Dict:
+            return self._enter(node, _pairs(node.items), path, name)
+        elif kind is list or kind is tuple:
+            return self._enter(node, _indexed(node), path, name)
+        elif kind is Set:
+            return self._enter(node, _indexed(node.items), path, name)
         elif kind is Persistent and self.outside and str(node.id) in self.outside:
             self._take(_PLAIN, self.outside[str(node.id)], path, name, context)
             return False
-        children = _children(node, path, name, self.separator)
-        if children is None:
-            self._leaf(path, name, node)
+        if len(self.leaves) >= MAX_LEAVES:
+            self.skipped += 1
             return False
-        return self._enter(node, children, path, name)
+        found = self.table.resolve(node)
+        if found is None:
+            self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
+        else:  # a storage saved by itself
+            slot = found[0]
+            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+        return False
 
-    def _enter(self, node: object, children: _Children, path: tuple[Key, ...], name: str) -> bool:
-        ident = id(node)
-        if ident in self.on_path:
+    def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str) -> bool:
+        if id(node) in self.on_path:
             return False
         if len(path) >= MAX_DEPTH:
-            self.noted.add(
-                "tree-too-deep", name[:200], f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
-            )
+            detail = f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
+            self.noted.add("tree-too-deep", name[:200], detail)
             return False
-        again = False
-        for part in (node, *_unpacked(node)):
-            if self.table.budget.seen(id(part)):
+        parts: list[Any] = [node]
+        if type(node) is Call:
+            # Containers whose content is walked as if it lay in the object itself: many objects can share one.
+            state = node.states[-1] if node.states else None
+            given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
+            held = state[:2] if type(state) is tuple else (state,)
+            parts += [part for part in (*held, given) if type(part) in (Dict, list)]
+        budget, again = self.table.budget, False
+        for part in parts:
+            if budget.seen(id(part)):
                 again = True
-                self.table.budget.repeat(len(part.items) if type(part) is Dict else 1)
-        self.on_path.add(ident)
-        self.frames.append((children, path, name, ident, again))
+                budget.repeat(len(part.items) if type(part) is Dict else 1)
+        self.on_path.add(id(node))
+        self.frames.append((children, path, name, id(node), again))
         return True
 
     def _take(self, function: str, args: object, path: tuple[Key, ...], name: str, context: Context) -> None:
@@ -722,24 +772,53 @@ class _Walk:
         except (IndexError, ValueError, TypeError):
             self.noted.add("tensor-broken", name or "the root", "its rebuild call has arguments of a wrong kind")
 
-    def _leaf(self, path: tuple[Key, ...], name: str, node: object) -> None:
-        if len(self.leaves) >= MAX_LEAVES:
-            self.skipped += 1
+    def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
+        """Arguments that can hold tensors, then the state, then items and appended values."""
+        if callee == "collections.OrderedDict":
+            yield from _pairs(_items(node) or [])
             return
-        found = self.table.resolve(node)
-        if found is not None:  # a storage saved by itself
-            slot = found[0]
-            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+        if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
+            for index, argument in enumerate(node.args):
+                if type(argument) in _HOLDERS:
+                    yield argument, index, None
+        if node.states:
+            yield from self._state_children(node.states[-1], path, name)
+        yield from _pairs(node.items or [])
+        yield from _indexed(node.appended or [])
+
+    def _state_children(self, state: Any, path: tuple[Key, ...], name: str) -> _Children:
+        if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+            state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
+        if type(state) is not Dict:
+            yield state, "state", None
             return
-        self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
+        parts = [_items(state.get(key)) for key in _MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
+        if None in parts:
+            for child, key, _ in _pairs(state.items):
+                if self.separator == "/":
+                    yield child, key, None
+                else:
+                    step = short_key(key)
+                    yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
+            return
+        # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
+        # is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
+        unsaved = _texts(state.get("_non_persistent_buffers_set"))
+        joiner = "." if path[-2:-1] == ("_modules",) else "/"
+        lead = f"{name}{joiner}" if name else ""
+        for where, items in zip(_MODULE_KEYS, parts, strict=True):
+            for child, raw, _ in _pairs(items or []):
+                if child is not None:
+                    step = short_key(raw)
+                    hidden = where == "_buffers" and step in unsaved
+                    yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
+        for child, key, _ in _pairs(state.items):
+            if key not in _MODULE_KEYS and type(child) in _HOLDERS:
+                yield child, key, None
 
 
 def find_tensors(
-    root: object,
-    table: StorageTable,
-    *,
-    separator: str = "/",
-    outside: dict[str, tuple[Any, ...]] | None = None,
+    root: object, table: StorageTable, *, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
 ) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
@@ -748,9 +827,8 @@ def find_tensors(
     problem, with its name, and is left out.
     """
     walk = _Walk(table, separator, outside or {})
-    context = Context(table, (), "")
     try:
-        walk.run(root, context)
+        walk.run(root, Context(table, (), ""))
     except TooMuch as reason:
         walk.noted.add("tree-too-large", "", str(reason))
     if walk.skipped:
@@ -768,39 +846,6 @@ def _search(context: Context, node: object) -> tuple[Tensor, ...]:
     return tuple(walk.tensors)
 
 
-def _unpacked(node: object) -> tuple[Any, ...]:
-    """Containers whose content is walked as if it lay in an object itself: many objects can share one."""
-    if type(node) is not Call:
-        return ()
-    state = node.states[-1] if node.states else None
-    given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
-    parts = state if type(state) is tuple else (state,)
-    return tuple(part for part in (*parts[:2], given) if type(part) in (Dict, list))
-
-
-_PLAIN = "torch._utils._rebuild_tensor"
-_ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
-
-# A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
-# name the key is a tuple of steps.
-_Children = Iterator[tuple[Any, Any, str | None]]
-_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
-
-
-def _children(node: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children | None:
-    """What lies directly in a node; ``None`` for a leaf. Nothing is made before it is asked for."""
-    kind = type(node)
-    if kind is Dict:
-        return _pairs(node.items)
-    if kind is list or kind is tuple:
-        return _indexed(node)
-    if kind is Set:
-        return _indexed(node.items)
-    if kind is Call and called(node) not in _PLAIN_CALLS:
-        return _call_children(node, path, name, separator)
-    return None
-
-
 def _pairs(items: list[Any]) -> _Children:
     """Values with their keys; of a text key that stands twice only the last, as in a dictionary."""
     keys, values = items[: len(items) // 2 * 2 : 2], items[1::2]
@@ -808,88 +853,15 @@ def _pairs(items: list[Any]) -> _Children:
     if len(set(texts)) == len(texts):
         yield from zip(values, keys, repeat(None))
         return
-    last = {items[index]: index for index in range(0, len(items) - 1, 2) if type(items[index]) is str}
-    for index in range(0, len(items) - 1, 2):
-        key = items[index]
+    last = {key: index for index, key in enumerate(keys) if type(key) is str}
+    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
         if type(key) is not str or last[key] == index:
-            yield items[index + 1], key, None
+            yield value, key, None
 
 
 def _indexed(values: list[Any] | tuple[Any, ...]) -> _Children:
     for index, child in enumerate(values):
         yield child, index, None
-
-
-def _call_children(node: Call, path: tuple[Key, ...], name: str, separator: str) -> _Children:
-    """Arguments that can hold tensors, then the state, then items and appended values."""
-    callee = called(node)
-    if callee == "collections.OrderedDict":
-        yield from _pairs(_items(node) or [])
-        return
-    if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
-        for index, argument in enumerate(node.args):
-            if type(argument) in _HOLDERS:
-                yield argument, index, None
-    if node.states:
-        yield from _state_children(node.states[-1], path, name, separator)
-    yield from _pairs(node.items or [])
-    yield from _indexed(node.appended or [])
-
-
-def _state_children(state: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children:
-    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-        state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
-    if type(state) is not Dict:
-        yield state, "state", None
-        return
-    parts = _module_parts(state) if len(state.items) <= _MAX_ATTRIBUTES else None
-    if parts:
-        yield from _module_children(state, parts, path, name)
-    elif separator == "/":
-        yield from _pairs(state.items)
-    else:
-        for child, key, _ in _pairs(state.items):
-            yield child, (short_key(key),), f"{name}{separator}{short_key(key)}" if name else str(short_key(key))
-
-
-_HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
-
-
-# Calls whose result is a value, shown as a leaf.
-_PLAIN_CALLS = frozenset(
-    {
-        "torch.device",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "_codecs.encode",
-        "torch.torch_version.TorchVersion",
-        "builtins.complex",
-        "__builtin__.complex",
-        "builtins.bytearray",
-        "__builtin__.bytearray",
-        "numpy.dtype",
-        "numpy.core.multiarray.scalar",
-        "numpy._core.multiarray.scalar",
-        "datetime.datetime",
-        "datetime.date",
-        "datetime.timedelta",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib.WindowsPath",
-        "pathlib.PureWindowsPath",
-        "pathlib._local.PosixPath",
-        "uuid.UUID",
-    }
-)
-_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
-_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
-_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
-
-
-def _module_parts(state: Dict) -> tuple[list[Any], ...] | None:
-    """The items of ``_parameters``, ``_buffers`` and ``_modules`` if the state is that of an ``nn.Module``."""
-    found = tuple(_items(state.get(key)) for key in _MODULE_KEYS)
-    return None if None in found else found  # type: ignore[return-value]
 
 
 def _items(node: object) -> list[Any] | None:
@@ -903,25 +875,6 @@ def _items(node: object) -> list[Any] | None:
         pairs = [pair for pair in node.args[0] if type(pair) in (list, tuple) and len(pair) == 2]
         given = [part for pair in pairs for part in pair]
     return [*given, *(node.items or [])]
-
-
-def _module_children(state: Dict, parts: tuple[list[Any], ...], path: tuple[Key, ...], name: str) -> _Children:
-    """A module's children under the names its ``state_dict()`` would give: joined by dots, ``None`` left out."""
-    unsaved = _texts(state.get("_non_persistent_buffers_set"))
-    # The name so far is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
-    joiner = "." if path[-2:-1] == ("_modules",) else "/"
-    lead = f"{name}{joiner}" if name else ""
-    for where, items in zip(_MODULE_KEYS, parts, strict=True):
-        for child, raw, _ in _pairs(items):
-            if child is None:
-                continue
-            key = short_key(raw)
-            hidden = where == "_buffers" and key in unsaved
-            label = f"{lead}{where}/{key}" if hidden else f"{lead}{key}"
-            yield child, (where, key), label
-    for child, key, _ in _pairs(state.items):
-        if key not in _MODULE_KEYS and type(child) in _HOLDERS:
-            yield child, key, None
 
 
 def _texts(node: object) -> set[str]:
