@@ -466,7 +466,7 @@ def _by_structure(view: View) -> Foreign | None:
             by = (f"written by {listed(said)}",) if said else ()
             fix = "Run it with onnxruntime, or convert it with onnx2torch."
             return Foreign("onnx", "an ONNX model, not a PyTorch checkpoint", by, (fix,))
-        kind = ()
+        kind: tuple[str, ...] = ()
         if versioned and any(200 <= number <= 3000 for number in numbers):
             kind = ("coreml", "a Core ML model", "Open it with coremltools.")
         elif fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a":

@@ -341,8 +341,8 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
         detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
         out.append(Problem("pickle-python2-bytes", pickle.name, detail))
     for node in pickle.persistent:
-        pid = node.id
-        kind = pid[0] if type(pid) is tuple and pid else None
+        pid = node.id if type(node.id) is tuple else ()
+        kind = pid[0] if pid else None
         if kind == "storage" and len(pid) == 5:
             continue
         if type(kind) is bytes:
