@@ -15,7 +15,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Part
 from transload.formats import read
-from transload.formats.aotinductor import HEADER, capability, ptx_target, read_elf
+from transload.formats.torch_export import HEADER, capability, ptx_target, read_elf
 
 FOLDER = "data/aotinductor/model/"
 

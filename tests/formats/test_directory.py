@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.formats import read
+from transload.formats import read, read_source
 from transload.formats.directory import MAX_ENTRIES, inner_name, list_directory, read_directory, read_sharded
 from transload.judge import inspect
 
@@ -29,7 +29,7 @@ needs_users = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0
 
 
 def look(path: Path, *, verify: bool = False) -> Checkpoint:
-    return read_directory(str(path), verify=verify, read_file=read)
+    return read_directory(str(path), read, lambda source: read_source(source, verify=verify))
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from tests.each import each
 
-from transload.formats import safetensors, tensors
+from transload.formats import tensors
 from transload.formats.tensors import Budget, Place, StorageTable
-from transload.io.sources import BytesSource
 from transload.nodes import Call, Dict, Global, Persistent
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2", 0)
@@ -123,39 +121,3 @@ def test_names_and_repeats_have_a_limit(monkeypatch: pytest.MonkeyPatch, names: 
     tree = tree_of(STORAGES["half"], FULL)
     assert "tree-too-large" in [problem.code for problem in tree.problems]
     assert len(tree.tensors) < 12
-
-
-ENTRIES: dict[str, Any] = {
-    "plain": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-    "scalar": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
-    "empty": {"dtype": "F32", "shape": [0, 1 << 40], "data_offsets": [0, 0]},
-    "an absurd size beside none": {"dtype": "F32", "shape": [0, 1 << 64], "data_offsets": [0, 0]},
-    "overflow before none": {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]},
-    "half bytes": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]},
-    "packed": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
-    "not in torch": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
-    "unknown": {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]},
-    "unknown and empty": {"dtype": "F33", "shape": [], "data_offsets": [0, 0]},
-    "too short": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]},
-    "backwards": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]},
-    "below zero": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]},
-    "a flag": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
-    "a flag for an offset": {"dtype": "BOOL", "shape": [1], "data_offsets": [False, True]},
-    "a float": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]},
-    "many dimensions": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
-    "three offsets": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]},
-    "a field too many": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "x": 1},
-    "a field too few": {"dtype": "F32", "shape": [1]},
-    "a list": ["F32", [1], [0, 4]],
-    "nothing": None,
-}
-
-
-@each("entry", list(ENTRIES))
-def test_entries_of_safetensors_are_the_same_the_short_way(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
-    table = {"first": ENTRIES[entry], "second": {"dtype": "I8", "shape": [3], "data_offsets": [16, 19]}}
-    header = json.dumps(table).encode()
-    source = BytesSource(len(header).to_bytes(8, "little") + header + bytes(18))
-    short = safetensors.read_safetensors(source)
-    monkeypatch.setattr(safetensors, "_ordinary", lambda *_: None)
-    assert short == safetensors.read_safetensors(source)

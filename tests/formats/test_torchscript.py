@@ -21,7 +21,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.formats import read
-from transload.formats.torchscript import code_problems, operators
+from transload.formats.programs import code_problems, operators
 
 RELEASES = [
     "torch-1.0.0-py2.7.18",

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from transload.findings import Problem
@@ -80,7 +79,9 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
         if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
             from transload.formats.directory import read_directory
 
-            return read_directory(path, verify=verify, read_file=lambda name: read(name, verify=verify))
+            return read_directory(
+                path, lambda name: read(name, verify=verify), lambda source: read_source(source, verify=verify)
+            )
         if path.endswith(".index.json"):
             from transload.formats.directory import read_sharded
 
@@ -100,42 +101,32 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     Without ``tree``, the tensors of an ordinary archive with nothing wrong about it are ``counted`` and not listed, nor
     are its leaves: for a loader, which goes through all of them itself, and comes back for names where it must.
     """
-    from transload.formats.zip import starts_like_zip
+    from transload.formats.zip import ends_like_zip, starts_like_zip
 
     if starts_like_zip(source):
-        return _rank(source) or _read_zip(source, verify=verify, tree=tree)
-    from transload.formats.torch_tar import looks_like_tar, read_tar
+        folder, name = os.path.split(source.name)
+        if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
+            # A row of small archives, which another file describes.
+            from transload.findings import quoted
+            from transload.formats.foreign import Foreign
 
-    if looks_like_tar(source) and (checkpoint := read_tar(source)) is not None:
-        return checkpoint
-    from transload.formats.torch_legacy import looks_like_legacy, read_legacy, read_plain_pickle
-
-    if looks_like_legacy(source):
-        return read_legacy(source)
+            title = "one of the files of a torch.distributed.checkpoint directory"
+            fix = ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}")
+            return _named(source, Foreign("distcp", title, (), fix))
+        return _read_zip(source, verify=verify, tree=tree)
+    from transload.formats import torch_legacy
     from transload.formats.safetensors import looks_like, read_safetensors
 
+    if torch_legacy.looks_like_tar(source) and (tar := torch_legacy.read_tar(source)) is not None:
+        return tar
+    if torch_legacy.looks_like_legacy(source):
+        return torch_legacy.read_legacy(source)
     if looks_like(source):
         return read_safetensors(source)
-    return read_plain_pickle(source) or _foreign(source, verify=verify)
-
-
-def _rank(source: Source) -> Checkpoint | None:
-    """A file of a ``torch.distributed.checkpoint`` directory: a row of small archives, of which another file tells."""
-    folder, name = os.path.split(source.name)
-    if not name.endswith(".distcp") or not os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
-        return None
-    from transload.findings import quoted
-    from transload.formats.foreign import Foreign
-
-    title = "one of the files of a torch.distributed.checkpoint directory"
-    return _named(
-        source, Foreign("distcp", title, (), ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}"))
-    )
-
-
-def _foreign(source: Source, *, verify: bool) -> Checkpoint:
+    plain = torch_legacy.read_plain_pickle(source)
+    if plain is not None:
+        return plain
     from transload.formats.foreign import identify
-    from transload.formats.zip import ends_like_zip
 
     what = identify(source)
     if what.format == "zeros-first" and ends_like_zip(source):  # the directory is whole, and tells what was there
@@ -156,12 +147,11 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip import read_index
+    from transload.formats.zip import read_index, walk_index
 
     index = read_index(source)
     if not index.ok:
         from transload.formats.foreign import mangled
-        from transload.formats.zip_walk import walk_index
 
         copied_as_text = mangled(source)
         if copied_as_text:
@@ -185,50 +175,39 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
             problems.append(Problem("zip-inside", detail="it is also a safetensors file, and torch goes by the name"))
     light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
-    return _with_checksums(checkpoint, source, index) if verify else checkpoint
+    if not verify or index.unsummed:
+        return checkpoint
+    from transload.formats.verify import verify_records
+
+    bad = verify_records(source, index.records.values(), checkpoint.storages)
+    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
+    found = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
+    return replace(checkpoint, problems=found, checksummed=not bad and not known)
 
 
 def _zip_reader(archive: Archive) -> Callable[..., Checkpoint] | None:
     """The reader for an archive, by its records; the first that fits, and only its module is imported."""
-    for fits, module, function in _ZIP_KINDS:
-        if fits(archive):
-            reader: Callable[..., Checkpoint] = getattr(import_module(f"transload.formats.{module}"), function)
-            return reader
-    return None
+    has_pickle = archive.find("data.pkl")
+    if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # the latter 1.0 to 1.2
+        from transload.formats.programs import read_torchscript
 
+        return read_torchscript
+    from transload.formats.torch_zip import read_torch_zip
 
-def _holds(*names: str) -> Callable[[Archive], bool]:
-    """Whether an archive has a record of one of these names, or below one of them that ends in a slash."""
-    folders = tuple(name for name in names if name.endswith(("/", "_")))
+    if has_pickle:
+        return read_torch_zip
+    if any(name.startswith("data/aotinductor/") for name in archive.records):
+        from transload.formats.torch_export import read_aotinductor
 
-    def holds(archive: Archive) -> bool:
-        if any(archive.find(name) for name in names):
-            return True
-        return bool(folders) and any(name.startswith(folders) for name in archive.records)
+        return read_aotinductor
+    if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
+        from transload.formats.torch_export import read_export
 
-    return holds
+        return read_export
+    if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
+        from transload.formats.programs import read_package
 
-
-_has_pickle = _holds("data.pkl")
-_has_model = _holds("model.json")
-_ZIP_KINDS: tuple[tuple[Callable[[Archive], bool], str, str], ...] = (
-    (_holds("constants.pkl"), "torchscript", "read_torchscript"),
-    (lambda archive: _has_model(archive) and not _has_pickle(archive), "torchscript", "read_torchscript"),  # 1.0 to 1.2
-    (_has_pickle, "torch_zip", "read_torch_zip"),
-    (_holds("data/aotinductor/"), "aotinductor", "read_aotinductor"),
-    (_holds("archive_format", "serialized_"), "torch_export", "read_export"),
-    (_holds(".data/extern_modules", ".data/python_version"), "torch_package", "read_package"),
+        return read_package
     # What is left of a torch.save archive whose index is lost.
-    (_holds("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0"), "torch_zip", "read_torch_zip"),
-)
-
-
-def _with_checksums(checkpoint: Checkpoint, source: Source, index: ZipIndex) -> Checkpoint:
-    from transload.formats.verify import verify_records
-
-    if index.unsummed:
-        return checkpoint
-    bad = verify_records(source, index.records.values(), checkpoint.storages)
-    known = {problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"}
-    problems = (*checkpoint.problems, *(problem for problem in bad if problem.where not in known))
-    return replace(checkpoint, problems=problems, checksummed=not bad and not known)
+    left = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
+    return read_torch_zip if any(archive.find(name) for name in left) else None

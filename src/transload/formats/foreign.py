@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from transload.findings import is_named, quoted, rescue_command
 from transload.io.sources import BytesSource, Slice, Source
@@ -243,7 +243,7 @@ def zip_names(data: bytes, most: int = 1000) -> list[str]:
     return list(names)
 
 
-def zipped(view: View) -> Foreign | None:
+def _zipped(view: View) -> Foreign | None:
     """A zip archive, by its directory; without one, by the names in its first bytes."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
@@ -260,9 +260,9 @@ def zipped(view: View) -> Foreign | None:
     return identify_zip(names[:1] if CHECKPOINT_NAME.search(names[0]) and "/" not in names[0] else names, view.path)
 
 
-def tar(view: View) -> Foreign | None:
+def _tar(view: View) -> Foreign | None:
     """A tar archive: the first header's checksum is right."""
-    from transload.formats.torch_tar import members
+    from transload.formats.torch_legacy import members
 
     names = [clean(member.name, 100) for member in members(view.source, TAR_MEMBERS)[0]]
     if not names:
@@ -280,83 +280,59 @@ class _Packer(NamedTuple):
     magic: bytes
     command: str
     """The shell command that unpacks to standard output."""
-    unpack: Callable[[View], bytes] | None = None
     rescued: bool = False
     """Whether a rescue unpacks it, too."""
-
-
-class _Decompressor(Protocol):
-    def decompress(self, data: bytes, max_length: int = -1, /) -> bytes: ...
-
-
-def _inflate(view: View, kind: int) -> bytes:
-    import zlib
-
-    return zlib.decompressobj(kind).decompress(view.head, UNPACKED)
-
-
-def _bunzip2(view: View) -> bytes:
-    import bz2
-
-    # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
-    unpacker: _Decompressor = bz2.BZ2Decompressor()
-    return unpacker.decompress(view.wide[:SCAN], UNPACKED)
-
-
-def _unxz(view: View) -> bytes:
-    import lzma
-
-    return lzma.LZMADecompressor(memlimit=LZMA_MEMORY).decompress(view.head, UNPACKED)
 
 
 _ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 
 _PACKERS = (
-    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", lambda view: _inflate(view, 31), rescued=True),
-    _Packer("bzip2", b"BZh", "bunzip2 -c", _bunzip2, rescued=True),
-    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", _unxz, rescued=True),
+    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", rescued=True),
+    _Packer("bzip2", b"BZh", "bunzip2 -c", rescued=True),
+    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", rescued=True),
     _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", rescued=True),
     _Packer("lz4", b"\x04\x22\x4d\x18", "lz4 -dc"),
     _Packer("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so"),
     _Packer("rar", b"Rar!\x1a\x07", "unrar p -inul"),
     _Packer("compress", b"\x1f\x9d", "uncompress -c"),
-    *(
-        _Packer("zlib", b"\x78" + level, _ZLIB, lambda view: _inflate(view, 15))
-        for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")
-    ),
+    *(_Packer("zlib", b"\x78" + level, _ZLIB) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
 )
 
 
-def packed(view: View, look: Callable[[bytes], Foreign]) -> Foreign | None:
-    """Something compressed, and what ``look`` makes of the beginning of its content."""
+def _packed(view: View) -> Foreign | None:
+    """Something compressed, and what the beginning of its content is."""
     packer = next((packer for packer in _PACKERS if view.head.startswith(packer.magic)), None)
     if packer is None:
         return None
-    inner = _opened(view, packer)
-    if inner is None:
+    inner = b""
+    try:
+        if packer.format in ("gzip", "zlib"):
+            import zlib
+
+            inner = zlib.decompressobj(31 if packer.format == "gzip" else 15).decompress(view.head, UNPACKED)
+        elif packer.format == "bzip2":
+            import bz2
+
+            # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
+            inner = bz2.BZ2Decompressor().decompress(view.wide[:SCAN], UNPACKED)
+        elif packer.format == "xz":
+            import lzma
+
+            inner = lzma.LZMADecompressor(memlimit=LZMA_MEMORY).decompress(view.head, UNPACKED)
+    except Exception:  # noqa: BLE001 (zlib.error, LZMAError, OSError, EOFError …: a stranger's stream)
+        inner = b""
+    if packer.format == "zlib" and not inner:  # its two bytes occur by chance: there the data must really unpack
         return None
     fix: tuple[str, ...] = (f"Unpack it first: {packer.command} {view.file} > {view.beside('.unpacked')}",)
     if not inner:
-        ending = ".safetensors" if ".safetensors" in view.path else ".pt"
-        unseen = packer.rescued and packer.unpack is None
-        fix = taken_out(view.path, ending) if unseen and CHECKPOINT_INSIDE.search(view.path) else fix
+        if packer.format == "zstd" and CHECKPOINT_INSIDE.search(view.path):
+            fix = taken_out(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
         return Foreign(packer.format, f"a file compressed with {packer.format}", (), fix)
-    content = look(inner)
+    content = Foreign("unknown", "something packed again and again")
+    if view.depth < DEEPEST:
+        content = _identify(View(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
     fix = taken_out(view.path, content.holds) if content.holds and packer.rescued else (*fix, *content.fix[:1])
     return Foreign(packer.format, f"{packer.format} around {content.title}", content.details, fix, content.holds)
-
-
-def _opened(view: View, packer: _Packer) -> bytes | None:
-    """The beginning of the content; empty if it cannot be had, ``None`` if this is no such file after all."""
-    # zlib's two bytes and bzip2's three occur by chance: there the data must really unpack.
-    weak = len(packer.magic) <= 3 and packer.format != "gzip"
-    if packer.unpack is None:
-        return b""
-    try:
-        inner = packer.unpack(view)
-    except Exception:  # noqa: BLE001 (zlib.error, LZMAError, OSError, EOFError …: a stranger's stream)
-        inner = b""
-    return None if weak and not inner and not view.head.startswith(b"BZh") else inner
 
 
 # (offset, bytes, format, title, fix). The first match counts.
@@ -418,101 +394,53 @@ _OPCODES = frozenset(b"()+.012FGIJKLMNPQRSTUVXabcdeghijlopqrstu]}") | frozenset(
 NEWEST_PROTOCOL = 5
 
 
-def magic(view: View) -> Foreign | None:
-    """Formats that their first bytes name outright."""
+def _by_magic(view: View) -> Foreign | None:
+    """Formats that their first bytes name."""
+    head = view.head
     for offset, mark, format_, title, fix in _MAGIC:
-        if view.head.startswith(mark, offset):
+        if head.startswith(mark, offset):
             return Foreign(format_, f"{title}, not a checkpoint", (), (fix.format(file=view.file, path=view.path),))
-    return None
-
-
-def _gguf(view: View) -> Foreign | None:
-    if view.head[:4] != b"GGUF" or len(view.head) < 24:  # its fixed header
+    if head[:4] == b"GGUF" and len(head) >= 24:  # its fixed header
+        order = "little" if head[4] or head[5] else "big"
+        version = int.from_bytes(head[4:8], order)  # type: ignore[arg-type]
+        # Version 1 counted in 32 bits.
+        tensors = int.from_bytes(head[8 : 12 if version == 1 else 16], order)  # type: ignore[arg-type]
+        named = re.search(rb"general\.architecture\x08\0\0\0(.)\0{7}([\w.-]+)", head[:4096], re.DOTALL)
+        details = (f"architecture {clean(named[2][: named[1][0]])}",) if named else ()
+        title = f"a GGUF model (version {version}, {tensors:,} tensors), not a PyTorch checkpoint"
+        return Foreign("gguf", title, details, _GGUF_FIX)
+    if any(head.startswith(HDF5_MAGIC, offset) for offset in HDF5_OFFSETS):
+        if any(mark in head for mark in (b"keras_version", b"layer_names", b"model_weights")):
+            fix = f"keras.models.load_model({view.path!r})"
+            return Foreign("hdf5", "a Keras model (HDF5), not a PyTorch checkpoint", (), (fix,))
+        return Foreign("hdf5", "an HDF5 file, not a PyTorch checkpoint", (), (f"h5py.File({view.path!r})",))
+    if head.startswith(b"\x93NUMPY"):
+        shown = re.search(rb"\{[^\n}]{0,400}\}", head[6:1024])
+        fix = f"torch.from_numpy(numpy.load({view.path!r}, allow_pickle=False))"
+        return Foreign("npy", "a NumPy array, not a checkpoint", (clean(shown[0]),) if shown else (), (fix,))
+    if re.match(rb"ET\d\d", head[4:8]):
+        fix = "Run it with the ExecuTorch runtime."
+        return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))
+    at = int.from_bytes(head[60:64], "little")
+    if head[:2] == b"MZ" and head[at : at + 4] == b"PE\0\0":
+        return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_ASIDE,))
+    # A bare pickle, by its protocol mark or, in the oldest protocols, by its shape.
+    old = re.match(rb"\(?[dl]p\d+\r?\n|\(?c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n[(pq)]|[\]}]q\0|\([dl]q\0", head)
+    if head[:1] == b"\x80" and len(head) > 2 and head[1] <= NEWEST_PROTOCOL and head[2] in _OPCODES:
+        protocol = f"protocol {head[1]}"
+    elif old and view.tail.endswith((b".", b".\n")):
+        protocol = "protocol 0 or 1"
+    else:
         return None
-    raw = view.head[4:8]
-    order = "little" if raw[0] or raw[1] else "big"
-    version = int.from_bytes(raw, order)  # type: ignore[arg-type]
-    # Version 1 counted in 32 bits.
-    width = 4 if version == 1 else 8
-    tensors = int.from_bytes(view.head[8 : 8 + width], order)  # type: ignore[arg-type]
-    architecture = re.search(rb"general\.architecture\x08\0\0\0(.)\0{7}([\w.-]+)", view.head[:4096], re.DOTALL)
-    details = (f"architecture {clean(architecture[2][: architecture[1][0]])}",) if architecture else ()
-    title = f"a GGUF model (version {version}, {tensors:,} tensors), not a PyTorch checkpoint"
-    return Foreign("gguf", title, details, _GGUF_FIX)
+    writer = next((name for mark, name in _PICKLERS if mark in head), "bare")
+    fix = "Unpickling runs what the file says: look at the names it imports before anything loads it."
+    return Foreign("pickle", f"a {writer} pickle ({protocol}), not written by torch.save", (), (fix,))
 
 
 _GGUF_FIX = (
     "Run it with llama.cpp.",
     "Or with transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME)",
 )
-
-
-def _hdf5(view: View) -> Foreign | None:
-    if not any(view.head.startswith(HDF5_MAGIC, offset) for offset in HDF5_OFFSETS):
-        return None
-    if any(mark in view.head for mark in (b"keras_version", b"layer_names", b"model_weights")):
-        fix = f"keras.models.load_model({view.path!r})"
-        return Foreign("hdf5", "a Keras model (HDF5), not a PyTorch checkpoint", (), (fix,))
-    return Foreign("hdf5", "an HDF5 file, not a PyTorch checkpoint", (), (f"h5py.File({view.path!r})",))
-
-
-def _npy(view: View) -> Foreign | None:
-    if not view.head.startswith(b"\x93NUMPY"):
-        return None
-    shown = re.search(rb"\{[^\n}]{0,400}\}", view.head[6:1024])
-    fix = f"torch.from_numpy(numpy.load({view.path!r}, allow_pickle=False))"
-    return Foreign("npy", "a NumPy array, not a checkpoint", (clean(shown[0]),) if shown else (), (fix,))
-
-
-def _executorch(view: View) -> Foreign | None:
-    if not re.match(rb"ET\d\d", view.head[4:8]):
-        return None
-    fix = "Run it with the ExecuTorch runtime."
-    return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))
-
-
-def _windows_program(view: View) -> Foreign | None:
-    at = int.from_bytes(view.head[60:64], "little")
-    if view.head[:2] != b"MZ" or view.head[at : at + 4] != b"PE\0\0":
-        return None
-    return Foreign("pe", "a Windows program or library, not a checkpoint", (), (_ASIDE,))
-
-
-def _table(view: View) -> Foreign | None:
-    if not view.tail.endswith(TABLE_MAGIC):
-        return None
-    fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
-    return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
-
-
-def _msgpack(view: View) -> Foreign | None:
-    """Flax writes one map; its first key is text."""
-    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", view.head)
-    if not found or len(found[2]) < found[1][0] - 0xA0:
-        return None
-    key = clean(found[2][: found[1][0] - 0xA0])
-    fix = "Load it with flax.serialization.msgpack_restore, or from_pretrained(…, from_flax=True)."
-    return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
-
-
-def pickled(view: View) -> Foreign | None:
-    """A bare pickle, by its protocol mark or, in the oldest protocols, by its shape."""
-    head = view.head
-    if head[:1] == b"\x80" and len(head) > 2 and head[1] <= NEWEST_PROTOCOL and head[2] in _OPCODES:
-        return _pickle(view, f"protocol {head[1]}")
-    old = re.match(rb"\(?[dl]p\d+\r?\n|\(?c[A-Za-z_][\w.]*\n[A-Za-z_][\w.]*\n[(pq)]|[\]}]q\0|\([dl]q\0", head)
-    if old and view.tail.endswith((b".", b".\n")):
-        return _pickle(view, "protocol 0 or 1")
-    return None
-
-
-def _pickle(view: View, protocol: str) -> Foreign:
-    writer = next((name for mark, name in _PICKLERS if mark in view.head), "")
-    title = f"a {writer} pickle ({protocol})" if writer else f"a bare pickle ({protocol})"
-    fix = "Unpickling runs what the file says: look at the names it imports before anything loads it."
-    return Foreign("pickle", f"{title}, not written by torch.save", (), (fix,))
-
-
 _PICKLERS = (
     (b"joblib.numpy_pickle", "joblib"),
     (b"sklearn.", "scikit-learn"),
@@ -521,21 +449,40 @@ _PICKLERS = (
 )
 
 
-def _protobuf(view: View) -> Foreign | None:
-    """ONNX, Core ML and TensorFlow files have no magic: they are told apart by which fields follow each other."""
+def _by_structure(view: View) -> Foreign | None:
+    """Formats without a magic number of their own, so tried last."""
+    if view.tail.endswith(TABLE_MAGIC):
+        fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
+        return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
+    # ONNX, Core ML and TensorFlow files are detected by which fields of protobuf follow each other.
     fields = _fields(view)
-    numbers = {number for number, _, _ in fields}
-    for format_, title, fits, fix in _PROTOBUFS:
-        if fields and fits(fields, numbers):
+    if fields:
+        numbers = {number for number, _, _ in fields}
+        first, version, data = fields[0]
+        versioned = first == 1 and 1 <= version <= 50
+        if versioned and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}:
             # Who wrote an ONNX file: its second and third fields are text.
-            said = [clean(data, 60) for number, _, data in fields if number in (2, 3) and data.isascii()]
-            return Foreign(
-                format_,
-                f"{title}, not a PyTorch checkpoint",
-                ((f"written by {listed(said)}",) if format_ == "onnx" and said else ()),
-                (fix,),
-            )
-    return None
+            said = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
+            by = (f"written by {listed(said)}",) if said else ()
+            fix = "Run it with onnxruntime, or convert it with onnx2torch."
+            return Foreign("onnx", "an ONNX model, not a PyTorch checkpoint", by, (fix,))
+        kind: tuple[str, ...] = ()
+        if versioned and any(200 <= number <= 3000 for number in numbers):
+            kind = ("coreml", "a Core ML model", "Open it with coremltools.")
+        elif fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a":
+            kind = ("tensorflow", "a TensorFlow SavedModel (.pb)", "tf.saved_model.load its directory.")
+        elif first == 1 and re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", data, re.DOTALL):
+            # A frozen GraphDef: nodes, each beginning with a name and an operator.
+            kind = ("tensorflow", "a frozen TensorFlow graph (.pb)", "Load it with tf.compat.v1.GraphDef.")
+        if kind:
+            return Foreign(kind[0], f"{kind[1]}, not a PyTorch checkpoint", (), (kind[2],))
+    # Flax writes one map of MessagePack; its first key is text.
+    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", view.head)
+    if not found or len(found[2]) < found[1][0] - 0xA0:
+        return None
+    key = clean(found[2][: found[1][0] - 0xA0])
+    fix = "Load it with flax.serialization.msgpack_restore, or from_pretrained(…, from_flax=True)."
+    return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
 
 
 _Field = tuple[int, int, bytes]
@@ -565,46 +512,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:  # the last byte of the number
             return value, at + index + 1
     return 0, 0
-
-
-def _is_onnx(fields: list[_Field], numbers: set[int]) -> bool:
-    number, version, _ = fields[0]
-    return number == 1 and 1 <= version <= 50 and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}
-
-
-def _is_coreml(fields: list[_Field], numbers: set[int]) -> bool:
-    number, version, _ = fields[0]
-    return number == 1 and 1 <= version <= 50 and any(200 <= n <= 3000 for n in numbers)
-
-
-def _is_saved_model(fields: list[_Field], numbers: set[int]) -> bool:
-    return fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a"
-
-
-def _is_graph(fields: list[_Field], _numbers: set[int]) -> bool:
-    """A frozen GraphDef: nodes, each beginning with a name and an operator."""
-    return fields[0][0] == 1 and bool(re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", fields[0][2], re.DOTALL))
-
-
-_PROTOBUFS: tuple[tuple[str, str, Callable[[list[_Field], set[int]], bool], str], ...] = (
-    ("onnx", "an ONNX model", _is_onnx, "Run it with onnxruntime, or convert it with onnx2torch."),
-    ("coreml", "a Core ML model", _is_coreml, "Open it with coremltools."),
-    ("tensorflow", "a TensorFlow SavedModel (.pb)", _is_saved_model, "tf.saved_model.load its directory."),
-    ("tensorflow", "a frozen TensorFlow graph (.pb)", _is_graph, "Load it with tf.compat.v1.GraphDef."),
-)
-
-
-LOOKS: tuple[Callable[[View], Foreign | None], ...] = (
-    magic,
-    _gguf,
-    _hdf5,
-    _npy,
-    _executorch,
-    _windows_program,
-    pickled,
-)
-# Without a magic number of their own, so tried last.
-WEAK_LOOKS: tuple[Callable[[View], Foreign | None], ...] = (_table, _protobuf, _msgpack)
 
 
 # A server's answer is a line or two; longer text is a document.
@@ -655,153 +562,90 @@ def as_text(head: bytes) -> str:
     return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", found) else found
 
 
-def text(view: View) -> Foreign | None:
-    """What a text is, if it is one."""
-    found = as_text(view.head)
-    if not found.strip():
-        return None
-    return next((foreign for look in _TEXT_LOOKS if (foreign := look(view, found)) is not None), None)
-
-
-def _advice(said: str, otherwise: str = _DOWNLOAD_AGAIN) -> tuple[str, ...]:
-    return (next((fix for pattern, fix in _ANSWERS if re.search(pattern, said, re.IGNORECASE)), otherwise),)
-
-
-def _lfs(view: View, found: str) -> Foreign | None:
-    if not found.startswith("version https://git-lfs.github.com/spec/"):
-        return None
-    size, oid = match(r"\nsize (\d{1,20})\s", found + "\n"), match(r"\noid (\S+)", found)
-    of = f" for a file of {int(size):,} bytes" if size else ""
-    fix = f"git lfs install && git lfs pull --include={view.file}"
-    return Foreign("git-lfs", f"a Git LFS pointer{of}, not the file", (f"oid {oid}",) if oid else (), (fix,))
-
-
-def _other_pointer(view: View, found: str) -> Foreign | None:
-    for pattern, format_, title, fix in _POINTERS:
-        if view.size <= LONGEST_ANSWER and re.search(pattern, found):
-            return Foreign(format_, title, (clean(found),), (fix.format(file=view.file),))
-    return None
+def _advice(said: str) -> tuple[str, ...]:
+    return (next((fix for pattern, fix in _ANSWERS if re.search(pattern, said, re.IGNORECASE)), _DOWNLOAD_AGAIN),)
 
 
 _POINTERS = (
     (r"(?m)^outs:\s*\n- (md5|etag|hash):", "dvc", "a DVC pointer, not the file", "dvc pull {file}"),
     (r"^(\.\./)*(\.git)?/annex/objects/", "git-annex", "a git-annex pointer, not the file", "git annex get {file}"),
 )
-
-
-def _html(_view: View, found: str) -> Foreign | None:
-    if not re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", found, re.IGNORECASE | re.DOTALL):
-        return None
-    title = match(r"<title[^>]{0,200}>(.{0,300}?)</title", found)
-    shown = f"a web page (title: {title}), not a checkpoint" if title else "a web page, not a checkpoint"
-    return Foreign("html", shown, (), _advice(title or found[:4000]))
-
-
-def _xml(_view: View, found: str) -> Foreign | None:
-    if not re.match(r"\s*<(\?xml|[A-Za-z][\w:.-]*[\s/>])", found):
-        return None
-    root = match(r"<([A-Za-z][\w:.-]{0,80})", found)
-    code, message = match(r"<Code>(.{0,500}?)</Code>", found), match(r"<Message>(.{0,2000}?)</Message>", found)
-    if not code and not message:
-        title = f"an XML document (root element {root or 'unknown'}), not a checkpoint"
-        return Foreign("xml", title, (), _advice(root))
-    said = ": ".join(part for part in (code, message) if part)
-    return Foreign("xml-error", f"a storage server's error ({said}), not a checkpoint", (), _advice(said))
-
-
-def _json(view: View, found: str) -> Foreign | None:
-    if not re.match(r'\s*(\{\s*["}]|\[)', found):
-        return None
-    parsed = _parsed(view, found)
-    keys = [str(key) for key in parsed]
-    said = _error_in(parsed)
-    if said:
-        return Foreign("json-error", f"a server's error in JSON ({said}), not a checkpoint", (), _advice(said))
-    if "weight_map" in parsed or '"weight_map"' in found:
-        return Foreign("index-json", "the index of a sharded checkpoint; the tensors are in other files")
-    if "nbformat" in parsed:
-        return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_ASIDE,))
-    details = (f"keys: {listed(keys, 8)}",) if keys else ()
-    if "model_type" in parsed or "architectures" in parsed:
-        return Foreign("json", "a model's configuration (config.json), not its weights", details, _WEIGHTS)
-    return Foreign("json", "a JSON document, not a checkpoint", details) if keys or view.size > LONGEST_JSON else None
-
-
 _WEIGHTS = ("The weights lie beside it: model.safetensors or pytorch_model.bin.",)
 
 
-def _parsed(view: View, found: str) -> dict[str, object]:
-    """The document, if it is a short object."""
+def _text(view: View) -> Foreign | None:
+    """What a text is, if it is one."""
+    found = as_text(view.head)
+    if not found.strip():
+        return None
+    if found.startswith("version https://git-lfs.github.com/spec/"):
+        size, oid = match(r"\nsize (\d{1,20})\s", found + "\n"), match(r"\noid (\S+)", found)
+        of = f" for a file of {int(size):,} bytes" if size else ""
+        fix = f"git lfs install && git lfs pull --include={view.file}"
+        return Foreign("git-lfs", f"a Git LFS pointer{of}, not the file", (f"oid {oid}",) if oid else (), (fix,))
+    for pattern, format_, title, fix in _POINTERS:
+        if view.size <= LONGEST_ANSWER and re.search(pattern, found):
+            return Foreign(format_, title, (clean(found),), (fix.format(file=view.file),))
+    if re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", found, re.IGNORECASE | re.DOTALL):
+        title = match(r"<title[^>]{0,200}>(.{0,300}?)</title", found)
+        shown = f"a web page (title: {title}), not a checkpoint" if title else "a web page, not a checkpoint"
+        return Foreign("html", shown, (), _advice(title or found[:4000]))
+    if re.match(r"\s*<(\?xml|[A-Za-z][\w:.-]*[\s/>])", found):
+        root = match(r"<([A-Za-z][\w:.-]{0,80})", found)
+        code, message = match(r"<Code>(.{0,500}?)</Code>", found), match(r"<Message>(.{0,2000}?)</Message>", found)
+        said = ": ".join(part for part in (code, message) if part)
+        if said:
+            return Foreign("xml-error", f"a storage server's error ({said}), not a checkpoint", (), _advice(said))
+        title = f"an XML document (root element {root or 'unknown'}), not a checkpoint"
+        return Foreign("xml", title, (), _advice(root))
+    if re.match(r'\s*(\{\s*["}]|\[)', found) and (foreign := _json(view, found)) is not None:
+        return foreign
+    first_line = found.strip().split("\n", 1)[0]
+    if found.startswith("#!"):
+        return Foreign("script", f"a script ({clean(first_line, 80)}), not a checkpoint", (), (_ASIDE,))
+    lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", found)
+    if len(lines) >= 2:  # one such line may be prose
+        return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_ASIDE,))
+    if view.whole and view.size <= LONGEST_ANSWER and found.strip().count("\n") <= 2:  # as servers send
+        said = clean(found)
+        title = f'{view.size:,} bytes of text, probably a server\'s answer: "{said}"'
+        return Foreign("text-answer", title, (), _advice(said))
+    lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
+    shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
+    if len(lines) >= 3 and shaped >= 0.8 * len(lines):  # most lines are keys or items
+        return Foreign("yaml", "a YAML document (a configuration?), not a checkpoint", (clean(lines[0]),), _WEIGHTS)
+    begins = f"it begins: {clean(first_line)}"
+    return Foreign("text", "a text file, not a checkpoint", (begins,), _advice(found[:1000]))
+
+
+def _json(view: View, found: str) -> Foreign | None:
+    """A document in JSON; only a short one is parsed."""
     import json
 
-    if view.size > LONGEST_JSON:
-        return {}
     try:
-        parsed = json.loads(found)
+        parsed = json.loads(found) if view.size <= LONGEST_JSON else None
     except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
-
-
-def _error_in(parsed: dict[str, object]) -> str:
-    """What a server's JSON says went wrong, in any of the usual places."""
+        parsed = None
+    fields: dict[str, object] = parsed if isinstance(parsed, dict) else {}
+    # What a server says went wrong, in any of the usual places.
     for key in ("error", "errors", "message", "detail", "error_description", "Message", "msg"):
-        value = parsed.get(key)
+        value = fields.get(key)
         if isinstance(value, list) and value:
             value = value[0]
         if isinstance(value, dict):
             value = value.get("message") or value.get("status") or value.get("code")
-        if isinstance(value, str) and value.strip():
-            return clean(value)
-    return ""
-
-
-def _answer(view: View, found: str) -> Foreign | None:
-    """A line or two, as servers send."""
-    if not view.whole or view.size > LONGEST_ANSWER or found.strip().count("\n") > 2:
-        return None
-    said = clean(found)
-    title = f'{view.size:,} bytes of text, probably a server\'s answer: "{said}"'
-    return Foreign("text-answer", title, (), _advice(said))
-
-
-def _source(_view: View, found: str) -> Foreign | None:
-    if found.startswith("#!"):
-        return Foreign("script", f"a script ({_first_line(found, 80)}), not a checkpoint", (), (_ASIDE,))
-    lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", found)
-    if len(lines) >= 2:  # one such line may be prose
-        return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_ASIDE,))
-    return None
-
-
-def _yaml(_view: View, found: str) -> Foreign | None:
-    lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
-    shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
-    if len(lines) < 3 or shaped < 0.8 * len(lines):  # most lines are keys or items
-        return None
-    return Foreign("yaml", "a YAML document (a configuration?), not a checkpoint", (clean(lines[0]),), _WEIGHTS)
-
-
-def _plain(_view: View, found: str) -> Foreign:
-    begins = f"it begins: {_first_line(found)}"
-    return Foreign("text", "a text file, not a checkpoint", (begins,), _advice(found[:1000]))
-
-
-def _first_line(found: str, limit: int = 160) -> str:
-    return clean(found.strip().split("\n", 1)[0], limit)
-
-
-_TEXT_LOOKS: tuple[Callable[[View, str], Foreign | None], ...] = (
-    _lfs,
-    _other_pointer,
-    _html,
-    _xml,
-    _json,
-    _source,
-    _answer,
-    _yaml,
-    _plain,
-)
+        said = clean(value) if isinstance(value, str) else ""
+        if said:
+            return Foreign("json-error", f"a server's error in JSON ({said}), not a checkpoint", (), _advice(said))
+    if "weight_map" in fields or '"weight_map"' in found:
+        return Foreign("index-json", "the index of a sharded checkpoint; the tensors are in other files")
+    if "nbformat" in fields:
+        return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_ASIDE,))
+    keys = [str(key) for key in fields]
+    details = (f"keys: {listed(keys, 8)}",) if keys else ()
+    if "model_type" in fields or "architectures" in fields:
+        return Foreign("json", "a model's configuration (config.json), not its weights", details, _WEIGHTS)
+    return Foreign("json", "a JSON document, not a checkpoint", details) if keys or view.size > LONGEST_JSON else None
 
 
 # gzip in gzip in gzip … can be made to unpack to itself for ever.
@@ -825,22 +669,25 @@ def identify(source: Source) -> Foreign:
     return _identify(View(source))
 
 
-def mangled(source: Source) -> Foreign | None:
-    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
-    return _mangled(View(source))
-
-
 def _identify(view: View) -> Foreign:
-    return next((foreign for look in _LOOKS if (foreign := look(view)) is not None), None) or _unknown(view)
-
-
-def _empty(view: View) -> Foreign | None:
-    if view.size:
-        return None
-    return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
+    """Each of ``_LOOKS`` in turn."""
+    if not view.size:
+        return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
+    found = next((foreign for look in _LOOKS if (foreign := look(view)) is not None), None)
+    if found is not None:
+        return found
+    details = [f"first bytes: {view.head[:16].hex(' ')}"]
+    if zip_names(view.tail[-SCAN:], 1):
+        details.append("its end looks like that of a zip archive: the beginning may be lost")
+    return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
 
 
 _AGAIN = "Save or download it again, and compare the sizes."
+
+
+def mangled(source: Source) -> Foreign | None:
+    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
+    return _mangled(View(source))
 
 
 def _zeros(view: View) -> Foreign | None:
@@ -891,8 +738,14 @@ def _mangled(view: View) -> Foreign | None:
         title = "a checkpoint copied in text mode: every line feed has become CR LF"
         seen = f"{head.count(bytes((13, 10))):,} CR LF and no bare LF"
         return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
-    started = head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80"))
-    decoded = head[:-4].decode("utf-8", "replace") if started and _is_utf8(head) else ""
+    decoded = ""
+    if head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80")):
+        try:  # whether it decodes, the last character aside; binary data never does for long
+            head.decode("utf-8")
+            decoded = head[:-4].decode("utf-8", "replace")
+        except UnicodeDecodeError as error:
+            if error.start >= len(head) - 4 and len(head) > 8:
+                decoded = head[:-4].decode("utf-8", "replace")
     if decoded.count("\ufffd") >= 4:
         title = "a binary file that was read and written as text: its bytes above 127 are lost"
         return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))
@@ -909,15 +762,6 @@ _BINARY = "Copy it again in binary mode (scp, rsync; in ftp: binary; in Git: '*.
 _UNDONE = ("If there is no other copy, this undoes it.",)
 
 
-def _is_utf8(data: bytes) -> bool:
-    """Whether it decodes, the last character aside; binary data never does for long."""
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start >= len(data) - 4 and len(data) > 8
-    return True
-
-
 def _checkpoint(view: View) -> Foreign | None:
     """A checkpoint after all: asked about what lies inside something else."""
     from transload.formats.safetensors import looks_like
@@ -927,15 +771,6 @@ def _checkpoint(view: View) -> Foreign | None:
     if looks_like(view.source):
         return Foreign("safetensors", "a safetensors file", holds=".safetensors")
     return None
-
-
-def _packed(view: View) -> Foreign | None:
-    def look(data: bytes) -> Foreign:
-        if view.depth >= DEEPEST:
-            return Foreign("unknown", "something packed again and again")
-        return _identify(View(BytesSource(data, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
-
-    return packed(view, look)
 
 
 def _embedded(view: View) -> Foreign | None:
@@ -961,27 +796,18 @@ def _torch_record(data: bytes) -> int:
     return -1
 
 
-def _unknown(view: View) -> Foreign:
-    first = view.head[:16].hex(" ")
-    details = [f"first bytes: {first}"]
-    if zip_names(view.tail[-SCAN:], 1):
-        details.append("its end looks like that of a zip archive: the beginning may be lost")
-    return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
-
-
 # The order matters: what is exact comes first, what is a guess last, and a container before what it may contain.
-_LOOKS = (
-    _empty,
+_LOOKS: tuple[Callable[[View], Foreign | None], ...] = (
     _zeros,
     _http,
     _mangled,
     _checkpoint,
-    zipped,
+    _zipped,
     _packed,
-    tar,
-    *LOOKS,
+    _tar,
+    _by_magic,
     _embedded,
     _zeros_first,
-    text,
-    *WEAK_LOOKS,
+    _text,
+    _by_structure,
 )

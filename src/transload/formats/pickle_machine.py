@@ -1,24 +1,26 @@
 """Runs a pickle without importing or calling anything: a graph of inert nodes, and what a loader would import and call.
 
 ``run`` reads one pickle, ``run_all`` those that follow one another, ``opcodes`` walks over one without running it.
-``_execute`` is the loop over the frequent opcodes; ``_RARE`` has a handler for each of the others. ``TensorPattern``
-reads the call that rebuilds an ordinary tensor in one step, by comparing its bytes with a template.
+``run_at`` reads one of unknown length from a source. ``_execute`` is the loop over the frequent opcodes, ``_rare`` runs
+the others. ``TensorPattern`` reads the call that rebuilds an ordinary tensor in one step, by comparing its bytes with a
+template.
 """
 
 from __future__ import annotations
 
 import _codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import compress
 from struct import Struct
 from struct import error as struct_error
 from typing import Any
 
+from transload.io.sources import Source
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-__all__ = ["MAX_INT_BYTES", "MAX_STREAM", "TensorPattern", "opcodes", "run", "run_all"]
+__all__ = ["MAX_INT_BYTES", "MAX_STREAM", "TensorPattern", "opcodes", "run", "run_all", "run_at"]
 
 
 MAX_GAP = 64
@@ -131,12 +133,6 @@ class Machine:
         if type(memo) is dict and index > len(memo) * 5 // 4 + MAX_GAP:
             memo = self.memo = Sparse(memo)
         memo[index] = value
-
-    def recall(self, index: int) -> Any:
-        """The value of a memo entry; ``KeyError`` if there is none."""
-        if type(self.memo) is list and not 0 <= index < len(self.memo):
-            raise KeyError(index)
-        return self.memo[index]
 
     # -- building
 
@@ -277,20 +273,12 @@ class TensorPattern:
         if step is not None and (end := self._fill(step.template, pos, stack, memo)):
             self._step = step
             return end
-        template = self._template(pos, memo)
-        end = self._fill(template, pos, stack, memo) if template is not None else 0
-        if template is not None and end:
-            self._learn(template, name)
-        return end
-
-    def _template(self, pos: int, memo: list[Any]) -> _Template | None:
-        """The template of what stands there, if it is the call of a tensor."""
         match = _CALL(self._data, pos)
         if match is None:
-            return None
+            return 0
         head, length, text, _, again, tail, _, first, size, _, stride, _, last, _, _, _ = match.groups()
         if text and length[0] != len(text):
-            return None
+            return 0
         pieces = (head, length, again, tail, first, size, stride, last)
         template = self._templates.get(pieces)
         if template is None:
@@ -299,21 +287,20 @@ class TensorPattern:
             try:
                 template = self._templates[pieces] = _Template(match, memo)
             except LookupError:
-                return None
-        return template
-
-    def _learn(self, template: _Template, name: str) -> None:
-        """Take the step that was not guessed, and remember it."""
-        if len(self._steps) >= _MAX_TEMPLATES:
-            self._steps.clear()
-        key = (self._step.template, template)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = _Step(template)
-        if len(self._step.following) >= _MAX_FOLLOWING:
-            self._step.following.clear()
-        self._step.following[name] = step
-        self._step = step
+                return 0
+        end = self._fill(template, pos, stack, memo)
+        if end:  # take the step that was not guessed, and remember it
+            if len(self._steps) >= _MAX_TEMPLATES:
+                self._steps.clear()
+            if len(self._step.following) >= _MAX_FOLLOWING:
+                self._step.following.clear()
+            key = (self._step.template, template)
+            step = self._steps.get(key)
+            if step is None:
+                step = self._steps[key] = _Step(template)
+            self._step.following[name] = step
+            self._step = step
+        return end
 
     def _fill(self, template: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
         """Make the nodes of a call if the bytes fit the template; where it ends, or 0."""
@@ -356,394 +343,45 @@ MAX_INT_BYTES = 1024
 MAX_TEXT_DIGITS = 4300
 """The same for integers written as text; CPython refuses more digits than this as well."""
 
-_F64 = Struct(">d").unpack_from
-
-
-def _proto(vm: Machine) -> None:
-    version = vm.take(1)[0]
-    vm.out.protocol = max(vm.out.protocol, version)
-    if version > 5:
-        vm.odd(f"protocol {version} does not exist")
-
-
-def _frame(vm: Machine) -> None:
-    # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a call
-    # in one and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns frames.
-    length = int.from_bytes(vm.take(8), "little")
-    if vm.pos - 9 < vm.frame_end:
-        vm.ambiguous("a frame begins inside a frame")
-    if length > vm.size - vm.pos:
-        vm.ambiguous("a frame is longer than the data")
-    vm.frame_end = vm.pos + length
-    vm.frames.append(vm.frame_end)
-
-
-def _global(vm: Machine) -> None:
-    module, name = vm.line().decode(), vm.line().decode()
-    vm.stack.append(vm.find(module, name))
-
-
-def _stack_global(vm: Machine) -> None:
-    name, module = vm.stack.pop(), vm.stack.pop()
-    if type(name) is str and type(module) is str:
-        vm.stack.append(vm.find(module, name))
-        return
-    for operand in (module, name):
-        # A call, a constant of some module or a persistent id can turn out to be text, and so can a Python 2 text
-        # that is not UTF-8 (encoding="latin1"): then loaders read on, with a name that is not in the file.
-        if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
-            raise Broken("STACK_GLOBAL wants two texts")
-    vm.odd("a name that is computed")
-    vm.stack.append(vm.call(None, (module, name), "stack_global"))
-
-
-_MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
-
-
-def _inst(vm: Machine) -> None:
-    module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
-    callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
-    args = tuple(vm.pop_mark())
-    vm.stack.append(vm.call(callee, args, "inst"))
-
-
-def _newobj_ex(vm: Machine) -> None:
-    kwargs, args = vm.stack.pop(), vm.stack.pop()
-    node = vm.call(vm.stack[-1], args, "newobj_ex")
-    node.kwargs = kwargs
-    vm.stack[-1] = node
-
-
-def _extension(vm: Machine, width: int) -> None:
-    code = int.from_bytes(vm.take(width), "little", signed=width == 4)
-    if code <= 0:
-        raise Broken(f"extension code {code} is not above zero")
-    node = Extension(code)
-    vm.out.extensions.append(node)
-    vm.stack.append(node)
-
-
-def _build(vm: Machine) -> None:
-    state = vm.stack.pop()
-    target = vm.stack[-1]
-    if type(target) is Call:
-        if target.states is None:
-            target.states = []
-        target.states.append(state)
-    else:
-        vm.out.built.append((target, state))
-
-
-def _changed(vm: Machine, target: object, items: list[Any], how: str) -> None:
-    """Items put into something that was not made here: into a dictionary of some module it is BUILD by another name."""
-    vm.odd(f"{how} {_kind(target)}")
-    if type(target) is Global or type(target) is Extension:
-        vm.out.built.append((target, items))
-
-
-def _extend(vm: Machine, target: object, items: list[Any]) -> None:
-    if type(target) is list:
-        if id(target) in vm.given:
-            vm.odd("a list is changed after a call was given it")
-        target.extend(items)
-    elif type(target) is Call:
-        if target.appended is None:
-            target.appended = []
-        target.appended.extend(items)
-    else:
-        _changed(vm, target, items, "values are appended to")
-
-
-def _additems(vm: Machine) -> None:
-    items = vm.pop_mark()
-    target = vm.stack[-1]
-    if type(target) is Set and not target.frozen:
-        target.items.extend(items)
-    elif type(target) is Call:
-        _extend(vm, target, items)
-    else:
-        _changed(vm, target, items, "members are added to")
-
-
-def _setitems(vm: Machine) -> None:
-    items = vm.pop_mark()
-    if len(items) % 2:
-        vm.odd("a key without a value")
-        items.pop()
-    _update(vm, vm.stack[-1], items)
-
-
-def _update(vm: Machine, target: object, items: list[Any]) -> None:
-    if type(target) is Dict:
-        target.items.extend(items)
-    elif type(target) is Call:
-        if target.items is None:
-            target.items = []
-        target.items.extend(items)
-    else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
-        _changed(vm, target, items, "keys are set on")
-    for key in items[::2]:
-        if type(key) is not str and _is_unhashable(key):
-            vm.odd("a key that cannot be hashed")
-
-
-def _is_unhashable(key: object) -> bool:
-    """Whether a loader cannot use it as a key; of a tuple with many parts, only the first are looked at."""
-    parts = [key]
-    for part in parts:
-        if type(part) in _UNHASHABLE or (type(part) is Set and not part.frozen):
-            return True
-        if type(part) is Call and type(part.callee) is Global and part.callee.name in _UNHASHABLE_CLASSES:
-            return True
-        if type(part) is tuple and len(parts) < _MAX_KEY_PARTS:
-            parts += part[:_MAX_KEY_PARTS]
-    return False
-
-
-_MAX_KEY_PARTS = 16
-_UNHASHABLE = frozenset({list, bytearray, Dict})
-_UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
-
-
-def _kind(target: object) -> str:
-    return "a global" if type(target) is Global else f"a {type(target).__name__.lower()}"
-
-
-def _dict(vm: Machine) -> None:
-    items = vm.pop_mark()
-    node = Dict([])
-    vm.stack.append(node)
-    if len(items) % 2:
-        raise Broken("a key without a value")
-    _update(vm, node, items)
-
-
-def _tuple3(vm: Machine) -> None:
-    third, second = vm.stack.pop(), vm.stack.pop()
-    vm.stack[-1] = (vm.stack[-1], second, third)
-
-
-def _pop(vm: Machine) -> None:
-    if vm.stack:
-        vm.stack.pop()
-    else:
-        vm.pop_mark()
-
-
-def _put(vm: Machine) -> None:
-    index = _decimal(vm)
-    if index < 0:
-        raise Broken("a negative memo index")
-    vm.remember(index, vm.stack[-1])
-
-
-def _c_text(vm: Machine) -> bytes:
-    """A line that holds a number. C reads it up to a NUL, and takes no digits before it for 0; blanks do not count."""
-    text, nul, _ = vm.line().partition(b"\0")
-    if nul:
-        vm.odd("a number with a NUL in it")
-    return text.strip() if text or not nul else b"0"
-
-
-def _decimal(vm: Machine) -> int:
-    text = _c_text(vm)
-    try:
-        return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
-    except ValueError:
-        raise Broken("a memo index that is no number") from None
-
-
-def _int(vm: Machine) -> None:
-    text = _c_text(vm)
-    special = {b"00": False, b"01": True}.get(text)
-    vm.stack.append(_number(vm, text) if special is None else special)
-
-
-def _number(vm: Machine, text: bytes) -> int | Big:
-    if len(text) > MAX_TEXT_DIGITS:
-        vm.odd("an integer of thousands of digits")
-        return Big(len(text))
-    for base in (0, 8):  # C's strtol reads "010" as octal where Python refuses it
-        try:
-            value = int(text, base)
-        except ValueError:
-            continue
-        if base:
-            vm.odd("an octal integer")
-        return value
-    raise Broken("an integer that is no number")
-
-
-def _little(vm: Machine, count: int) -> int | Big:
-    raw = vm.take(count)
-    return int.from_bytes(raw, "little", signed=True) if count <= MAX_INT_BYTES else Big(count)
-
-
-def _float(vm: Machine) -> None:
-    text = _c_text(vm)
-    try:
-        vm.stack.append(float(text))
-    except ValueError:
-        raise Broken("a float that is no number") from None
-
-
-def _python2_text(vm: Machine, raw: bytes) -> None:
-    """A ``str`` of Python 2: text for torch, which decodes it as UTF-8; bytes where that cannot be."""
-    vm.out.python2 = True
-    try:
-        vm.stack.append(raw.decode())
-    except UnicodeDecodeError:
-        vm.out.undecoded += 1
-        vm.stack.append(raw)
-
-
-def _string(vm: Machine) -> None:
-    text = vm.line()
-    if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
-        raise Broken("a text without quotes")
-    _python2_text(vm, _ESCAPE.sub(_unescape, text[1:-1]))
-
-
-# As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
-_ESCAPES = dict(
-    zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
-)
-
-
-def _unescape(match: re.Match[bytes]) -> bytes:
-    octal, hexadecimal, broken, letter = match.groups()
-    if broken is not None:
-        raise Broken("a text with a broken escape")
-    if letter is not None:
-        return _ESCAPES.get(letter[0], b"\\" + letter)
-    return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])
-
-
-def _counted(vm: Machine, width: int) -> bytes:
-    return vm.take(int.from_bytes(vm.take(width), "little"))
-
-
-def _utf8(vm: Machine, width: int) -> str:
-    return _counted(vm, width).decode("utf-8", "surrogatepass")
-
-
-def _persid(vm: Machine) -> None:
-    node = Persistent(vm.line().decode("ascii", "replace"), vm.pos)
-    vm.out.persistent.append(node)
-    vm.stack.append(node)
-
-
-def _next_buffer(vm: Machine) -> None:
-    vm.odd("a buffer from outside the stream")
-    vm.stack.append(OutOfBand())
-
-
-def _list(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(items)
-
-
-def _frozenset(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(Set(items, frozen=True))
-
-
-def _obj(vm: Machine) -> None:
-    items = vm.pop_mark()
-    vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
-
-
-def _newobj(vm: Machine) -> None:
-    args = vm.stack.pop()
-    vm.stack[-1] = vm.call(vm.stack[-1], args, "newobj")
-
-
-def _append(vm: Machine) -> None:
-    value = vm.stack.pop()
-    _extend(vm, vm.stack[-1], [value])
-
-
-def _appends(vm: Machine) -> None:
-    items = vm.pop_mark()
-    _extend(vm, vm.stack[-1], items)
-
-
-def _setitem(vm: Machine) -> None:
-    value, key = vm.stack.pop(), vm.stack.pop()
-    _update(vm, vm.stack[-1], [key, value])
-
-
-def _readonly_buffer(vm: Machine) -> None:
-    if not vm.stack:
-        raise IndexError
-
-
-# All opcodes but those of the loop in `_execute`, with the names that pickletools gives them.
-_RARE: dict[int, tuple[str, Callable[[Machine], object]]] = {
-    0x30: ("POP", _pop),
-    0x31: ("POP_MARK", Machine.pop_mark),
-    0x32: ("DUP", lambda vm: vm.stack.append(vm.stack[-1])),
-    0x42: ("BINBYTES", lambda vm: vm.stack.append(_counted(vm, 4))),
-    0x43: ("SHORT_BINBYTES", lambda vm: vm.stack.append(_counted(vm, 1))),
-    0x46: ("FLOAT", _float),
-    0x47: ("BINFLOAT", lambda vm: vm.stack.append(_F64(vm.take(8))[0])),
-    0x49: ("INT", _int),
-    0x4C: ("LONG", lambda vm: vm.stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))),
-    0x4E: ("NONE", lambda vm: vm.stack.append(None)),
-    0x50: ("PERSID", _persid),
-    0x53: ("STRING", _string),
-    0x54: ("BINSTRING", lambda vm: _python2_text(vm, vm.take(int.from_bytes(vm.take(4), "little", signed=True)))),
-    0x55: ("SHORT_BINSTRING", lambda vm: _python2_text(vm, vm.take(vm.take(1)[0]))),
-    0x56: ("UNICODE", lambda vm: vm.stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])),
-    0x5D: ("EMPTY_LIST", lambda vm: vm.stack.append([])),
-    0x61: ("APPEND", _append),
-    0x62: ("BUILD", _build),
-    0x63: ("GLOBAL", _global),
-    0x64: ("DICT", _dict),
-    0x65: ("APPENDS", _appends),
-    0x67: ("GET", lambda vm: vm.stack.append(vm.recall(_decimal(vm)))),
-    0x69: ("INST", _inst),
-    0x6C: ("LIST", _list),
-    0x6F: ("OBJ", _obj),
-    0x70: ("PUT", _put),
-    0x73: ("SETITEM", _setitem),
-    0x75: ("SETITEMS", _setitems),
-    0x7D: ("EMPTY_DICT", lambda vm: vm.stack.append(Dict([]))),
-    0x80: ("PROTO", _proto),
-    0x81: ("NEWOBJ", _newobj),
-    0x82: ("EXT1", lambda vm: _extension(vm, 1)),
-    0x83: ("EXT2", lambda vm: _extension(vm, 2)),
-    0x84: ("EXT4", lambda vm: _extension(vm, 4)),
-    0x87: ("TUPLE3", _tuple3),
-    0x88: ("NEWTRUE", lambda vm: vm.stack.append(True)),
-    0x8A: ("LONG1", lambda vm: vm.stack.append(_little(vm, vm.take(1)[0]))),
-    0x8B: ("LONG4", lambda vm: vm.stack.append(_little(vm, int.from_bytes(vm.take(4), "little", signed=True)))),
-    0x8C: ("SHORT_BINUNICODE", lambda vm: vm.stack.append(_utf8(vm, 1))),
-    0x8D: ("BINUNICODE8", lambda vm: vm.stack.append(_utf8(vm, 8))),
-    0x8E: ("BINBYTES8", lambda vm: vm.stack.append(_counted(vm, 8))),
-    0x8F: ("EMPTY_SET", lambda vm: vm.stack.append(Set([]))),
-    0x90: ("ADDITEMS", _additems),
-    0x91: ("FROZENSET", _frozenset),
-    0x92: ("NEWOBJ_EX", _newobj_ex),
-    0x93: ("STACK_GLOBAL", _stack_global),
-    0x94: ("MEMOIZE", lambda vm: vm.remember(len(vm.memo), vm.stack[-1])),
-    0x95: ("FRAME", _frame),
-    0x96: ("BYTEARRAY8", lambda vm: vm.stack.append(bytearray(_counted(vm, 8)))),
-    0x97: ("NEXT_BUFFER", _next_buffer),
-    0x98: ("READONLY_BUFFER", _readonly_buffer),
-}
-
-
 MAX_STREAM = 512 << 20
 """Larger pickles are not read: 20,000 tensors take 2 MB, so this is room for five million."""
 
 _U16 = Struct("<H").unpack_from
 _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
+_F64 = Struct(">d").unpack_from
 
 # What weights_only understands (torch/_weights_only_unpickler.py, 2.13): it refuses a stream with any other opcode.
 _WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
+# The others, with the names that pickletools gives them.
+_NAMES = """\
+POP POP_MARK DUP BINBYTES SHORT_BINBYTES FLOAT INT LONG PERSID STRING BINSTRING UNICODE DICT GET INST LIST OBJ
+PUT EXT1 EXT2 EXT4 LONG4 SHORT_BINUNICODE BINUNICODE8 BINBYTES8 ADDITEMS FROZENSET NEWOBJ_EX STACK_GLOBAL MEMOIZE FRAME
+BYTEARRAY8 NEXT_BUFFER READONLY_BUFFER"""
+_REFUSED = dict(
+    zip((*b"012BCFILPSTVdgilop\x82\x83\x84\x8b\x8c\x8d\x8e", *range(0x90, 0x99)), _NAMES.split(), strict=True)
+)
+
+# Arguments in the stream: so many lines, or so many bytes, which for the counted opcodes are the length of the rest.
+_LINES = {**dict.fromkeys(b"FILPSVgp", 1), **dict.fromkeys(b"ci", 2)}
+_COUNTED = frozenset(b"BCTUX\x8a\x8b\x8c\x8d\x8e\x96")
+_WIDTHS = {
+    **dict.fromkeys(b"CU\x8a\x8cKhq\x80\x82", 1),
+    **dict.fromkeys(b"M\x83", 2),
+    **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
+}
+
+_MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
+_MAX_KEY_PARTS = 16
+_UNHASHABLE = frozenset({list, bytearray, Dict})
+_UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
+
+# As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
+_ESCAPES = dict(
+    zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
+)
 
 
 def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
@@ -772,56 +410,30 @@ def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
     except UnicodeDecodeError:
         out.broken = f"its text is not valid UTF-8 at byte {vm.pos}"
     out.end = vm.pos
-    if vm.frames:
-        _check_frames(vm)
+    if vm.frames:  # a frame must end where an opcode ends
+        crossed = {end for end in vm.frames if end < out.end}
+        for position, _ in opcodes(data, start):
+            if position >= out.end:
+                break
+            crossed.discard(position)
+        out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:MAX_IRREGULAR])
+        if not out.broken and vm.frames[-1] > out.end:
+            out.ambiguous.append((out.end, "STOP comes before the end of its frame"))
     return out
 
 
-def _check_frames(vm: Machine) -> None:
-    """A frame must end where an opcode ends."""
-    crossed = {end for end in vm.frames if end < vm.out.end}
-    for start, _ in opcodes(vm.data, vm.out.start):
-        if start >= vm.out.end:
-            break
-        crossed.discard(start)
-    vm.out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:MAX_IRREGULAR])
-    if not vm.out.broken and vm.frames[-1] > vm.out.end:
-        vm.out.ambiguous.append((vm.out.end, "STOP comes before the end of its frame"))
+def run_at(source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM) -> tuple[Pickle, int]:
+    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
-
-def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
-    r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
-
-    >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
-    ['K', 'q', '.']
+    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
+    nor more than ``most``, where it may be none at all.
     """
-    position, size = start, len(data)
-    while position < size:
-        code = data[position]
-        yield position, code
-        position += 1
-        if code == 0x2E or (code not in _RARE and code not in _HOT):
-            return
-        if code in _LINES:
-            for _ in range(_LINES[code]):
-                position = data.find(b"\n", position) + 1 or size
-        else:
-            width = _WIDTHS.get(code, 0)
-            counted = int.from_bytes(data[position : position + width], "little") if code in _COUNTED else 0
-            position += width + counted
-
-
-# Arguments in the stream, for walking over it without running it: so many lines, or so many bytes, which for the
-# counted opcodes are the length of what follows.
-_LINES = {0x46: 1, 0x49: 1, 0x4C: 1, 0x50: 1, 0x53: 1, 0x56: 1, 0x63: 2, 0x67: 1, 0x69: 2, 0x70: 1}
-_COUNTED = frozenset(b"BCTUX\x8a\x8b\x8c\x8d\x8e\x96")
-_WIDTHS = {
-    **dict.fromkeys(b"CU\x8a\x8cKhq\x80\x82", 1),
-    **dict.fromkeys(b"M\x83", 2),
-    **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
-}
-_HOT = frozenset(b"hqrK(tXRjQM\x86\x85\x89)J.")
+    while True:
+        data = source.read(offset, min(window, most))
+        pickle = run(data, name=name)
+        if not pickle.cut or len(data) < window or window >= most:
+            return pickle, offset + pickle.end
+        window *= 4
 
 
 def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
@@ -855,6 +467,28 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
             break
         position = pickle.end
     return pickles
+
+
+def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
+    r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
+
+    >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
+    ['K', 'q', '.']
+    """
+    position, size = start, len(data)
+    while position < size:
+        code = data[position]
+        yield position, code
+        position += 1
+        if code == 0x2E or (code not in _WEIGHTS_ONLY and code not in _REFUSED):
+            return
+        if code in _LINES:
+            for _ in range(_LINES[code]):
+                position = data.find(b"\n", position) + 1 or size
+        else:
+            width = _WIDTHS.get(code, 0)
+            counted = int.from_bytes(data[position : position + width], "little") if code in _COUNTED else 0
+            position += width + counted
 
 
 def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each
@@ -945,14 +579,290 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 break
             else:
                 vm.pos, vm.stack = pos, stack
-                if op not in _RARE:
-                    raise Broken(f"byte 0x{op:02x} is no pickle opcode")
-                opcode, handler = _RARE[op]
-                if op not in _WEIGHTS_ONLY:
-                    vm.out.rare.add(opcode)
-                handler(vm)
+                _rare(vm, op)
                 pos, stack, memo = vm.pos, vm.stack, vm.memo
                 push = stack.append
                 put = len(memo) if type(memo) is list else -1
     finally:
         vm.pos = max(vm.pos, pos)  # a handler that raised may have read further than the loop knows
+
+
+def _rare(vm: Machine, op: int) -> None:
+    """Run an opcode that ``_execute`` does not: the more frequent ones first."""
+    stack = vm.stack
+    if op in _REFUSED:
+        vm.out.rare.add(_REFUSED[op])
+    if op == 0x94:  # MEMOIZE
+        vm.remember(len(vm.memo), stack[-1])
+    elif op in _COUNTED:
+        raw = vm.take(int.from_bytes(vm.take(_WIDTHS[op]), "little", signed=op in b"T\x8b"))
+        if op in b"\x8c\x8d":  # SHORT_BINUNICODE, BINUNICODE8
+            stack.append(raw.decode("utf-8", "surrogatepass"))
+        elif op in b"TU":  # BINSTRING, SHORT_BINSTRING
+            _python2_text(vm, raw)
+        elif op in b"\x8a\x8b":  # LONG1, LONG4
+            stack.append(int.from_bytes(raw, "little", signed=True) if len(raw) <= MAX_INT_BYTES else Big(len(raw)))
+        else:  # BYTEARRAY8; BINBYTES, SHORT_BINBYTES, BINBYTES8
+            stack.append(bytearray(raw) if op == 0x96 else raw)
+    elif op == 0x4E:  # NONE
+        stack.append(None)
+    elif op == 0x88:  # NEWTRUE
+        stack.append(True)
+    elif op == 0x87:  # TUPLE3
+        third, second = stack.pop(), stack.pop()
+        stack[-1] = (stack[-1], second, third)
+    elif op == 0x47:  # BINFLOAT
+        stack.append(_F64(vm.take(8))[0])
+    elif op == 0x7D:  # EMPTY_DICT
+        stack.append(Dict([]))
+    elif op == 0x5D:  # EMPTY_LIST
+        stack.append([])
+    elif op == 0x75:  # SETITEMS
+        items = vm.pop_mark()
+        if len(items) % 2:
+            vm.odd("a key without a value")
+            items.pop()
+        _update(vm, vm.stack[-1], items)
+    elif op == 0x73:  # SETITEM
+        value, key = stack.pop(), stack.pop()
+        _update(vm, stack[-1], [key, value])
+    elif op == 0x65:  # APPENDS
+        items = vm.pop_mark()
+        _extend(vm, vm.stack[-1], items)
+    elif op == 0x61:  # APPEND
+        value = stack.pop()
+        _extend(vm, stack[-1], [value])
+    elif op == 0x63:  # GLOBAL
+        module, name = vm.line().decode(), vm.line().decode()
+        stack.append(vm.find(module, name))
+    elif op == 0x81:  # NEWOBJ
+        args = stack.pop()
+        stack[-1] = vm.call(stack[-1], args, "newobj")
+    elif op == 0x62:  # BUILD
+        state = stack.pop()
+        target = stack[-1]
+        if type(target) is Call:
+            if target.states is None:
+                target.states = []
+            target.states.append(state)
+        else:
+            vm.out.built.append((target, state))
+    elif op == 0x80:  # PROTO
+        version = vm.take(1)[0]
+        vm.out.protocol = max(vm.out.protocol, version)
+        if version > 5:
+            vm.odd(f"protocol {version} does not exist")
+    elif op == 0x95:  # FRAME
+        # The C unpickler ignored frame borders until 2026, the Python one obeys them: the same bytes could load as a
+        # call in one and as text in the other (python/cpython#154848). A writer never nests, overlaps or overruns
+        # frames.
+        length = int.from_bytes(vm.take(8), "little")
+        if vm.pos - 9 < vm.frame_end:
+            vm.ambiguous("a frame begins inside a frame")
+        if length > vm.size - vm.pos:
+            vm.ambiguous("a frame is longer than the data")
+        vm.frame_end = vm.pos + length
+        vm.frames.append(vm.frame_end)
+    elif op == 0x93:  # STACK_GLOBAL
+        name, module = stack.pop(), stack.pop()
+        if type(name) is str and type(module) is str:
+            stack.append(vm.find(module, name))
+            return
+        for operand in (module, name):
+            # A call, a constant of some module or a persistent id can turn out to be text, and so can a Python 2 text
+            # that is not UTF-8 (encoding="latin1"): then loaders read on, with a name that is not in the file.
+            if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
+                raise Broken("STACK_GLOBAL wants two texts")
+        vm.odd("a name that is computed")
+        stack.append(vm.call(None, (module, name), "stack_global"))
+    elif op == 0x67:  # GET
+        index = _memo_index(vm)
+        if type(vm.memo) is list and not 0 <= index < len(vm.memo):
+            raise KeyError(index)
+        stack.append(vm.memo[index])
+    elif op == 0x70:  # PUT
+        index = _memo_index(vm)
+        if index < 0:
+            raise Broken("a negative memo index")
+        vm.remember(index, stack[-1])
+    elif op == 0x49:  # INT
+        text = _c_text(vm)
+        special = {b"00": False, b"01": True}.get(text)
+        stack.append(_number(vm, text) if special is None else special)
+    elif op == 0x4C:  # LONG
+        stack.append(_number(vm, _c_text(vm).removesuffix(b"L")))
+    elif op == 0x46:  # FLOAT
+        text = _c_text(vm)
+        try:
+            stack.append(float(text))
+        except ValueError:
+            raise Broken("a float that is no number") from None
+    elif op == 0x53:  # STRING
+        text = vm.line()
+        if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
+            raise Broken("a text without quotes")
+        _python2_text(vm, _ESCAPE.sub(_unescape, text[1:-1]))
+    elif op == 0x56:  # UNICODE
+        stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])
+    elif op == 0x50:  # PERSID
+        node = Persistent(vm.line().decode("ascii", "replace"), vm.pos)
+        vm.out.persistent.append(node)
+        stack.append(node)
+    elif op == 0x30:  # POP
+        if stack:
+            stack.pop()
+        else:
+            vm.pop_mark()
+    elif op == 0x31:  # POP_MARK
+        vm.pop_mark()
+    elif op == 0x32:  # DUP
+        stack.append(stack[-1])
+    elif op == 0x64:  # DICT
+        items = vm.pop_mark()
+        made = Dict([])
+        vm.stack.append(made)
+        if len(items) % 2:
+            raise Broken("a key without a value")
+        _update(vm, made, items)
+    elif op == 0x6C:  # LIST
+        items = vm.pop_mark()
+        vm.stack.append(items)
+    elif op == 0x69:  # INST
+        module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
+        callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
+        arguments = tuple(vm.pop_mark())
+        vm.stack.append(vm.call(callee, arguments, "inst"))
+    elif op == 0x6F:  # OBJ
+        items = vm.pop_mark()
+        vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
+    elif op == 0x92:  # NEWOBJ_EX
+        kwargs, args = stack.pop(), stack.pop()
+        call = vm.call(stack[-1], args, "newobj_ex")
+        call.kwargs = kwargs
+        stack[-1] = call
+    elif op == 0x8F:  # EMPTY_SET
+        stack.append(Set([]))
+    elif op == 0x91:  # FROZENSET
+        items = vm.pop_mark()
+        vm.stack.append(Set(items, frozen=True))
+    elif op == 0x90:  # ADDITEMS
+        items = vm.pop_mark()
+        target = vm.stack[-1]
+        if type(target) is Set and not target.frozen:
+            target.items.extend(items)
+        elif type(target) is Call:
+            _extend(vm, target, items)
+        else:
+            _changed(vm, target, items, "members are added to")
+    elif op in b"\x82\x83\x84":  # EXT1, EXT2, EXT4
+        code = int.from_bytes(vm.take(_WIDTHS[op]), "little", signed=op == 0x84)
+        if code <= 0:
+            raise Broken(f"extension code {code} is not above zero")
+        extension = Extension(code)
+        vm.out.extensions.append(extension)
+        stack.append(extension)
+    elif op == 0x97:  # NEXT_BUFFER
+        vm.odd("a buffer from outside the stream")
+        stack.append(OutOfBand())
+    elif op == 0x98:  # READONLY_BUFFER
+        if not stack:
+            raise IndexError
+    else:
+        raise Broken(f"byte 0x{op:02x} is no pickle opcode")
+
+
+def _extend(vm: Machine, target: object, items: list[Any]) -> None:
+    if type(target) is list:
+        if id(target) in vm.given:
+            vm.odd("a list is changed after a call was given it")
+        target.extend(items)
+    elif type(target) is Call:
+        if target.appended is None:
+            target.appended = []
+        target.appended.extend(items)
+    else:
+        _changed(vm, target, items, "values are appended to")
+
+
+def _update(vm: Machine, target: object, items: list[Any]) -> None:
+    if type(target) is Dict:
+        target.items.extend(items)
+    elif type(target) is Call:
+        if target.items is None:
+            target.items = []
+        target.items.extend(items)
+    else:  # a list and a bytearray take SETITEM too, and torch up to 2.9 a tensor (CVE-2026-24747)
+        _changed(vm, target, items, "keys are set on")
+    for key in items[::2]:
+        if type(key) is not str and _is_unhashable(key):
+            vm.odd("a key that cannot be hashed")
+
+
+def _changed(vm: Machine, target: object, items: list[Any], how: str) -> None:
+    """Items put into something that was not made here: into a dictionary of some module it is BUILD by another name."""
+    vm.odd(f"{how} " + ("a global" if type(target) is Global else f"a {type(target).__name__.lower()}"))
+    if type(target) is Global or type(target) is Extension:
+        vm.out.built.append((target, items))
+
+
+def _is_unhashable(key: object) -> bool:
+    """Whether a loader cannot use it as a key; of a tuple with many parts, only the first are looked at."""
+    parts = [key]
+    for part in parts:
+        if type(part) in _UNHASHABLE or (type(part) is Set and not part.frozen):
+            return True
+        if type(part) is Call and type(part.callee) is Global and part.callee.name in _UNHASHABLE_CLASSES:
+            return True
+        if type(part) is tuple and len(parts) < _MAX_KEY_PARTS:
+            parts += part[:_MAX_KEY_PARTS]
+    return False
+
+
+def _c_text(vm: Machine) -> bytes:
+    """A line that holds a number. C reads it up to a NUL, and takes no digits before it for 0; blanks do not count."""
+    text, nul, _ = vm.line().partition(b"\0")
+    if nul:
+        vm.odd("a number with a NUL in it")
+    return text.strip() if text or not nul else b"0"
+
+
+def _memo_index(vm: Machine) -> int:
+    text = _c_text(vm)
+    try:
+        return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
+    except ValueError:
+        raise Broken("a memo index that is no number") from None
+
+
+def _number(vm: Machine, text: bytes) -> int | Big:
+    if len(text) > MAX_TEXT_DIGITS:
+        vm.odd("an integer of thousands of digits")
+        return Big(len(text))
+    for base in (0, 8):  # C's strtol reads "010" as octal where Python refuses it
+        try:
+            value = int(text, base)
+        except ValueError:
+            continue
+        if base:
+            vm.odd("an octal integer")
+        return value
+    raise Broken("an integer that is no number")
+
+
+def _python2_text(vm: Machine, raw: bytes) -> None:
+    """A ``str`` of Python 2: text for torch, which decodes it as UTF-8; bytes where that cannot be."""
+    vm.out.python2 = True
+    try:
+        vm.stack.append(raw.decode())
+    except UnicodeDecodeError:
+        vm.out.undecoded += 1
+        vm.stack.append(raw)
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, broken, letter = match.groups()
+    if broken is not None:
+        raise Broken("a text with a broken escape")
+    if letter is not None:
+        return _ESCAPES.get(letter[0], b"\\" + letter)
+    return bytes([int(octal, 8) & 255 if octal is not None else int(hexadecimal, 16)])

@@ -100,7 +100,7 @@ class _Writer:
     def expanded(self, node: object) -> None:
         """Write a graph that nobody else has, and forget it."""
         self.passing = []
-        self._then(node, _Do(_Writer._forget, None))
+        self.then(node, _Do(_Writer._forget, None))
 
     def _forget(self, _: None) -> None:
         for node in self.passing or ():
@@ -116,7 +116,7 @@ class _Writer:
         self.numbers += 1
         self.out.extend(b"q%c" % number if number < 256 else pack("<cI", b"r", number))
 
-    def _then(self, *steps: Any) -> None:
+    def then(self, *steps: Any) -> None:
         self.todo += steps[::-1]
 
     def _text(self, text: str) -> None:
@@ -127,15 +127,15 @@ class _Writer:
 
     def _global(self, node: Global) -> None:
         line = f"c{node.module}\n{node.name}\n"
-        if line.count("\n") == 2 and _is_utf8(line):
-            self.out.extend(line.encode())
+        try:
+            raw = line.encode() if line.count("\n") == 2 else b""
+        except UnicodeEncodeError:
+            raw = b""
+        if raw:
+            self.out.extend(raw)
             self._put(node)
         else:
-            self._then(node.module, node.name, _Do(_Writer._emit, b"\x93"), _Do(_Writer._put, node))
-
-    def _persistent(self, node: Persistent) -> None:
-        # As often as it is used, without an entry in the memo: that is how picklers do it, and readers expect it.
-        self._then(node.id, _Do(_Writer._emit, b"Q"))
+            self.then(node.module, node.name, _Do(_Writer._emit, b"\x93"), _Do(_Writer._put, node))
 
     def _extension(self, node: Extension) -> None:
         code = node.code
@@ -147,22 +147,16 @@ class _Writer:
 
     # -- containers: those that can change are in the memo before what they hold is written
 
-    def _list(self, node: list[Any]) -> None:
-        self.out.extend(b"]")
+    def container(self, node: Any, items: list[Any], opcodes: bytes, width: int) -> None:
+        """Make an empty one, then put items into it: one of ``width`` values, or all of them from a MARK on."""
+        empty, single, many = (opcodes[at : at + 1] for at in range(3))
+        self.out.extend(empty)
         self._put(node)
-        self._fill(node, b"a", b"e", 1)
-
-    def _dict(self, node: Dict) -> None:
-        self.out.extend(b"}")
-        self._put(node)
-        self._fill(node.items, b"s", b"u", 2)
-
-    def _fill(self, items: list[Any], single: bytes, many: bytes, width: int) -> None:
         items = items[: len(items) // width * width]
         if len(items) > width:
             self.out.extend(b"(")
         if items:
-            self._then(*items, _Do(_Writer._emit, single if len(items) == width else many))
+            self.then(*items, _Do(_Writer._emit, single if len(items) == width else many))
 
     def _tuple(self, node: tuple[Any, ...]) -> None:
         if not node:
@@ -174,7 +168,7 @@ class _Writer:
         else:
             self.out.extend(b"(")
             ended = (node, b"t", 0)
-        self._then(*node, _Do(_Writer._end, ended))
+        self.then(*node, _Do(_Writer._end, ended))
 
     def _begin(self, node: object, parts: int) -> None:
         """What is in the memo only when it is complete begins. If it has begun before, it holds itself."""
@@ -212,7 +206,7 @@ class _Writer:
             steps = [*args, _Do(_Writer._end, (node, b"\x93", 2))]
         else:
             steps = [node.callee, args, _Do(_Writer._end, (node, b"\x81" if kind == "newobj" else b"R", 2))]
-        self._then(*steps, _Do(_Writer._complete, node))
+        self.then(*steps, _Do(_Writer._complete, node))
 
     def _complete(self, node: Call) -> None:
         """What is put into the result: once, though the call may have been begun twice."""
@@ -226,24 +220,15 @@ class _Writer:
             steps += (_Do(_Writer._emit, b"("), *node.items[: len(node.items) // 2 * 2], _Do(_Writer._emit, b"u"))
         for state in node.states or ():
             steps += (state, _Do(_Writer._emit, b"b"))
-        self._then(*steps)
+        self.then(*steps)
 
     # -- what protocol 2 has no opcode for, or weights_only does not know
 
-    def _bytes(self, node: bytes) -> None:
-        self._instead(node, "_codecs", "encode", (node.decode("latin-1"), "latin1"))
-
-    def _bytearray(self, node: bytearray) -> None:
-        self._instead(node, "builtins", "bytearray", (bytes(node),))
-
-    def _set(self, node: Set) -> None:
-        self._instead(node, "builtins", "frozenset" if node.frozen else "set", (node.items,))
-
-    def _instead(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
+    def instead(self, node: object, module: str, name: str, args: tuple[Any, ...]) -> None:
         callee = self.named.setdefault(name, Global(module, name, 0))
         self.made.append(args)
         self._begin(node, 4)
-        self._then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
+        self.then(callee, args, _Do(_Writer._end, (node, b"R", 2)))
 
     # Functions, not bound methods: a writer that held itself by them would hold the graph until garbage is collected.
     WRITERS: ClassVar[Mapping[type, _Step]] = {
@@ -252,27 +237,22 @@ class _Writer:
         int: lambda writer, value: writer.out.extend(_integer(value)),
         float: lambda writer, value: writer.out.extend(pack(">cd", b"G", value)),
         str: _text,
-        bytes: _bytes,
-        bytearray: _bytearray,
+        bytes: lambda writer, raw: writer.instead(raw, "_codecs", "encode", (raw.decode("latin-1"), "latin1")),
+        bytearray: lambda writer, raw: writer.instead(raw, "builtins", "bytearray", (bytes(raw),)),
         tuple: _tuple,
-        list: _list,
-        Dict: _dict,
-        Set: _set,
+        list: lambda writer, node: writer.container(node, node, b"]ae", 1),
+        Dict: lambda writer, node: writer.container(node, node.items, b"}su", 2),
+        Set: lambda writer, node: writer.instead(
+            node, "builtins", "frozenset" if node.frozen else "set", (node.items,)
+        ),
         Global: _global,
         Call: _call,
-        Persistent: _persistent,
+        # As often as it is used, without an entry in the memo: that is how picklers do it, and readers expect it.
+        Persistent: lambda writer, node: writer.then(node.id, _Do(_Writer._emit, b"Q")),
         Extension: _extension,
         OutOfBand: lambda writer, _: writer.out.extend(b"\x97"),
         _Do: lambda writer, do: do.act(writer, do.argument),
     }
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _integer(value: int) -> bytes:

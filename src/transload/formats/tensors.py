@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.findings import Noted, Problem
-from transload.nodes import Big, Call, Dict, Global, Persistent, Set, module_class
+from transload.nodes import Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 __all__ = [
     "MAX_SIZE",
@@ -24,9 +24,13 @@ __all__ = [
     "StorageTable",
     "Tree",
     "called",
+    "claimed",
     "device_text",
     "find_tensors",
+    "joined",
     "leaf_kind",
+    "moved_storage",
+    "moved_tensor",
     "short",
     "short_key",
 ]
@@ -188,10 +192,9 @@ class StorageTable:
     Each key counts once: torch restores a storage the first time it meets it and shares it afterwards.
     """
 
-    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False, file: str = "") -> None:
+    def __init__(self, locate: Callable[[str, int], Place], *, big_endian: bool = False) -> None:
         self._locate = locate
         self._big_endian = big_endian
-        self._file = file
         self.slots: dict[str, Slot] = {}
         self.noted = Noted()
         self.budget = Budget()
@@ -225,7 +228,13 @@ class StorageTable:
         nbytes = numel * ITEMSIZE[dtype]
         slot = self.slots.get(key)
         if slot is None:
-            slot = self._add(key, device, dtype, nbytes)
+            if 0 <= nbytes < MAX_SIZE:
+                place = self._locate(key, nbytes)
+            else:
+                detail = f"{scalar(nbytes)} bytes are claimed"
+                self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
+                place, nbytes = Place(None, 0), 0
+            slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
         elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
             detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
             detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
@@ -247,45 +256,70 @@ class StorageTable:
                 self.noted.add("storage-malformed", "", "a view beyond its storage")
         return -1
 
-    def _add(self, key: str, device: str, dtype: str, nbytes: int) -> Slot:
-        if 0 <= nbytes < MAX_SIZE:
-            place = self._locate(key, nbytes)
-        else:
-            self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", f"{scalar(nbytes)} bytes are claimed")
-            place, nbytes = Place(None, 0), 0
-        slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
-        return slot
-
     def finish(self) -> tuple[Storage, ...]:
         """All storages, each with the names of its tensors."""
-        return tuple([self._storage(slot) for slot in self.slots.values()])
-
-    def _storage(self, slot: Slot) -> Storage:
-        offset, stored, record, crc, compressed = slot.place
-        key, nbytes = slot.key, slot.nbytes
-        if not compressed and stored > nbytes:
-            stored = nbytes
-        return _new(
-            Storage,
-            (
-                key,
-                key,
-                slot.device,
-                slot.dtype,
-                nbytes,
-                stored,
-                offset,
-                record,
-                self._file,
-                crc,
-                compressed,
-                self._big_endian,
-                tuple(slot.names),
-            ),
-        )
+        out: list[Storage] = []
+        big = self._big_endian
+        for slot in self.slots.values():
+            key, device, dtype, nbytes = slot.key, slot.device, slot.dtype, slot.nbytes
+            offset, stored, record, crc, packed = slot.place
+            if not packed and stored > nbytes:
+                stored = nbytes
+            names = tuple(slot.names)
+            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, big, names)
+            out.append(_new(Storage, fields))
+        return tuple(out)
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
+
+
+def claimed(pickle: Pickle) -> dict[str, Slot]:
+    """The storages a pickle names, by key, with the sizes it claims."""
+    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
+    table.enter(pickle.persistent)
+    return table.slots
+
+
+def joined(steps: tuple[Key, ...], name: str) -> str:
+    """The name of a thing inside something larger: the steps that lead there, and its own."""
+    return "/".join([*map(str, steps), name] if name else map(str, steps))
+
+
+def moved_tensor(tensor: Tensor, lead: str, steps: tuple[Key, ...] = (), shift: int | None = 0) -> Tensor:
+    """A tensor as a part of something larger. Spelled out, since ``replace`` takes five times as long.
+
+    ``lead`` goes before the id of its storage, ``steps`` before its path and name; its bytes lie ``shift`` further on,
+    or, with ``None``, at no place of their own.
+    """
+    return Tensor(
+        (*steps, *tensor.path),
+        joined(steps, tensor.name) if steps else tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.device,
+        None if tensor.storage is None else f"{lead}{tensor.storage}",
+        tensor.offset,
+        tensor.requires_grad,
+        tensor.kind,
+        tensor.cls,
+        tuple([moved_tensor(part, lead, steps, shift) for part in tensor.parts]),
+        None if tensor.file_offset is None or shift is None else tensor.file_offset + shift,
+        tensor.flags,
+    )
+
+
+def moved_storage(
+    storage: Storage, lead: str, steps: tuple[Key, ...] = (), shift: int | None = 0, file: str = ""
+) -> Storage:
+    """A storage as a part of something larger, as ``moved_tensor`` does it; it lies in ``file``."""
+    return storage._replace(
+        id=f"{lead}{storage.id}",
+        offset=None if storage.offset is None or shift is None else storage.offset + shift,
+        file=file,
+        tensors=tuple([joined(steps, name) for name in storage.tensors]) if steps else storage.tensors,
+    )
 
 
 MAX_RANK = 1024
@@ -300,34 +334,28 @@ class BadTensor(Exception):  # noqa: N818 - a signal between readers and the wal
 
 
 class Context:
-    """What a reader needs: the storages, where in the tree the call stands, and how to search an object for tensors.
+    """What a reader needs: the storages, and where in the tree the call stands.
 
     One serves a whole walk; ``path`` and ``name`` change from call to call.
     """
 
-    __slots__ = ("beside", "depth", "name", "path", "search", "table")
+    __slots__ = ("beside", "depth", "name", "path", "table")
 
-    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, search: _Search, depth: int = 0) -> None:
+    def __init__(self, table: StorageTable, path: tuple[Key, ...], name: str, depth: int = 0) -> None:
         self.beside: list[Tensor] = []  # tensors that others carry as attributes
         self.table = table
         self.path = path
         self.name = name
-        self.search = search
         self.depth = depth
-
-    def copy(self) -> Context:
-        """The same place, for a walk of its own."""
-        return Context(self.table, self.path, self.name, self.search, self.depth)
 
     def inner(self, part: str) -> Context:
         """The place of a part of this tensor."""
         name = f"{self.name}/{part}" if self.name else part
-        inner = Context(self.table, (*self.path, part), name, self.search, self.depth)
+        inner = Context(self.table, (*self.path, part), name, self.depth)
         inner.beside = self.beside
         return inner
 
 
-_Search = Callable[[Context, object], tuple[Tensor, ...]]
 _Reader = Callable[[Context, tuple[Any, ...]], Tensor]
 
 
@@ -404,14 +432,14 @@ def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[4])
-    return tensor if len(args) == 6 else _flagged(tensor, args[6:])
+    return tensor if len(args) == 6 else _flagged(tensor, args[6])
 
 
-def _flagged(tensor: Tensor, metadata: tuple[Any, ...]) -> Tensor:
+def _flagged(tensor: Tensor, metadata: object) -> Tensor:
     """``{"conj": True}``, the last argument where there is one."""
-    if not metadata or type(metadata[0]) is not Dict:
+    if type(metadata) is not Dict:
         return tensor
-    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata[0].get(flag) is True))
+    return tensor._replace(flags=tuple(flag for flag in ("conj", "neg") if metadata.get(flag) is True))
 
 
 def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -420,7 +448,8 @@ def _v3(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     if args[4] is True and args[5] is not None:
         detail = "a tensor of a newer dtype that asks for gradients and is no Parameter"
         ctx.table.noted.add("tensor-unloadable", ctx.name or "the root", detail)
-    return _flagged(_strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4]), args[7:])
+    tensor = _strided(ctx, args, dtype=_dtype(args[6]), requires_grad=args[4])
+    return _flagged(tensor, args[7]) if len(args) > 7 else tensor
 
 
 def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -437,7 +466,7 @@ def _parameter(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = rebuild(ctx, args[0])
     if args[1] is True:
         _check_grad(inner.dtype)
-    ctx.beside += ctx.search(ctx, args[3]) if len(args) > 3 else ()
+    ctx.beside += _search(ctx, args[3]) if len(args) > 3 else ()
     return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
 
@@ -453,25 +482,35 @@ def _meta(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    layout = _layout(args[0])
-    names = {"sparse_coo": ("indices", "values")}.get(layout, ("compressed_indices", "plain_indices", "values"))
+    # The layout is ``torch.serialization._get_layout("torch.sparse_coo")``.
+    text = args[0].args[0] if type(args[0]) is Call and type(args[0].args) is tuple and args[0].args else ""
+    layout = text.removeprefix("torch.") if type(text) is str else "sparse_coo"
+    names = ("indices", "values") if layout == "sparse_coo" else _COMPRESSED
     data = args[1]
     if type(data) is not tuple or len(data) < len(names) + 1:
         raise BadTensor("its sparse parts are missing")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, data, strict=False))
-    return _composite(ctx, layout, parts, parts[-1].dtype, _ints(data[len(names)], "size"))
+    return _composite(ctx, layout, names, data, size=data[len(names)])
+
+
+_COMPRESSED = ("compressed_indices", "plain_indices", "values")
 
 
 def _sparse_csr(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    names = ("compressed_indices", "plain_indices", "values")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
-    return _composite(ctx, "sparse_csr", parts, parts[-1].dtype, _ints(args[3], "size"))
+    return _composite(ctx, "sparse_csr", _COMPRESSED, args, size=args[3])
 
 
 def _nested(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    names = ("buffer", "sizes", "strides", "offsets")
-    parts = tuple(rebuild(ctx.inner(n), part) for n, part in zip(names, args, strict=False))
-    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+    return _composite(ctx, "nested", ("buffer", "sizes", "strides", "offsets"), args)
+
+
+def _composite(
+    ctx: Context, kind: str, names: tuple[str, ...], args: tuple[Any, ...], *, size: object = None
+) -> Tensor:
+    """A tensor made of others: of the given size, with the dtype of the last of them, or like the first of them."""
+    parts = tuple(rebuild(ctx.inner(name), part) for name, part in zip(names, args, strict=False))
+    like = parts[0] if size is None else parts[-1]
+    shape = like.shape if size is None else _ints(size, "size")
+    return Tensor(ctx.path, ctx.name, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)
 
 
 def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -479,7 +518,7 @@ def _from_type(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     inner = apply(ctx, dotted(function), inner_args)
     name = dotted(kind).rpartition(".")[2]
     inner = inner._replace(cls="" if name == "Tensor" else name)
-    held = () if inner.parts else ctx.search(ctx, state)  # a jagged one repeats its parts there
+    held = () if inner.parts else _search(ctx, state)  # a jagged one repeats its parts there
     if inner.kind == "subclass":
         return inner._replace(parts=held)
     ctx.beside += held
@@ -497,20 +536,21 @@ def _wrapper(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 def _jagged(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    parts = ctx.search(ctx, args[0])
+    parts = _search(ctx, args[0])
     if not parts:
         raise BadTensor("it holds no tensors")
-    return _composite(ctx, "nested", parts, parts[0].dtype, parts[0].shape)
+    first = parts[0]
+    return Tensor(ctx.path, ctx.name, first.dtype, first.shape, (), first.device, None, kind="nested", parts=parts)
 
 
 def _from_cpu(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     # The storage is tagged cpu: the device it came from, and goes back to, is an argument.
-    inner = rebuild(ctx.inner("data"), args[0])
+    moved = _composite(ctx, "device", ("data",), args)
+    dtype, inner = _dtype(args[1]), moved.parts[0]
     slot = ctx.table.slots.get(inner.storage or "")
-    if slot is not None and itemsize(_dtype(args[1]), inner.numel) > max(16 * slot.nbytes, 4096):
+    if slot is not None and itemsize(dtype, inner.numel) > max(16 * slot.nbytes, 4096):
         raise BadTensor("it would be copied from a few bytes to a great many")
-    moved = _composite(ctx, "device", (inner,), _dtype(args[1]), inner.shape)
-    return moved._replace(device=text_of(args[2]), requires_grad=args[3] is True)
+    return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
 
 
 def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
@@ -522,11 +562,6 @@ def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     return Tensor(
         ctx.path, ctx.name, _dtype(args[1]), shape, steps, text_of(args[2]), None, 0, args[3] is True, "device"
     )
-
-
-def _composite(ctx: Context, kind: str, parts: tuple[Tensor, ...], dtype: str, shape: tuple[int, ...]) -> Tensor:
-    device = parts[0].device if parts else "cpu"
-    return Tensor(ctx.path, ctx.name, dtype, shape, (), device, None, kind=kind, parts=parts)
 
 
 READERS: dict[str, tuple[_Reader, int, int]] = {
@@ -583,12 +618,6 @@ def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
-def _layout(node: object) -> str:
-    """``torch.serialization._get_layout("torch.sparse_coo")``."""
-    text = node.args[0] if type(node) is Call and type(node.args) is tuple and node.args else ""
-    return text.removeprefix("torch.") if type(text) is str else "sparse_coo"
-
-
 MAX_DEPTH = 1000
 """Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels."""
 
@@ -603,6 +632,37 @@ class Tree(NamedTuple):
     storages: tuple[Storage, ...]
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
+
+
+# Calls whose result is a value, shown as a leaf.
+_PLAIN_CALLS = frozenset(
+    {
+        "torch.device",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "_codecs.encode",
+        "torch.torch_version.TorchVersion",
+        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("complex", "bytearray")),
+        "numpy.dtype",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        *(f"datetime.{name}" for name in ("datetime", "date", "timedelta")),
+        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+        "pathlib._local.PosixPath",
+        "uuid.UUID",
+    }
+)
+_PLAIN = "torch._utils._rebuild_tensor"
+_ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
+_HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
+_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
+_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
+_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
+
+# A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
+# name the key is a tuple of steps.
+_Children = Iterator[tuple[Any, Any, str | None]]
+_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
 
 
 class _Walk:
@@ -647,39 +707,58 @@ class _Walk:
 
     def _visit(self, node: Any, path: tuple[Key, ...], name: str, context: Context, *, again: bool) -> bool:
         """Take a node; true if it is a container whose children come next."""
-        self.table.budget.spend(len(name) + 8 * len(path), again=again)
+        budget = self.table.budget
+        budget.spend(len(name) + 8 * len(path), again=again)
         kind = type(node)
         if kind is Call:
             function = called(node)
             if function in READERS:
-                self.table.budget.seen(id(node))
+                budget.seen(id(node))
                 self._take(function, node.args, path, name, context)
                 return False
+            if function not in _PLAIN_CALLS:
+                return self._enter(node, self._call_children(node, function, path, name), path, name)
+        elif kind is Dict:
+            return self._enter(node, _pairs(node.items), path, name)
+        elif kind is list or kind is tuple:
+            return self._enter(node, _indexed(node), path, name)
+        elif kind is Set:
+            return self._enter(node, _indexed(node.items), path, name)
         elif kind is Persistent and self.outside and str(node.id) in self.outside:
             self._take(_PLAIN, self.outside[str(node.id)], path, name, context)
             return False
-        children = _children(node, path, name, self.separator)
-        if children is None:
-            self._leaf(path, name, node)
+        if len(self.leaves) >= MAX_LEAVES:
+            self.skipped += 1
             return False
-        return self._enter(node, children, path, name)
+        found = self.table.resolve(node)
+        if found is None:
+            self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
+        else:  # a storage saved by itself
+            slot = found[0]
+            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+        return False
 
-    def _enter(self, node: object, children: _Children, path: tuple[Key, ...], name: str) -> bool:
-        ident = id(node)
-        if ident in self.on_path:
+    def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str) -> bool:
+        if id(node) in self.on_path:
             return False
         if len(path) >= MAX_DEPTH:
-            self.noted.add(
-                "tree-too-deep", name[:200], f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
-            )
+            detail = f"nested deeper than {MAX_DEPTH} levels; what lies below is not shown"
+            self.noted.add("tree-too-deep", name[:200], detail)
             return False
-        again = False
-        for part in (node, *_unpacked(node)):
-            if self.table.budget.seen(id(part)):
+        parts: list[Any] = [node]
+        if type(node) is Call:
+            # Containers whose content is walked as if it lay in the object itself: many objects can share one.
+            state = node.states[-1] if node.states else None
+            given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
+            held = state[:2] if type(state) is tuple else (state,)
+            parts += [part for part in (*held, given) if type(part) in (Dict, list)]
+        budget, again = self.table.budget, False
+        for part in parts:
+            if budget.seen(id(part)):
                 again = True
-                self.table.budget.repeat(len(part.items) if type(part) is Dict else 1)
-        self.on_path.add(ident)
-        self.frames.append((children, path, name, ident, again))
+                budget.repeat(len(part.items) if type(part) is Dict else 1)
+        self.on_path.add(id(node))
+        self.frames.append((children, path, name, id(node), again))
         return True
 
     def _take(self, function: str, args: object, path: tuple[Key, ...], name: str, context: Context) -> None:
@@ -693,36 +772,63 @@ class _Walk:
         except (IndexError, ValueError, TypeError):
             self.noted.add("tensor-broken", name or "the root", "its rebuild call has arguments of a wrong kind")
 
-    def _leaf(self, path: tuple[Key, ...], name: str, node: object) -> None:
-        if len(self.leaves) >= MAX_LEAVES:
-            self.skipped += 1
+    def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
+        """Arguments that can hold tensors, then the state, then items and appended values."""
+        if callee == "collections.OrderedDict":
+            yield from _pairs(_items(node) or [])
             return
-        found = self.table.resolve(node)
-        if found is not None:  # a storage saved by itself
-            slot = found[0]
-            self.leaves.append(Leaf(path, name, "storage", f"storage {slot.key}: {slot.nbytes} bytes on {slot.device}"))
+        if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
+            for index, argument in enumerate(node.args):
+                if type(argument) in _HOLDERS:
+                    yield argument, index, None
+        if node.states:
+            yield from self._state_children(node.states[-1], path, name)
+        yield from _pairs(node.items or [])
+        yield from _indexed(node.appended or [])
+
+    def _state_children(self, state: Any, path: tuple[Key, ...], name: str) -> _Children:
+        if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+            state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
+        if type(state) is not Dict:
+            yield state, "state", None
             return
-        self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
+        parts = [_items(state.get(key)) for key in _MODULE_KEYS] if len(state.items) <= _MAX_ATTRIBUTES else [None]
+        if None in parts:
+            for child, key, _ in _pairs(state.items):
+                if self.separator == "/":
+                    yield child, key, None
+                else:
+                    step = short_key(key)
+                    yield child, (step,), f"{name}{self.separator}{step}" if name else str(step)
+            return
+        # An ``nn.Module``: names as its ``state_dict()`` would give, joined by dots, ``None`` left out. The name so far
+        # is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
+        unsaved = _texts(state.get("_non_persistent_buffers_set"))
+        joiner = "." if path[-2:-1] == ("_modules",) else "/"
+        lead = f"{name}{joiner}" if name else ""
+        for where, items in zip(_MODULE_KEYS, parts, strict=True):
+            for child, raw, _ in _pairs(items or []):
+                if child is not None:
+                    step = short_key(raw)
+                    hidden = where == "_buffers" and step in unsaved
+                    yield child, (where, step), f"{lead}{where}/{step}" if hidden else f"{lead}{step}"
+        for child, key, _ in _pairs(state.items):
+            if key not in _MODULE_KEYS and type(child) in _HOLDERS:
+                yield child, key, None
 
 
 def find_tensors(
-    root: object,
-    table: StorageTable,
-    *,
-    separator: str = "/",
-    outside: dict[str, tuple[Any, ...]] | None = None,
-    prefix: str = "",
+    root: object, table: StorageTable, *, separator: str = "/", outside: dict[str, tuple[Any, ...]] | None = None
 ) -> Tree:
     """All tensors and leaves below ``root``, in the order a reader of the file would meet them.
 
     ``separator`` joins attribute names of objects that are no modules. ``outside`` are tensors described elsewhere in
-    the container, by persistent id: storage, offset, size and stride. ``prefix`` stands before every name and path. A
-    tensor with impossible arguments becomes a problem, with its name, and is left out.
+    the container, by persistent id: storage, offset, size and stride. A tensor with impossible arguments becomes a
+    problem, with its name, and is left out.
     """
     walk = _Walk(table, separator, outside or {})
-    context = Context(table, (prefix,) if prefix else (), prefix, _search)
     try:
-        walk.run(root, context)
+        walk.run(root, Context(table, (), ""))
     except TooMuch as reason:
         walk.noted.add("tree-too-large", "", str(reason))
     if walk.skipped:
@@ -734,43 +840,10 @@ def find_tensors(
 def _search(context: Context, node: object) -> tuple[Tensor, ...]:
     """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
     walk = _Walk(context.table, "/", {})
-    walk.run(node, context.copy())
+    walk.run(node, Context(context.table, context.path, context.name, context.depth))
     for problem in walk.noted.problems():
         raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
     return tuple(walk.tensors)
-
-
-def _unpacked(node: object) -> tuple[Any, ...]:
-    """Containers whose content is walked as if it lay in an object itself: many objects can share one."""
-    if type(node) is not Call:
-        return ()
-    state = node.states[-1] if node.states else None
-    given = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else None
-    parts = state if type(state) is tuple else (state,)
-    return tuple(part for part in (*parts[:2], given) if type(part) in (Dict, list))
-
-
-_PLAIN = "torch._utils._rebuild_tensor"
-_ATOMS = frozenset({int, float, str, bool, bytes, bytearray, type(None)})
-
-# A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
-# name the key is a tuple of steps.
-_Children = Iterator[tuple[Any, Any, str | None]]
-_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
-
-
-def _children(node: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children | None:
-    """What lies directly in a node; ``None`` for a leaf. Nothing is made before it is asked for."""
-    kind = type(node)
-    if kind is Dict:
-        return _pairs(node.items)
-    if kind is list or kind is tuple:
-        return _indexed(node)
-    if kind is Set:
-        return _indexed(node.items)
-    if kind is Call and called(node) not in _PLAIN_CALLS:
-        return _call_children(node, path, name, separator)
-    return None
 
 
 def _pairs(items: list[Any]) -> _Children:
@@ -780,88 +853,15 @@ def _pairs(items: list[Any]) -> _Children:
     if len(set(texts)) == len(texts):
         yield from zip(values, keys, repeat(None))
         return
-    last = {items[index]: index for index in range(0, len(items) - 1, 2) if type(items[index]) is str}
-    for index in range(0, len(items) - 1, 2):
-        key = items[index]
+    last = {key: index for index, key in enumerate(keys) if type(key) is str}
+    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
         if type(key) is not str or last[key] == index:
-            yield items[index + 1], key, None
+            yield value, key, None
 
 
 def _indexed(values: list[Any] | tuple[Any, ...]) -> _Children:
     for index, child in enumerate(values):
         yield child, index, None
-
-
-def _call_children(node: Call, path: tuple[Key, ...], name: str, separator: str) -> _Children:
-    """Arguments that can hold tensors, then the state, then items and appended values."""
-    callee = called(node)
-    if callee == "collections.OrderedDict":
-        yield from _pairs(_items(node) or [])
-        return
-    if type(node.args) is tuple and callee not in _RECONSTRUCTORS:
-        for index, argument in enumerate(node.args):
-            if type(argument) in _HOLDERS:
-                yield argument, index, None
-    if node.states:
-        yield from _state_children(node.states[-1], path, name, separator)
-    yield from _pairs(node.items or [])
-    yield from _indexed(node.appended or [])
-
-
-def _state_children(state: Any, path: tuple[Key, ...], name: str, separator: str) -> _Children:
-    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-        state = Dict([*state[0].items, *state[1].items])  # attributes, and those in slots
-    if type(state) is not Dict:
-        yield state, "state", None
-        return
-    parts = _module_parts(state) if len(state.items) <= _MAX_ATTRIBUTES else None
-    if parts:
-        yield from _module_children(state, parts, path, name)
-    elif separator == "/":
-        yield from _pairs(state.items)
-    else:
-        for child, key, _ in _pairs(state.items):
-            yield child, (short_key(key),), f"{name}{separator}{short_key(key)}" if name else str(short_key(key))
-
-
-_HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
-
-
-# Calls whose result is a value, shown as a leaf.
-_PLAIN_CALLS = frozenset(
-    {
-        "torch.device",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "_codecs.encode",
-        "torch.torch_version.TorchVersion",
-        "builtins.complex",
-        "__builtin__.complex",
-        "builtins.bytearray",
-        "__builtin__.bytearray",
-        "numpy.dtype",
-        "numpy.core.multiarray.scalar",
-        "numpy._core.multiarray.scalar",
-        "datetime.datetime",
-        "datetime.date",
-        "datetime.timedelta",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib.WindowsPath",
-        "pathlib.PureWindowsPath",
-        "pathlib._local.PosixPath",
-        "uuid.UUID",
-    }
-)
-_RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
-_MODULE_KEYS = ("_parameters", "_buffers", "_modules")
-_MAX_ATTRIBUTES = 2000  # of a module, keys and values; looking for three names in a shared dictionary must stay cheap
-
-
-def _module_parts(state: Dict) -> tuple[list[Any], ...] | None:
-    """The items of ``_parameters``, ``_buffers`` and ``_modules`` if the state is that of an ``nn.Module``."""
-    found = tuple(_items(state.get(key)) for key in _MODULE_KEYS)
-    return None if None in found else found  # type: ignore[return-value]
 
 
 def _items(node: object) -> list[Any] | None:
@@ -875,25 +875,6 @@ def _items(node: object) -> list[Any] | None:
         pairs = [pair for pair in node.args[0] if type(pair) in (list, tuple) and len(pair) == 2]
         given = [part for pair in pairs for part in pair]
     return [*given, *(node.items or [])]
-
-
-def _module_children(state: Dict, parts: tuple[list[Any], ...], path: tuple[Key, ...], name: str) -> _Children:
-    """A module's children under the names its ``state_dict()`` would give: joined by dots, ``None`` left out."""
-    unsaved = _texts(state.get("_non_persistent_buffers_set"))
-    # The name so far is the module's own: "model" + "/" for one in a dictionary, "fc" + "." for one in a module.
-    joiner = "." if path[-2:-1] == ("_modules",) else "/"
-    lead = f"{name}{joiner}" if name else ""
-    for where, items in zip(_MODULE_KEYS, parts, strict=True):
-        for child, raw, _ in _pairs(items):
-            if child is None:
-                continue
-            key = short_key(raw)
-            hidden = where == "_buffers" and key in unsaved
-            label = f"{lead}{where}/{key}" if hidden else f"{lead}{key}"
-            yield child, (where, key), label
-    for child, key, _ in _pairs(state.items):
-        if key not in _MODULE_KEYS and type(child) in _HOLDERS:
-            yield child, key, None
 
 
 def _texts(node: object) -> set[str]:

@@ -1,35 +1,53 @@
-"""Programs of ``torch.export``: their graphs, with devices and targets that no exporter writes, and their tensors."""
+"""``.pt2`` packages: programs of ``torch.export``, and those that AOTInductor has compiled.
+
+Of a program: its graph, with devices and targets that no exporter writes, and its tensors. Of a compiled one also its
+libraries and kernels, and which GPU they need. ``read_elf`` reads which processor a library was compiled for and, for
+NVIDIA's (a cubin), which GPU. The numbers are those of LLVM's ``BinaryFormat/ELF.h``; the two layouts of a cubin's
+flags were checked against what ptxas of CUDA 12.8, 12.9 and 13 writes for sm_50 to sm_120.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from transload.checkpoint import Checkpoint, Key, Origin, Part, Storage, Tensor
+from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
 from transload.dtypes import SCALAR_TYPES
 from transload.findings import Problem
-from transload.formats.nested import (
+from transload.formats import pickle_machine
+from transload.formats.programs import (
+    OPERATORS,
     Budget,
-    Described,
     complaints,
-    device,
+    described,
     entries,
+    head,
     items,
     load_json,
-    node,
-    read_nested,
+    looks_like_pickle,
     text,
     typed,
 )
-from transload.formats.tensors import find_tensors
-from transload.formats.torch_zip import Archive, check_storages, note, note_facts, storage_table, stray_records
-from transload.formats.torchscript import OPERATORS
-from transload.nodes import Call, Dict, Pickle
+from transload.formats.tensors import Place, StorageTable, find_tensors, moved_storage, moved_tensor
+from transload.formats.torch_zip import (
+    Archive,
+    check_storages,
+    needed_by,
+    note,
+    note_facts,
+    pickle_problems,
+    read_torch_zip,
+    storage_table,
+    stray_records,
+)
+from transload.formats.zip import read_index, starts_like_zip
+from transload.io.sources import BytesSource, Slice, Source
+from transload.nodes import Dict, Pickle
 
-__all__ = ["Gathered", "gather", "graph_problems", "pt2_facts", "read_export"]
-
+__all__ = ["HEADER", "capability", "graph_problems", "ptx_target", "read_aotinductor", "read_elf", "read_export"]
 
 # What torch.export writes as the target of a node: operators, and Python's arithmetic on sizes. torch.export.load finds
 # any other text that begins with "torch" by walking attributes from the package torch: "torch.os.system" is a function.
@@ -42,10 +60,21 @@ _ODD_TEXT = re.compile(r"__\w+__|\b(eval|exec|open|import|compile|getattr|lambda
 _SHOWN = 8
 
 
-def graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _device(value: Any) -> str:
+    """A device as torch's own JSON writes it.
+
+    >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
+    ('cuda:1', 'cpu')
+    """
+    fields = dict(items(value))
+    index = fields.get("index")
+    return (text(fields.get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
+
+
+def _graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """Schema and operator versions, and the size of the graph.
 
-    >>> graph_facts({"schema_version": {"major": 8, "minor": 17}, "opset_version": {"aten": 10}})
+    >>> _graph_facts({"schema_version": {"major": 8, "minor": 17}, "opset_version": {"aten": 10}})
     (('schema version', '8.17'), ('opset version', 'aten 10'), ('nodes', '0'))
     """
     schema = program.get("schema_version")
@@ -67,30 +96,34 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     odd: Counter[str] = Counter()
     for key, value, target in _walk(program):
         if key == "as_device" and type(value) is dict:
-            devices[f"{device(value)} in {target or 'the graph'}"] += 1
+            devices[f"{_device(value)} in {target or 'the graph'}"] += 1
         elif key == "target" and type(value) is str:
             targets[value[:200]] += 1
         elif key in ("expr_str", "guards_code") and type(value) is str and _ODD_TEXT.search(value):
             odd[value[:200]] += 1
-    out = [Problem("export-device", name, _lines(devices))] if devices else []
-    reaching = Counter({target: count for target, count in targets.items() if _reason(target)})
+    reaching = Counter({target: count for target, count in targets.items() if _is_refused(target)})
     reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
-    return [*out, Problem("export-dangerous-op", name, _lines(reaching))] if reaching else out
+    out: list[Problem] = []
+    for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
+        lines = [f"{what} {count}×" for what, count in counts.most_common(_SHOWN)]
+        if len(counts) > _SHOWN:
+            lines.append(f"… and {len(counts) - _SHOWN} more")
+        if counts:
+            out.append(Problem(code, name, "\n".join(lines)))
+    return out
 
 
-def _reason(target: str) -> str:
-    """Why a target is one to refuse; empty if it is not.
+def _is_refused(target: str) -> bool:
+    """Whether a target is no operator, or one that reaches beyond tensors.
 
-    >>> _reason("torch.ops.aten.add.Tensor"), _reason("torch.os.system"), _reason("torch.ops.aten.save.default")
-    ('', 'no operator', 'writes a file')
+    >>> [_is_refused(f"torch.{target}") for target in ("ops.aten.add.Tensor", "os.system", "ops.aten.save.default")]
+    [False, True, True]
     """
-    if not _TARGETS.fullmatch(target):
-        return "no operator"
     parts = target.split(".")
-    return OPERATORS.get("::".join(parts[2:4]), "") if parts[:2] == ["torch", "ops"] else ""
+    return not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS)
 
 
-def _walk(program: dict[str, Any]) -> Iterable[tuple[str, Any, str]]:
+def _walk(program: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Every entry of every object in the program, with the target of the node it stands in; not by recursion."""
     stack: list[tuple[str, Any, str]] = [("", program, "")]
     while stack:
@@ -106,11 +139,6 @@ def _walk(program: dict[str, Any]) -> Iterable[tuple[str, Any, str]]:
                     yield key, held, target
                 else:
                     stack.append((key, held, target))
-
-
-def _lines(counts: Counter[str]) -> str:
-    lines = [f"{what} {count}×" for what, count in counts.most_common(_SHOWN)]
-    return "\n".join([*lines, f"… and {len(counts) - _SHOWN} more"] if len(counts) > _SHOWN else lines)
 
 
 _NOTES = ("archive_version", ".data/version", "version", "byteorder", ".data/serialization_id")
@@ -133,19 +161,24 @@ _NESTED: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
     ("serialized_constants", "", ("constants",)),
 )
 
+MAX_PACKED = 64 << 20
+"""A compressed record is unpacked whole, so no longer one than this is; torch never compresses."""
 
-class Gathered:
+
+class _Package:
     """What the programs of an archive hold, collected record by record; ``known`` are the names of those looked at."""
 
-    def __init__(self, archive: Archive, problems: list[Problem], budget: Budget) -> None:
+    def __init__(self, archive: Archive, problems: list[Problem], nbytes: int) -> None:
         self.archive = archive
         self.problems = problems
-        self.budget = budget
+        self.nbytes = nbytes
+        self.budget = Budget(nbytes)
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
         self.pickles: list[Pickle] = []
         self.parts: list[Part] = []
-        self.facts: list[tuple[str, str]] = []
+        # What the small records say; the old form has no folder.
+        self.facts = [fact for fact in note_facts(archive, _NOTES, problems) if fact != ("folder", "")]
         self.recorded: list[tuple[str, str]] = []
         self.known: set[str] = set()
         names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
@@ -155,128 +188,173 @@ class Gathered:
         """What the paths of a model's tensors begin with: its name, if there are several."""
         return (model, *path) if len(self.models) > 1 else path
 
+    def json(self, name: str) -> Any:
+        """The value of a JSON record."""
+        return load_json(self.archive, name, self.problems, self.budget)
+
+    def open(self, record: Record) -> Source:
+        """The content of a record as a source: where it is stored as it is, read in place."""
+        if record.method or self.archive.source is None:
+            return BytesSource(self.archive.read(record, MAX_PACKED).data, record.name)
+        size = 0 if record.offset is None else min(record.size, record.stored)
+        return Slice(self.archive.source, record.offset or 0, size, record.name)
+
     def nested(self, name: str) -> Checkpoint | None:
-        """The checkpoint in a record. Its pickles and problems are taken in; its tensors are the caller's business."""
+        """The checkpoint in a record: a ``torch.save`` archive, or bare pickles.
+
+        Its places are those of the outer file. Its pickles and problems are taken in; its tensors are the caller's
+        business.
+        """
         record = self.archive.find(name)
         if record is None or not record.size or record.name in self.known:
             return None
         self.known.add(record.name)
         if not self.budget.take(record, self.problems):
             return None
-        inner = read_nested(self.archive, record)
-        self.problems += inner.problems
-        self.pickles += inner.pickles
-        return inner
+        source = self.open(record)
+        if starts_like_zip(source):
+            index = read_index(source)
+            inner = Archive.of_zip(source, index)
+            found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
+        else:
+            data = source.read(0, MAX_PACKED)
+            pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+            problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+            found = Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
+        for pickle in found.pickles:
+            pickle.main = False
+            pickle.name = f"{record.name} › {pickle.name}"
+        self.pickles += found.pickles
+        for problem in found.problems:
+            where = f"{record.name} › {problem.where}" if problem.where else record.name
+            self.problems.append(replace(problem, where=where))
+        base = record.offset if record.method == 0 else None
+        lead = f"{record.name}/"
+        return replace(
+            found,
+            tensors=tuple(moved_tensor(tensor, lead, shift=base) for tensor in found.tensors),
+            storages=tuple(moved_storage(s, lead, shift=base)._replace(record=record.name) for s in found.storages),
+        )
 
     def take(self, name: str, lead: tuple[Key, ...]) -> None:
         """Add the tensors of a nested checkpoint, with paths that begin with ``lead``."""
         inner = self.nested(name)
-        if inner is None:
-            return
+        if inner is not None:
+            self.tensors += [moved_tensor(tensor, "", lead) for tensor in inner.tensors]
+            self.storages += [moved_storage(storage, "", lead) for storage in inner.storages]
 
-        def full(inside: str) -> str:
-            return "/".join(filter(None, (*map(str, lead), inside)))
-
-        self.tensors += [t._replace(name=full(t.name), path=(*lead, *t.path)) for t in inner.tensors]
-        self.storages += [s._replace(tensors=tuple(map(full, s.tensors))) for s in inner.storages]
+    def checkpoint(self, format_: str, path: str) -> Checkpoint:
+        """Everything collected."""
+        return Checkpoint(
+            path=path,
+            format=format_,
+            nbytes=self.nbytes,
+            tensors=tuple(self.tensors),
+            storages=tuple(self.storages),
+            records=tuple(self.archive.records.values()),
+            parts=tuple(self.parts),
+            facts=tuple(self.facts),
+            written_by=Origin(recorded=tuple(self.recorded)),
+            problems=tuple(self.problems),
+            pickles=tuple(self.pickles),
+        )
 
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """A checkpoint out of an exported program: weights as ``state_dict()`` has them, constants below ``constants``."""
     old = archive.find(_OLD_PROGRAM) is not None
     found = [problem for problem in problems if not (old and problem.code in _OLD_IS_SO)]
-    facts = pt2_facts(archive, found)
-    held = Gathered(archive, found, Budget(nbytes))
-    gather(held)
-    if not held.models and not old:
+    out = _Package(archive, found, nbytes)
+    _gather(out)
+    if not out.models and not old:
         found.append(Problem("export-no-program", "models/", "no program is in the archive"))
-    return Checkpoint(
-        path=path,
-        format="torch-export",
-        nbytes=nbytes,
-        tensors=tuple(held.tensors),
-        storages=tuple(held.storages),
-        records=tuple(archive.records.values()),
-        parts=tuple(held.parts),
-        facts=(*facts, *held.facts),
-        written_by=Origin(recorded=tuple(held.recorded)),
-        problems=tuple(held.problems),
-        pickles=tuple(held.pickles),
-    )
+    return out.checkpoint("torch-export", path)
 
 
-def pt2_facts(archive: Archive, problems: list[Problem]) -> list[tuple[str, str]]:
-    """What the small records of an archive say; the old form has no folder."""
-    return [fact for fact in note_facts(archive, _NOTES, problems) if fact != ("folder", "")]
-
-
-def gather(out: Gathered) -> None:
+def _gather(out: _Package) -> None:
     """Take in every program: its graph, its weights and constants in whichever form, its sample inputs."""
-    _read_graphs(out)
+    archive = out.archive
+    seen: list[tuple[str, str]] = []
+    for name in (*(f"models/{model}.json" for model in out.models), _OLD_PROGRAM):
+        record = archive.find(name)
+        if record is None:
+            continue
+        program = out.json(name)
+        facts = _graph_facts(program) if type(program) is dict else ()
+        out.parts.append(Part(name, "program", record.size, facts))
+        seen += [fact for fact in facts if fact not in seen]
+        if type(program) is dict:
+            out.problems += graph_problems(name, program)
+            version = text(program.get("torch_version"))
+            out.recorded += [("torch", version)] if version else []
+    out.facts += seen
     _read_tables(out)
-    for name, record in out.archive.records.items():
+    for name, record in archive.records.items():
         for prefix, suffix, path in _NESTED:
             if name.startswith(prefix) and name.endswith(suffix):
-                model = name.removeprefix(prefix).removesuffix(suffix)
-                out.take(name, out.lead(model, path))
+                out.take(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
             # Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them.
             inner = out.nested(name)
             held = inner.tensors if inner else ()
             devices = ", ".join(sorted({tensor.device for tensor in held}))
-            facts = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
-            out.parts.append(Part(name, "sample inputs", record.size, facts))
+            about = (("tensors", str(len(held))), *([("devices", devices)] if devices else []))
+            out.parts.append(Part(name, "sample inputs", record.size, about))
         elif name.startswith(("extra/", "extra_files/")) and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
     for model in out.models:
-        if not any(out.archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
+        if not any(archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
             detail = "its weights are not in the archive: neither a table of them nor a nested file"
             out.problems.append(Problem("export-no-program", f"models/{model}.json", detail))
-    _read_rest(out)
-
-
-def _read_rest(out: Gathered) -> None:
-    """Records that no program speaks of: if they can be loaded all the same, what they name is seen."""
-    for name in [*out.archive.records]:
+    # Records that no program speaks of: if they can be loaded all the same, what they name is seen.
+    for name in [*archive.records]:
         if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.known:
             out.nested(name)
     ours = ("data/", "models/", "extra/", "extra_files/", "serialized_", ".data/")
-    known = [name for name in out.archive.records if name.startswith(ours)]
-    strays, pickles = stray_records(out.archive, (), (*known, *_NOTES, "archive_format"))
+    known = [name for name in archive.records if name.startswith(ours)]
+    strays, pickles = stray_records(archive, (), (*known, *_NOTES, "archive_format"))
     out.problems += strays
     out.pickles += pickles
 
 
-# -- the graph
-
-
-def _read_graphs(out: Gathered) -> None:
-    for name in (*(f"models/{model}.json" for model in out.models), _OLD_PROGRAM):
-        record = out.archive.find(name)
-        if record is None:
-            continue
-        program = load_json(out.archive, name, out.problems, out.budget)
-        facts = graph_facts(program) if type(program) is dict else ()
-        out.parts.append(Part(name, "program", record.size, facts))
-        out.facts += [fact for fact in facts if fact not in out.facts]
-        if type(program) is dict:
-            out.problems += graph_problems(name, program)
-            version = text(program.get("torch_version"))
-            out.recorded += [("torch", version)] if version else []
-
-
-# -- raw records described by JSON
-
-
-def _read_tables(out: Gathered) -> None:
-    """The tensors of all tables, read as one tree: programs may share records."""
+def _read_tables(out: _Package) -> None:
+    """The raw tensors of all tables, read as one tree: programs may share records. Pickled ones are taken at once."""
     root = Dict([])
     for prefix, suffix, path in _TABLES:
-        for name in [name for name in out.archive.records if name.startswith(prefix) and name.endswith(suffix)]:
-            lead = out.lead(name.removeprefix(prefix).removesuffix(suffix), path)
-            _inside(root, lead).items += _read_table(out, name, prefix, lead)
-    table = storage_table(out.archive, forms=(("", ""),), big_endian=note(out.archive, "byteorder", []) == "big")
-    tree = find_tensors(root, table)
+        for table in [name for name in out.archive.records if name.startswith(prefix) and name.endswith(suffix)]:
+            lead = out.lead(table.removeprefix(prefix).removesuffix(suffix), path)
+            into = root
+            for key in lead:  # the dictionary at that path, made where there is none
+                held = into.get(str(key))
+                if type(held) is not Dict:
+                    held = Dict([])
+                    into.items += [key, held]
+                into = held
+            out.known.add(table)
+            config = dict(items(out.json(table))).get("config")
+            for name, entry in items(config):
+                fields = dict(items(entry))
+                record = prefix + text(fields.get("path_name"), 200)
+                meta = fields.get("tensor_meta")
+                if fields.get("use_pickle") is True or type(meta) is not dict:
+                    out.take(record, (*lead, name))
+                    continue
+                out.known.add(record)
+                kind = meta.get("dtype")
+                call = described(
+                    out.archive,
+                    record,
+                    dtype=SCALAR_TYPES.get(kind, "") if type(kind) is int else "",
+                    device=_device(meta.get("device")),
+                    offset=meta.get("storage_offset"),
+                    sizes=meta.get("sizes"),
+                    strides=meta.get("strides"),
+                    requires_grad=meta.get("requires_grad"),
+                    parameter=fields.get("is_param") is True,
+                )
+                into.items += [name, call]
+    big_endian = note(out.archive, "byteorder", []) == "big"
+    tree = find_tensors(root, storage_table(out.archive, forms=(("", ""),), big_endian=big_endian))
     lost = [s for s in tree.storages if not s.record]
     empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
     if empty:
@@ -289,44 +367,208 @@ def _read_tables(out: Gathered) -> None:
     out.storages += typed(tree.storages, tree.tensors)
 
 
-def _inside(root: Dict, path: tuple[Key, ...]) -> Dict:
-    """The dictionary at a path, made where there is none."""
-    for key in path:
-        held = root.get(str(key))
-        if type(held) is not Dict:
-            held = Dict([])
-            root.items += [key, held]
-        root = held
-    return root
+# -- compiled code
+
+HEADER = 64
+"""Bytes to read for ``read_elf``: the longer, 64-bit header."""
+
+_CUDA = 190
+_MACHINES: dict[int, str] = {
+    3: "i386",
+    21: "ppc64",
+    22: "s390x",
+    40: "arm",
+    62: "x86_64",
+    183: "aarch64",
+    _CUDA: "NVIDIA GPU",
+    224: "AMD GPU",
+    243: "riscv",
+    258: "loongarch",
+}
+
+# EI_ABIVERSION 7 keeps the SM number in the low byte of e_flags and the "a" of sm_90a in bit 11. From 8 on (Blackwell,
+# and everything CUDA 13 compiles) it is the second byte and bit 3; CUDA 13 leaves the bit out, so that its sm_90a reads
+# as sm_90. That versions above 8 will keep this layout is a guess.
+_SECOND_LAYOUT = 8
 
 
-def _read_table(out: Gathered, table: str, folder: str, lead: tuple[Key, ...]) -> list[object]:
-    """Names and rebuild calls in turn, of the raw tensors in a table; pickled ones are taken in at once."""
-    out.known.add(table)
-    config = dict(items(load_json(out.archive, table, out.problems, out.budget))).get("config")
-    found: list[object] = []
-    for name, entry in items(config):
-        fields = dict(items(entry))
-        record = folder + text(fields.get("path_name"), 200)
-        meta = fields.get("tensor_meta")
-        if fields.get("use_pickle") is True or type(meta) is not dict:
-            out.take(record, (*lead, name))
-            continue
-        out.known.add(record)
-        found += [name, _described(record, meta, out.archive, parameter=fields.get("is_param") is True)]
-    return found
+class Elf(NamedTuple):
+    """What an ELF header says. ``sm`` is the GPU a cubin is for (``"sm_90"``), empty for anything else."""
+
+    machine: str
+    bits: int
+    sm: str = ""
 
 
-def _described(record: str, meta: dict[str, Any], archive: Archive, *, parameter: bool) -> Call:
-    kind = meta.get("dtype")
-    what = Described(
-        record=record,
-        dtype=SCALAR_TYPES.get(kind, "") if type(kind) is int else "",
-        device=device(meta.get("device")),
-        offset=meta.get("storage_offset"),
-        sizes=meta.get("sizes"),
-        strides=meta.get("strides"),
-        requires_grad=meta.get("requires_grad"),
-        parameter=parameter,
-    )
-    return node(what, archive)
+def read_elf(head: bytes) -> Elf | None:
+    r"""The first ``HEADER`` bytes of a file as an ELF header; ``None`` if they are none.
+
+    >>> read_elf(b"\x7fELF" + bytes([2, 1, 1, 0x41, 8]) + bytes(9) + b"\xbe" + bytes(30) + b"\x5a")
+    Elf(machine='NVIDIA GPU', bits=64, sm='sm_90')
+    """
+    if head[:4] != b"\x7fELF" or len(head) < 20 or head[4] not in (1, 2) or head[5] not in (1, 2):
+        return None
+    order = "little" if head[5] == 1 else "big"
+    machine = int.from_bytes(head[18:20], order)  # type: ignore[arg-type]
+    bits = 64 if head[4] == 2 else 32
+    at = 48 if bits == 64 else 36
+    flags = int.from_bytes(head[at : at + 4], order)  # type: ignore[arg-type]
+    if head[8] >= _SECOND_LAYOUT:
+        number, special = flags >> 8 & 0xFF, flags & 0x8
+    else:
+        number, special = flags & 0xFF, flags & 0x800
+    sm = f"sm_{number}{'a' if special else ''}" if number and machine == _CUDA else ""
+    return Elf(_MACHINES.get(machine, f"ELF machine {machine}"), bits, sm)
+
+
+def capability(sm: str) -> str:
+    """The compute capability of a target, however it is written; the text itself if it is no such number.
+
+    >>> capability("sm_90a"), capability("120"), capability("gfx942")
+    ('9.0', '12.0', 'gfx942')
+    """
+    digits = sm.removeprefix("sm_").removeprefix("compute_").rstrip("af")
+    if not digits.isdecimal() or not 2 <= len(digits) <= 3:
+        return sm
+    return f"{digits[:-1]}.{digits[-1]}"
+
+
+def ptx_target(text: bytes) -> str:
+    r"""The GPU that PTX assembly asks for at least: ``"sm_80"``, or an empty text.
+
+    >>> ptx_target(b".version 8.0\n.target sm_80, debug\n")
+    'sm_80'
+    """
+    for line in text.splitlines():
+        words = line.replace(b",", b" ").split()
+        if words[:1] == [b".target"] and len(words) > 1:
+            return words[1].decode("ascii", "backslashreplace")[:20]
+    return ""
+
+
+# -- AOTInductor
+
+FOLDER = "data/aotinductor/"
+
+MAX_LIBRARY_SCAN = 64 << 20
+"""Bytes of a shared library searched for GPU code: with its weights inside, one can be as large as the model."""
+
+_PTX_HEAD = 4096  # comments, .version and .target come first
+_CUBIN_START = re.compile(rb"\x7fELF\x02\x01\x01[\x33\x41]")  # the two OS/ABI numbers of CUDA
+
+_KINDS: dict[str, str] = {
+    "cubin": "cubin",
+    "fatbin": "GPU code for several architectures",
+    "hsaco": "AMD GPU code",
+    "ptx": "PTX",
+    "spv": "Intel GPU code",
+    **dict.fromkeys(("so", "dll", "pyd", "dylib"), "library"),
+    "o": "object file",
+    **dict.fromkeys(("c", "cpp", "cu", "h", "py"), "source"),
+    "json": "metadata",
+}
+# Keys of *_metadata.json (torch/_inductor/codecache.py), and what they are here.
+_METADATA: dict[str, str] = {
+    "AOTI_DEVICE_KEY": "device",
+    "AOTI_COMPUTE_CAPABILITY": "compute capability",
+    "AOTI_PLATFORM": "platform",
+    "AOTI_MACHINE": "machine",
+    "AOTI_CPU_ISA": "CPU instructions",
+}
+
+
+def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+    """A checkpoint out of a compiled package: what it was compiled for, and the weights beside its library."""
+    out = _Package(archive, list(problems), nbytes)
+    compiled = [name for name in archive.records if name.startswith(FOLDER) and not name.endswith("/")]
+    _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
+    first_facts, out.facts = out.facts, []
+    _gather(out)
+    parts = [_compiled_part(out, archive.records[name]) for name in compiled]
+    out.parts = [*parts, *out.parts]
+    # The environment of the compiler, from every ``*_metadata.json``; several values of a key are all told.
+    told: dict[str, list[str]] = {}
+    for name in [name for name in compiled if name.endswith("_metadata.json")]:
+        for key, value in items(out.json(name)):
+            label, words = _METADATA.get(key), text(value)
+            if label and words and words not in told.setdefault(label, []):
+                told[label].append(capability(words) if label == "compute capability" else words)
+    facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in told.items()]
+    if any(part.kind == "library" for part in parts):
+        there = "the library may hold more" if out.tensors else "inside the compiled library, not listed"
+        facts.append(("weights", there))
+    out.facts = [*first_facts, *facts, *out.facts]
+    # Machine code of a GPU does not run on another architecture; that of PTX is made anew where it is loaded.
+    targets = sorted({value for part in parts if part.kind == "cubin" for key, value in part.facts if key == "target"})
+    if targets:
+        shown = ", ".join(f"{target} (compute capability {capability(target)})" for target in targets[:8])
+        out.problems.append(Problem("aoti-architecture", FOLDER, f"its kernels are machine code for {shown}"))
+    return out.checkpoint("aotinductor", path)
+
+
+def _compiled_part(out: _Package, record: Record) -> Part:
+    """A compiled piece, and what it was compiled for."""
+    kind = _KINDS.get(record.name.rpartition(".")[2].lower(), "file")
+    facts: list[tuple[str, str]] = []
+    target = ""
+    if kind == "PTX":
+        target = ptx_target(head(out.archive, record, _PTX_HEAD))
+    elif kind not in ("source", "metadata"):
+        elf = read_elf(head(out.archive, record, HEADER))
+        target = elf.sm if elf else ""
+        if elf and not elf.sm:
+            facts.append(("machine", elf.machine))
+        if elf and kind == "library" and out.budget.take(record, out.problems):
+            # GPU code inside a library, as far as it can be found without taking the library apart.
+            data = out.open(record).read(0, MAX_LIBRARY_SCAN)
+            elves = [
+                read_elf(data[at : at + HEADER]) for at in (found.start() for found in _CUBIN_START.finditer(data))
+            ]
+            inside = ", ".join(sorted({each.sm for each in elves if each and each.sm}))
+            if inside or b".nv_fatbin" in data:
+                facts.append(("GPU code inside", inside or "yes, packed (.nv_fatbin)"))
+    if target:
+        facts[:0] = [("target", target), ("compute capability", capability(target))]
+    return Part(record.name, kind, record.size, tuple(facts))
+
+
+def _read_views(out: _Package, configs: list[str]) -> None:
+    """Weights kept beside the library: ``weights_config.json`` names views of tensors that were saved one by one."""
+    bases: dict[str, Checkpoint | None] = {}
+    root = Dict([])
+    for config in configs:
+        model: list[object] = []
+        for name, view in items(out.json(config)):
+            # ``[record, shape, stride, offset]``: a tensor over the storage of the tensor saved in that record.
+            file, sizes, strides, offset = [*entries(view), None, None, None, None][:4]
+            record = f"data/weights/{text(file, 200)}"
+            if record not in bases:
+                bases[record] = out.nested(record)
+            base = bases[record]
+            first = base.tensors[0] if base and base.tensors else None
+            call = described(
+                out.archive,
+                record,
+                dtype=first.dtype if first else "",
+                device=first.device if first else "unknown",
+                offset=offset,
+                sizes=sizes,
+                strides=strides,
+                nbytes=base.storages[0].nbytes if base and base.storages else None,
+            )
+            model += [name, call]
+        root.items += [config[len(FOLDER) :].rpartition("/")[0], Dict(model)] if len(configs) > 1 else model
+
+    def locate(key: str, _: int) -> Place:
+        base = bases.get(key)
+        if base is None or not base.storages:
+            return Place(None, 0)
+        storage = base.storages[0]
+        return Place(storage.offset, storage.stored, storage.record, storage.crc32, storage.compressed)
+
+    tree = find_tensors(root, StorageTable(locate))
+    out.tensors += tree.tensors
+    out.storages += typed(tree.storages, tree.tensors)
+    lost = [storage for storage in tree.storages if not storage.record]
+    out.problems += complaints(tree, lost)
+    out.problems += [Problem("storage-missing", f"storage {s.key}", needed_by(s)) for s in lost]

@@ -1,28 +1,39 @@
-"""The stream format of torch 0.1.10 to 1.5 (and of a flag ever since): five pickles, then the storages end to end.
+"""The formats of torch before 1.6: streams of pickles (0.1.10 to 1.5), and tar archives (0.1.1 to 0.1.9).
 
-Pickles: the magic number, the protocol version, facts on the machine, the object, the list of storage keys. For each
-key follow an 8-byte element count and the bytes. There is no index: where a storage lies follows from the sizes of all
-before it.
+A stream is five pickles, then the storages end to end: the magic number, the protocol version, facts on the machine,
+the object, the list of storage keys. For each key follow an 8-byte element count and the bytes. There is no index:
+where a storage lies follows from the sizes of all before it. A flag of ``torch.save`` still writes it.
 
 A plain pickle, which torch did not write, is read here, too: it is judged all the same, since something may load it.
+
+A tar archive has four members, three of them streams of pickles mixed with raw numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from struct import Struct
+from typing import Any, NamedTuple
 
-from transload.checkpoint import Checkpoint, Storage
-from transload.dtypes import ITEMSIZE
+from transload.checkpoint import Checkpoint
+from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
-from transload.formats import pickle_machine
-from transload.formats.tensors import Place, Slot, StorageTable, find_tensors
+from transload.formats.pickle_machine import run_at
+from transload.formats.tensors import Place, Slot, StorageTable, claimed, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
-from transload.io.sources import Source
-from transload.nodes import Call, Dict, Global, Pickle, Set
+from transload.io.sources import Slice, Source
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
-__all__ = ["MAGIC", "claimed", "looks_like_legacy", "read_legacy", "read_plain_pickle", "run_at"]
-
+__all__ = [
+    "MAGIC",
+    "TarReader",
+    "looks_like_legacy",
+    "looks_like_tar",
+    "members",
+    "read_legacy",
+    "read_plain_pickle",
+    "read_tar",
+]
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -32,12 +43,10 @@ _OTHER_MAGIC = (
     _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
     _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
 )
-_MAX_MAGIC_PICKLE = 32
 MAX_DOUBT = 1 << 24
 """Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
 
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
-_FIRST_WINDOW = 1 << 20
 _SMALL_WINDOW = 1 << 12
 _IDS = {"storage": (6,), "module": (4,)}
 
@@ -52,24 +61,47 @@ def looks_like_legacy(source: Source) -> bool:
 def read_legacy(source: Source) -> Checkpoint:
     """Read all five pickles and find every storage by adding up sizes."""
     problems: list[Problem] = []
-    head = source.read(0, _MAX_MAGIC_PICKLE)
+    head = source.read(0, 32)
     if not _MAGIC_PICKLE.startswith(head[: len(_MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
         problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
-    pickles, position = _run_stages(source, problems)
+    pickles: list[Pickle] = []
+    position = 0
+    for stage, name in enumerate(_STAGES):
+        pickle, position = run_at(source, position, name, 1 << 20 if stage == 3 else _SMALL_WINDOW)
+        pickles.append(pickle)
+        problems += pickle_problems(pickle, pickle.end, _IDS)
+        if pickle.broken:
+            detail = f"part {stage + 1} of 5 breaks off; lost: {', '.join(_STAGES[stage:])} and all storages"
+            problems.append(Problem("legacy-cut", name, detail))
+            break
+    if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
+        problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
-    listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
-    keys = [_key(key) for key in listed] if type(listed) is list else []
     if ends_like_zip(source):
         detail = "zipfile reads the archive at its end, torch the stream before it"
         problems.append(Problem("zip-inside", detail=detail))
-    problems += _untyped(main)
+    pids = [node.id for node in main.persistent if type(node.id) is tuple and len(node.id) > 1]
+    untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids)
+    if untyped:  # newer dtypes have such storages: torch writes them in this format, too, and cannot read them
+        detail = f"{untyped} storages have no type, and torch asks for one"
+        problems.append(Problem("legacy-untyped", main.name, detail))
+    listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
+    keys = [_key(key) for key in listed] if type(listed) is list else []
     places, end = _places(source, position, keys, claimed(main), problems)
-    table = StorageTable(lambda key, _: places.get(key, Place(None, 0)))
-    tree = read_tree(main, table)
+    tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
     problems += tree.problems
     if not any(pickle.broken for pickle in pickles):
-        problems += _check(tree.storages, set(keys))
+        listed_keys = set(keys)
+        for storage in tree.storages:
+            where = f"storage {storage.key}"
+            if storage.key not in listed_keys:
+                # torch 2.13 makes the tensor all the same, out of whatever was in memory.
+                detail = f"its bytes are not in the file; {needed_by(storage)}"
+                problems.append(Problem("legacy-unlisted", where, detail))
+            elif storage.stored < storage.nbytes:
+                detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
+                problems.append(Problem("storage-cut", where, detail))
         if end < source.size:
             detail = f"{source.size - end} bytes after the last storage"
             problems.append(Problem("legacy-trailing-bytes", detail=detail))
@@ -86,61 +118,11 @@ def read_legacy(source: Source) -> Checkpoint:
     )
 
 
-def run_at(
-    source: Source, offset: int, name: str, window: int = _FIRST_WINDOW, most: int = pickle_machine.MAX_STREAM
-) -> tuple[Pickle, int]:
-    """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
-
-    The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
-    nor more than ``most``, where it may be none at all.
-    """
-    while True:
-        data = source.read(offset, min(window, most))
-        pickle = pickle_machine.run(data, name=name)
-        if not pickle.cut or len(data) < window or window >= most:
-            return pickle, offset + pickle.end
-        window *= 4
-
-
-def _run_stages(source: Source, problems: list[Problem]) -> tuple[list[Pickle], int]:
-    pickles: list[Pickle] = []
-    position = 0
-    for stage, name in enumerate(_STAGES):
-        window = _FIRST_WINDOW if stage == 3 else _SMALL_WINDOW
-        pickle, position = run_at(source, position, name, window)
-        pickles.append(pickle)
-        problems += pickle_problems(pickle, pickle.end, _IDS)
-        if pickle.broken:
-            lost = ", ".join(_STAGES[stage:])
-            detail = f"part {stage + 1} of 5 breaks off; lost: {lost} and all storages"
-            problems.append(Problem("legacy-cut", name, detail))
-            break
-    if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
-        problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
-    return pickles, position
-
-
 def _key(key: object) -> str:
     """A listed key as text; what can be no key is an empty one, which nothing uses."""
     if type(key) is bytes:
         return key.decode("latin-1")
     return str(key) if type(key) in (str, int) else ""
-
-
-def _untyped(pickle: Pickle) -> list[Problem]:
-    """Storages without a type, which newer dtypes have: torch writes them in this format, too, and cannot read them."""
-    pids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
-    untyped = [pid for pid in pids if type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage")]
-    detail = f"{len(untyped)} storages have no type, and torch asks for one"
-    return [Problem("legacy-untyped", pickle.name, detail)] if untyped else []
-
-
-def claimed(pickle: Pickle) -> dict[str, Slot]:
-    """The storages a pickle names, by key, with the sizes it claims."""
-    table = StorageTable(lambda _key, nbytes: Place(None, nbytes))
-    for node in pickle.persistent:
-        table.resolve(node)
-    return table.slots
 
 
 def _places(
@@ -157,13 +139,13 @@ def _places(
             detail = "in the list of keys, but nothing uses it"
             problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", detail))
             return places, source.size
-        count = source.read(position, 8)
-        numel = slot.nbytes // ITEMSIZE[slot.dtype]
-        if len(count) < 8:
+        raw = source.read(position, 8)
+        count, numel = int.from_bytes(raw, "little", signed=True), slot.nbytes // ITEMSIZE[slot.dtype]
+        if len(raw) < 8:
             problems.append(Problem("storage-cut", f"storage {key}", "the file ends before its element count"))
             return places, source.size
-        if int.from_bytes(count, "little", signed=True) != numel:
-            detail = f"{int.from_bytes(count, 'little', signed=True)} elements lie there, the object wants {numel}"
+        if count != numel:
+            detail = f"{count} elements lie there, the object wants {numel}"
             problems.append(Problem("storage-size", f"storage {key}", detail))
             return places, source.size
         start = position + 8
@@ -171,20 +153,6 @@ def _places(
         places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
         position = start + slot.nbytes
     return places, position
-
-
-def _check(storages: Iterable[Storage], keys: set[str]) -> list[Problem]:
-    out: list[Problem] = []
-    for storage in storages:
-        where = f"storage {storage.key}"
-        if storage.key not in keys:
-            # torch 2.13 makes the tensor all the same, out of whatever was in memory.
-            detail = f"its bytes are not in the file; {needed_by(storage)}"
-            out.append(Problem("legacy-unlisted", where, detail))
-        elif storage.stored < storage.nbytes:
-            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
-            out.append(Problem("storage-cut", where, detail))
-    return out
 
 
 def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
@@ -202,8 +170,10 @@ def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
+# -- plain pickles
+
 _MAX_PICKLES = 1000
-_WINDOW = 1 << 16
+_PLAIN_WINDOW = 1 << 16
 
 
 def read_plain_pickle(source: Source) -> Checkpoint | None:
@@ -212,38 +182,38 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
     chance.
     """
-    first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT)
+    first, end = run_at(source, 0, "pickle", _PLAIN_WINDOW, MAX_DOUBT)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
         first, end = run_at(source, 0, "pickle")  # it is one, and a long one
     if not _is_pickle(first, source.size):
         return None
     first.main = True
-    pickles = [first, *_others(source, end)] if not first.broken else [first]
-    tree = find_tensors(first.root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
-    problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+    pickles = [first]
+    while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
+        pickle, end = run_at(source, end, f"pickle {len(pickles) + 1}", _PLAIN_WINDOW)
+        pickles.append(pickle)
+    root = first.root
+    kinds = {Dict: "a dictionary", Set: "a set", list: "a list", tuple: "a tuple"}
+    kind = kinds.get(type(root), f"a value of type {type(root).__name__}")
+    if type(root) is Call:
+        kind = f"an object made by {getattr(root.callee, 'module', '?')}.{getattr(root.callee, 'name', '?')}"
+    title = f"a plain pickle (protocol {first.protocol}, holding {kind}), not a torch checkpoint"
+    fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
+    problems = [Problem("not-a-checkpoint", title=title, fix=fix)]
+    problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
     if ends_like_zip(source):
         problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it"))
+    tree = find_tensors(root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
     return Checkpoint(
         path=source.name,
         format="joblib" if any(module.startswith("joblib.") for module, _ in first.globals) else "pickle",
         nbytes=source.size,
         tensors=tree.tensors,
         leaves=tree.leaves,
-        facts=(("pickle protocol", str(first.protocol)), ("top object", _kind(first.root))),
-        problems=(_what(first), *problems, *tree.problems),
+        facts=(("pickle protocol", str(first.protocol)), ("top object", kind)),
+        problems=(*problems, *tree.problems),
         pickles=tuple(pickles),
     )
-
-
-def _others(source: Source, position: int) -> list[Pickle]:
-    """The pickles that follow one another after the first."""
-    out: list[Pickle] = []
-    while position < source.size and len(out) < _MAX_PICKLES:
-        pickle, position = run_at(source, position, f"pickle {len(out) + 2}", _WINDOW)
-        out.append(pickle)
-        if pickle.broken:
-            break
-    return out
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:
@@ -252,15 +222,227 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
     return bool(pickle.calls or pickle.extensions) or (pickle.protocol >= 2 and bool(pickle.globals))
 
 
-def _what(pickle: Pickle) -> Problem:
-    title = f"a plain pickle (protocol {pickle.protocol}, holding {_kind(pickle.root)}), not a torch checkpoint"
-    fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
-    return Problem("not-a-checkpoint", title=title, fix=fix)
+# -- tar archives
+
+_BLOCK = 512
+_MAX_MEMBERS = 10_000
+_MAX_DIMS = 1024
+_MAX_PAX = 1 << 16
+_EXTENDED = frozenset({b"x", b"g", b"X", b"L", b"K"})
+_WANTED = frozenset({"sys_info", "pickle", "tensors", "storages"})
+
+# What Python's tarfile writes into an extended header for a plain file: its time to the nanosecond, its owner's name.
+_PLAIN_PAX = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
 
 
-def _kind(root: object) -> str:
-    if type(root) is Call:
-        callee = root.callee
-        return f"an object made by {getattr(callee, 'module', '?')}.{getattr(callee, 'name', '?')}"
-    names = {Dict: "a dictionary", Set: "a set", list: "a list", tuple: "a tuple"}
-    return names.get(type(root), f"a value of type {type(root).__name__}")
+class Member(NamedTuple):
+    """A file in a tar archive; ``odd`` says why another reader may see it otherwise."""
+
+    name: str
+    offset: int
+    size: int
+    odd: str = ""
+
+
+def looks_like_tar(source: Source) -> bool:
+    """Whether a tar header with a right checksum begins it. tarfile, and so torch, also takes zeros for one."""
+    return _header(source.read(0, _BLOCK)) is not None
+
+
+def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
+    """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
+    out: list[Member] = []
+    position, odd, always = 0, "", ""
+    for _ in range(most):
+        block = source.read(position, _BLOCK)
+        header = _header(block)
+        if header is None:
+            broken = Problem("tar-broken", f"byte {position}", "what should be the header of a member is none")
+            return out, [broken] if any(block) else []
+        name, size, kind = header
+        start = position + _BLOCK
+        if kind in _EXTENDED:
+            data = source.read(start, min(size, _MAX_PAX))
+            plain = kind in (b"x", b"g") and size <= _MAX_PAX and data[-1:] == b"\n"
+            if not plain or not all(_is_plain_pax(line) for line in data[:-1].split(b"\n")):
+                odd = odd or "an extended header changes what it is"
+            always = odd if kind == b"g" else always
+        else:
+            odd = odd or always or ("" if kind in (b"0", b"\0") else "it is no plain file")
+            out.append(Member(name, start, size, odd))
+            odd = ""
+        position = start + -(-size // _BLOCK) * _BLOCK
+    return out, [Problem("tar-broken", f"byte {position}", f"more than {most} members")]
+
+
+def _is_plain_pax(line: bytes) -> bool:
+    """A record of an extended header: its own length, a key and a value. A wrong length hides another record in it."""
+    length, _, record = line.partition(b" ")
+    return length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
+
+
+def _header(block: bytes) -> tuple[str, int, bytes] | None:
+    """Name, size and type of a member; ``None`` where there is no header."""
+    if len(block) < _BLOCK or not any(block):
+        return None
+    size, stated = _octal(block[124:136]), _octal(block[148:156])
+    summed = block[:148] + b" " * 8 + block[156:]
+    signed = sum(summed) - 256 * sum(byte > 127 for byte in summed)  # as some writers add up; tarfile takes both
+    if size is None or stated not in (sum(summed), signed):
+        return None
+    prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
+    return (prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace"), size, block[156:157]
+
+
+def _octal(field: bytes) -> int | None:
+    """A number of a header, exactly as tarfile takes it: torch asks tarfile, and a polyglot lives where we differ."""
+    if field[:1] in (b"\x80", b"\xff"):  # sizes from 8 GiB on are binary
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    try:
+        return int(field.split(b"\0")[0].decode("ascii", "strict").strip() or "0", 8)
+    except ValueError:
+        return None
+
+
+def read_tar(source: Source) -> Checkpoint | None:
+    """The checkpoint in a tar archive; ``None`` if the archive is another."""
+    reader = TarReader(source)
+    if not {"pickle", "tensors", "storages"} <= reader.found.keys():
+        return None
+    reader.check_members()
+    reader.read_tables()
+    for name in ("sys_info", "pickle"):  # the object; beside it what only old readers load
+        if name in reader.found:
+            main, _ = run_at(reader.part(name), 0, name)
+            main.main = name == "pickle"
+            reader.took(main)
+    # The file as a pickle: torch turns to that as soon as tarfile stumbles, and a header may be one, too.
+    pickle, _ = run_at(source, 0, "beginning of the file", _SMALL_WINDOW)
+    if pickle.globals or pickle.extensions or not pickle.broken:
+        reader.took(pickle)
+        reader.problems.append(Problem("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header"))
+    table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
+    table.enter(reader.storage_ids.values())
+    tree = find_tensors(main.root, table, outside=reader.tensor_args)
+    return Checkpoint(
+        path=source.name,
+        format="torch-tar",
+        nbytes=source.size,
+        tensors=tree.tensors,
+        storages=tree.storages,
+        leaves=tree.leaves,
+        problems=(*reader.problems, *tree.problems),
+        pickles=(main, *(p for p in reader.pickles if p is not main)),
+    )
+
+
+class TarReader:
+    """Goes through ``storages`` and ``tensors``, pickles and raw numbers in turn, until it breaks, with a problem."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.listed, self.problems = members(source)
+        self.found = {member.name.removeprefix("./"): member for member in self.listed}
+        self.pickles: list[Pickle] = []
+        self.places: dict[str, Place] = {}
+        self.storage_ids: dict[str, Persistent] = {}
+        self.tensor_args: dict[str, tuple[Any, ...]] = {}
+
+    def check_members(self) -> None:
+        """Whatever makes tarfile, inside torch, take other members than these; and members that torch does not read."""
+        out = self.problems
+        seen: set[str] = set()
+        for member in self.listed:
+            name = member.name.removeprefix("./")
+            if name in _WANTED and (member.odd or name in seen):
+                out.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
+            elif member.odd.startswith("an extended header"):
+                out.append(Problem("tar-ambiguous", name, member.odd))
+            if member.offset + member.size > self._source.size:
+                out.append(Problem("tar-cut", name[:80], "the archive ends inside this member"))
+            seen.add(name)
+        extra = sorted(seen - _WANTED)
+        if extra:
+            out.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
+        if ends_like_zip(self._source):
+            out.append(Problem("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it"))
+
+    def part(self, name: str) -> Slice:
+        """One member as a source."""
+        member = self.found[name]
+        return Slice(self._source, member.offset, member.size, name)
+
+    def took(self, pickle: Pickle) -> None:
+        """Keep a pickle if it asks for anything, and note what is wrong with it; its ids are numbers, not storages."""
+        self.problems += [p for p in pickle_problems(pickle, pickle.end) if p.code != "pickle-odd-id"]
+        if pickle.main or pickle.globals or pickle.extensions:
+            self.pickles.append(pickle)
+
+    def _next(self, part: Slice, position: int) -> tuple[Any, int]:
+        """The value of the next pickle; ``None`` once it is broken."""
+        pickle, position = run_at(part, position, part.name, _SMALL_WINDOW)
+        self.took(pickle)
+        return (None if pickle.broken else pickle.root), position
+
+    def _count(self, part: Slice) -> tuple[int, int]:
+        """How many things a member holds, which its first pickle says, and where they begin."""
+        count, position = self._next(part, 0)
+        if type(count) is not int:
+            self._broken(part.name, "it does not say how much it holds")
+        return count if type(count) is int else 0, position
+
+    def _broken(self, where: str, detail: str) -> None:
+        self.problems.append(Problem("tar-broken", where, detail))
+
+    def read_tables(self) -> None:
+        """The storages, then the tensors."""
+        self._read_storages()
+        self._read_tensors()
+
+    def _read_storages(self) -> None:
+        """``storages``: a count, then for each its id, element count and bytes, then the list of views."""
+        part = self.part("storages")
+        left, position = self._count(part)
+        for _ in range(left):
+            entry, position = self._next(part, position)
+            is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
+            if not is_entry or entry[2].name not in STORAGES:
+                self._broken("storages", f"entry {len(self.places)} is no storage")
+                return
+            key, location, kind = str(entry[0]), entry[1], entry[2]
+            count = part.read(position, 8)
+            numel, start = int.from_bytes(count, "little", signed=True), position + 8
+            nbytes = numel * ITEMSIZE[STORAGES[kind.name]]
+            if len(count) < 8 or numel < 0 or start + nbytes > part.size:
+                detail = f"{nbytes} bytes do not fit into what is left of the member"
+                self.problems.append(Problem("storage-cut", f"storage {key}", detail))
+                return
+            self.places[key] = Place(self.found["storages"].offset + start, nbytes, "storages")
+            self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), position)
+            position = start + nbytes
+        views, _ = self._next(part, position)
+        for view in views if type(views) is list else ():
+            if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
+                root: Any = self.storage_ids[str(view[1])].id
+                self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
+            else:
+                self._broken("storages", "a view of no storage")
+
+    def _read_tensors(self) -> None:
+        """``tensors``: a count, then for each its id and storage, its rank, sizes, strides and offset."""
+        part = self.part("tensors")
+        count, position = self._count(part)
+        for _ in range(count):
+            entry, position = self._next(part, position)
+            if type(entry) is not tuple or len(entry) != 3:
+                self._broken("tensors", f"entry {len(self.tensor_args)} is no tensor")
+                return
+            rank = int.from_bytes(part.read(position, 4), "little", signed=True)
+            raw = part.read(position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
+            if len(raw) != 16 * rank + 8:
+                self._broken("tensors", f"tensor {str(entry[0])[:40]} is no tensor")
+                return
+            numbers = Struct(f"<{2 * rank + 1}q").unpack(raw)
+            position += 16 + 16 * rank
+            storage = self.storage_ids.get(str(entry[1]))
+            self.tensor_args[str(entry[0])] = (storage, numbers[-1], numbers[:rank], numbers[rank : 2 * rank])

@@ -7,9 +7,9 @@ tensors, and compares every storage with its record. The origin that ``transload
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
@@ -19,11 +19,6 @@ from transload.formats.tensors import Place, StorageTable, Tree, find_tensors
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.io.sources import Source
 from transload.nodes import Global, Pickle
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from transload.checkpoint import Record
 
 __all__ = [
     "MAX_RECORD",
@@ -80,126 +75,85 @@ def read_recorded(data: bytes) -> Recorded | None:
     >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}').pairs()
     (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storages)'))
     """
-    found = _parsed(data)
+    from json import dumps, loads
+
+    try:
+        found = loads(data) if len(data) <= MAX_RECORD else None
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
         return None
     facts = tuple((name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name])
-    return Recorded(
-        facts, tuple(_gpus(found.get("gpus"))), tuple(_devices(found.get("storages")).items()), _entries(found)
+    gpus: list[tuple[str, str]] = []
+    held = found.get("gpus")
+    for gpu in held[:_MAX_ITEMS] if isinstance(held, list) else ():
+        if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
+            capability = gpu.get("capability")
+            gpus.append((_short(gpu["name"]), _short(capability) if isinstance(capability, str) else ""))
+    devices: dict[str, int] = {}
+    held = found.get("storages")
+    for row in held if isinstance(held, list) else ():
+        if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
+            continue
+        if row[0] in devices or len(devices) < _MAX_ITEMS:
+            devices[_short(row[0])] = devices.get(_short(row[0]), 0) + max(0, row[1])
+    added = found.get("entries")
+    entries = tuple(
+        (_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False)))
+        for name, value in (list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ())
     )
-
-
-def _parsed(data: bytes) -> Any:
-    from json import loads
-
-    if len(data) > MAX_RECORD:
-        return None
-    try:
-        return loads(data)
-    except (ValueError, RecursionError):
-        return None
+    return Recorded(facts, tuple(gpus), tuple(devices.items()), entries)
 
 
 def _short(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
-def _gpus(found: Any) -> list[tuple[str, str]]:
-    listed = [each for each in found[:_MAX_ITEMS] if isinstance(each, dict)] if isinstance(found, list) else []
-    return [
-        (_short(each["name"]), _short(each["capability"]) if isinstance(each.get("capability"), str) else "")
-        for each in listed
-        if isinstance(each.get("name"), str)
-    ]
-
-
-def _devices(found: Any) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for row in found if isinstance(found, list) else ():
-        if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
-            continue
-        if row[0] in out or len(out) < _MAX_ITEMS:
-            out[_short(row[0])] = out.get(_short(row[0]), 0) + max(0, row[1])
-    return out
-
-
-def _entries(found: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    held = found.get("entries")
-    if not isinstance(held, dict):
-        return ()
-    return tuple((_short(name), _short(_text(value))) for name, value in list(held.items())[:_MAX_ITEMS])
-
-
-def _text(value: Any) -> str:
-    from json import dumps
-
-    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
-
-
-Counted = tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]]
-"""The storages, and how many tensors have each device tag."""
-
 _PLAIN_CALLS = frozenset(
     {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
 )
 
 
-class _Odd(Exception):  # noqa: N818 - a signal inside this module
-    """This is for the long way."""
+def counted(
+    records: Mapping[str, Record], notes: Collection[str], pickle: Pickle
+) -> tuple[tuple[Storage, ...], tuple[tuple[str, int], ...]] | None:
+    """The storages, and how many tensors have each device tag, of an archive that holds only plain tensors.
 
-
-def counted(records: Mapping[str, Record], notes: Collection[str], pickle: Pickle) -> Counted | None:
-    """What an archive holds that has nothing but dictionaries of plain tensors, each record used or a known note."""
-    try:
-        storages, tags = _collected(records, pickle, _kinds(pickle))
-    except _Odd:
-        return None
-    others = 1 + sum(name in records for name in notes)  # the index itself, and what is said beside it
-    return (storages, tuple(Counter(tags).items())) if len(records) == len(storages) + others else None
-
-
-def _kinds(pickle: Pickle) -> dict[Global, tuple[str, int]]:
-    """The dtype, and the bytes of an element, of each storage class."""
-    kinds: dict[Global, tuple[str, int]] = {}
-    for (module, name), node in pickle.globals.items():
+    ``None`` where anything is out of the ordinary: every record must be used or a known note.
+    """
+    kinds: dict[object, tuple[str, int]] = {}  # the dtype, and the bytes of an element, of each storage class
+    for (module, name), global_ in pickle.globals.items():
         if module == "torch" and name in STORAGES:
-            kinds[node] = STORAGES[name], ITEMSIZE[STORAGES[name]]
+            kinds[global_] = STORAGES[name], ITEMSIZE[STORAGES[name]]
         elif (module, name) not in _PLAIN_CALLS:
-            raise _Odd
-    return kinds
-
-
-def _collected(
-    records: Mapping[str, Record], pickle: Pickle, kinds: Mapping[Global, tuple[str, int]]
-) -> tuple[tuple[Storage, ...], list[str]]:
-    """The storages that the ids in a pickle name, in its order, and the tag of every id."""
+            return None
     found: dict[str, Storage] = {}
     ids: dict[str, Any] = {}
     tags: list[str] = []
     for node in pickle.persistent:
         pid: Any = node.id
         if type(pid) is not tuple or len(pid) != 5:
-            raise _Odd
+            return None
         mark, kind, key, tag, numel = pid
         known = kinds.get(kind) if type(kind) is Global else None
         if known is None or mark != "storage" or not (type(key) is type(tag) is str and type(numel) is int):
-            raise _Odd
+            return None
         tags.append(tag)
-        if key not in found:
-            found[key], ids[key] = _storage(records.get(f"data/{key}"), key, tag, known, numel), pid
-        elif ids[key] != pid:  # named again, and otherwise
-            raise _Odd
-    return tuple(found.values()), tags
-
-
-def _storage(record: Record | None, key: str, tag: str, kind: tuple[str, int], numel: int) -> Storage:
-    if record is None:
-        raise _Odd
-    name, offset, size, stored, crc, method = record
-    dtype, width = kind
-    if offset is None or method or numel * width != size or size != stored or (not crc and size):
-        raise _Odd
-    return _new(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
+        if key in found:
+            if ids[key] != pid:  # named again, and otherwise
+                return None
+            continue
+        record = records.get(f"data/{key}")
+        if record is None:
+            return None
+        name, offset, size, stored, crc, method = record
+        dtype, width = known
+        if offset is None or method or numel * width != size or size != stored or (not crc and size):
+            return None
+        ids[key] = pid
+        found[key] = _new(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
+    others = 1 + sum(name in records for name in notes)  # the index itself, and what is said beside it
+    return (tuple(found.values()), tuple(Counter(tags).items())) if len(records) == len(found) + others else None
 
 
 MAX_NOTE = 4096
@@ -220,18 +174,25 @@ gigabyte, and that can be a pickle of half a billion dictionaries; one of 160,00
 
 
 class Archive:
-    """The records of a container by name, and how to get their bytes: a zip file or an unpacked directory."""
+    """The records of a zip file (``source``) or of an unpacked directory by name, and how to get their bytes."""
 
-    def __init__(self, records: dict[str, Record], read: Callable[[Record, int], Payload], root: str = "") -> None:
+    def __init__(
+        self,
+        records: dict[str, Record],
+        read: Callable[[Record, int], Payload],
+        root: str = "",
+        source: Source | None = None,
+    ) -> None:
         self.records = records
         self.read = read
         self.root = root
+        self.source = source
         self._folded: dict[str, Record] | None = None
 
     @classmethod
     def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
         """The records of a zip file."""
-        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root)
+        return cls(index.records, lambda record, limit: read_payload(source, record, limit), index.root, source)
 
     def find(self, name: str) -> Record | None:
         """The record torch would take for a name: letters without regard to case."""
@@ -260,7 +221,10 @@ def read_torch_zip(
     big_endian = dict(facts).get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
-    written_by = _written_by(archive)
+    # What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one.
+    payload = archive.get(RECORD, MAX_RECORD)
+    recorded = read_recorded(payload.data) if payload is not None and not payload.problem else None
+    written_by = Origin(recorded=recorded.pairs()) if recorded else Origin()
     known = (*_NOTES, RECORD) if written_by.recorded else _NOTES
     records = tuple(archive.records.values())
     held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=written_by)
@@ -269,7 +233,11 @@ def read_torch_zip(
         if light is not None:
             return replace(held, pickles=(pickle,), storages=light[0], counted=light[1])
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
-    found = _with_users(found, whole.storages)
+    if found:  # the problems of records that are storages get the tensors that need them
+        held_by = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
+        for index, problem in enumerate(found):
+            if problem.where in held_by:
+                found[index] = replace(problem, detail=f"{problem.detail}; {held_by[problem.where]}")
     found += whole.problems
     found += check_storages(whole.storages, archive)
     strays, pickles = stray_records(archive, whole.storages, known)
@@ -281,23 +249,6 @@ def read_torch_zip(
         problems=(*found, *strays),
         pickles=(pickle, *pickles),
     )
-
-
-def _written_by(archive: Archive) -> Origin:
-    """What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one."""
-    payload = archive.get(RECORD, MAX_RECORD)
-    found = read_recorded(payload.data) if payload is not None and not payload.problem else None
-    return Origin(recorded=found.pairs()) if found else Origin()
-
-
-def _with_users(problems: list[Problem], storages: Iterable[Storage]) -> list[Problem]:
-    """The problems of records that are storages, with the tensors that need them."""
-    held = {storage.record: needed_by(storage) for storage in storages if storage.record} if problems else {}
-    out: list[Problem] = []
-    for problem in problems:
-        users = held.get(problem.where)
-        out.append(replace(problem, detail=f"{problem.detail}; {users}") if users else problem)
-    return out
 
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
@@ -389,22 +340,18 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
     if pickle.undecoded:
         detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
         out.append(Problem("pickle-python2-bytes", pickle.name, detail))
-    odd = [
-        node
-        for node in pickle.persistent
-        if not (type(node.id) is tuple and len(node.id) == 5 and node.id[0] == "storage") and not _is_id(node.id, ids)
-    ]
-    if odd:
-        where = f"{pickle.name} › byte {odd[0].position}"
-        out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
+    for node in pickle.persistent:
+        pid = node.id if type(node.id) is tuple else ()
+        kind = pid[0] if pid else None
+        if kind == "storage" and len(pid) == 5:
+            continue
+        if type(kind) is bytes:
+            kind = kind.decode("latin-1")
+        if type(kind) is not str or len(pid) not in ids.get(kind, ()):
+            where = f"{pickle.name} › byte {node.position}"
+            out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
+            break
     return out
-
-
-def _is_id(pid: object, ids: Mapping[str, tuple[int, ...]]) -> bool:
-    if type(pid) is not tuple or not pid:
-        return False
-    kind = pid[0].decode("latin-1") if type(pid[0]) is bytes else pid[0]
-    return type(kind) is str and len(pid) in ids.get(kind, ())
 
 
 def storage_table(
@@ -418,7 +365,10 @@ def storage_table(
     records = archive.records
 
     def locate(key: str, nbytes: int) -> Place:  # noqa: ARG001 - other containers need the size
-        record = records.get(f"{lead}{key}{end}") or _find(archive, key, forms)
+        record = records.get(f"{lead}{key}{end}")
+        if record is None:
+            found = (archive.find(f"{prefix}{key}{suffix}") for prefix, suffix in forms)
+            record = next((each for each in found if each is not None), None)
         if record is None:
             return Place(None, 0)
         name, offset, size, stored, crc, method = record
@@ -430,14 +380,6 @@ def storage_table(
 
 
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-
-
-def _find(archive: Archive, key: str, forms: tuple[tuple[str, str], ...]) -> Record | None:
-    for prefix, suffix in forms:
-        record = archive.find(f"{prefix}{key}{suffix}")
-        if record is not None:
-            return record
-    return None
 
 
 def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
@@ -485,7 +427,19 @@ def stray_records(
     strays = [archive.records[name] for name in names if name not in used]
     unused = [record for record in strays if record.name.startswith(("data/", "tensors/"))]
     foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
-    pickles, out = _stray_pickles(archive, strays)
+    # Other loaders may read those that are pickles even if torch.load does not.
+    out: list[Problem] = []
+    pickles: list[Pickle] = []
+    unseen: list[str] = []
+    left = _MAX_STRAY
+    for record in strays:
+        found, looked_at, whole = _try_pickle(archive, record) if left > 0 else ([], 0, False)
+        left -= looked_at
+        pickles += found
+        unseen += [] if whole else [record.name]
+    if unseen:
+        detail = f"{len(unseen)} records are packed, or too much to look at"
+        out.append(Problem("record-unseen", unseen[0][:80], detail))
     if unused:
         detail = f"{len(unused)} storages are in the file that nothing in it uses"
         out.append(Problem("record-unused", detail=detail))
@@ -496,23 +450,6 @@ def stray_records(
 
 
 _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # archives in it
-
-
-def _stray_pickles(archive: Archive, strays: list[Record]) -> tuple[list[Pickle], list[Problem]]:
-    """The pickles among such records: other loaders may read them even if torch.load does not."""
-    pickles: list[Pickle] = []
-    unseen: list[str] = []
-    left = _MAX_STRAY
-    for record in strays:
-        found, looked_at, whole = _try_pickle(archive, record) if left > 0 else ([], 0, False)
-        left -= looked_at
-        pickles += found
-        unseen += [] if whole else [record.name]
-    if not unseen:
-        return pickles, []
-    return pickles, [
-        Problem("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
-    ]
 
 
 def _try_pickle(archive: Archive, record: Record) -> tuple[list[Pickle], int, bool]:

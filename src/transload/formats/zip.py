@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import NamedTuple
-from zlib import crc32
+from zlib import crc32, decompressobj
 from zlib import error as zlib_error
 
 from transload.checkpoint import Record
@@ -61,7 +61,7 @@ __all__ = [
     "read_payload",
     "small_records",
     "starts_like_zip",
-    "text_of",
+    "walk_index",
     "widen",
 ]
 
@@ -138,41 +138,30 @@ def _joined(entries: list[Entry]) -> bytes:
 
 def check_names(entries: list[Entry], problems: list[Problem]) -> None:
     """Names that readers take for the same, or read in different ways."""
-    if not _are_plain(_joined(entries), len(entries)):
-        _check_each(entries, problems)
-
-
-def _are_plain(joined: bytes, count: int) -> bool:
-    """Whether all names differ and none is one that ``_check_each`` has a word for."""
+    joined = _joined(entries)
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
-    return not odd and len(set(joined.lower().split(b"\n")[1:])) == count
+    if odd or len(set(joined.lower().split(b"\n")[1:])) != len(entries):
+        _check_each(entries, problems)
 
 
 def _check_each(entries: list[Entry], problems: list[Problem]) -> None:
     seen: dict[bytes, Entry] = {}
     for entry in entries:
         raw = entry[0]
+        name = text_of(raw)
         folded = raw.lower()  # miniz compares ASCII letters without case, over an unstable sort
         before = seen.get(folded)
         # torch 1.1 wrote the code of a shared submodule once for each of its names.
         if before is not None and not (b"/code/" in raw and before[:6] == entry[:6]):
             detail = f"again, after {text_of(before[0])}: which of them torch reads is chance"
-            problems.append(Problem("zip-duplicate-name", text_of(raw), detail))
+            problems.append(Problem("zip-duplicate-name", name, detail))
         seen[folded] = entry
         if b"\0" in raw:
-            problems.append(Problem("zip-nul-name", text_of(raw), "zipfile cuts a name at a NUL byte, torch does not"))
+            problems.append(Problem("zip-nul-name", name, "zipfile cuts a name at a NUL byte, torch does not"))
         if b"\\" in raw or raw[:1] == b"/" or (b".." in raw and b".." in raw.split(b"/")):
-            problems.append(Problem("zip-odd-name", text_of(raw), "not a plain path below one folder"))
-        if not raw.isascii() and not _is_utf8(raw):
-            problems.append(Problem("zip-name-encoding", text_of(raw), "it is not UTF-8"))
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+            problems.append(Problem("zip-odd-name", name, "not a plain path below one folder"))
+        if raw.decode("utf-8", "replace") != name:
+            problems.append(Problem("zip-name-encoding", name, "it is not UTF-8"))
 
 
 def find_root(entries: list[Entry], problems: list[Problem]) -> str | None:
@@ -288,32 +277,6 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
         raise _NoDirectoryError("the end record is missing: the file is cut off, or its end was overwritten")
     _, disk, cd_disk, here, count, size, start, comment = END.unpack_from(tail, at)
     end = directory_end = base + at
-    _check_end(tail, at, comment, problems)
-    if disk or cd_disk or here != count:
-        problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
-    locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
-    if locator[:4] == b"PK\x06\x07":
-        directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
-    if start + size != directory_end:
-        _misplaced(source, start, size, directory_end, problems)
-    if size > MAX_PAYLOAD:
-        problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
-        raise _NoDirectoryError("the directory is too large to be one")
-    return start, size, count
-
-
-def _misplaced(source: Source, start: int, size: int, end: int, problems: list[Problem]) -> None:
-    """torch looks for the directory where it is said to be; zipfile where one that ends at the end record begins."""
-    detail = f"the end record puts the directory at {start} (torch reads there), it really ends at {end}, "
-    detail += f"so zipfile reads at {end - size}"
-    if start + size <= source.size and source.read(start, 4) == b"PK\x01\x02":
-        problems.append(Problem("zip-shifted", detail=detail))
-        return
-    problems.append(Problem("zip-misplaced", detail=detail))
-    raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
-
-
-def _check_end(tail: bytes, at: int, comment: int, problems: list[Problem]) -> None:
     extra = len(tail) - at - 22
     if extra:
         where = "an archive comment" if comment == extra else "after the end record"
@@ -323,8 +286,27 @@ def _check_end(tail: bytes, at: int, comment: int, problems: list[Problem]) -> N
         length = int.from_bytes(tail[before + 20 : before + 22], "little")
         if before + 22 + length == len(tail) and length:
             problems.append(Problem("zip-two-ends", detail="one end record lies in the comment of another"))
-            return
+            break
         before = tail.rfind(b"PK\x05\x06", 0, before)
+    if disk or cd_disk or here != count:
+        problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
+    locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
+    if locator[:4] == b"PK\x06\x07":
+        directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
+    if start + size != directory_end:
+        # torch looks for it where it is said to be; zipfile where one that ends at the end record begins.
+        detail = (
+            f"the end record puts the directory at {start} (torch reads there), it really ends at {directory_end}, "
+        )
+        detail += f"so zipfile reads at {directory_end - size}"
+        shifted = start + size <= source.size and source.read(start, 4) == b"PK\x01\x02"
+        problems.append(Problem("zip-shifted" if shifted else "zip-misplaced", detail=detail))
+        if not shifted:
+            raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
+    if size > MAX_PAYLOAD:
+        problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
+        raise _NoDirectoryError("the directory is too large to be one")
+    return start, size, count
 
 
 def _end64(
@@ -356,11 +338,27 @@ def _end64(
 
 
 def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
+    """All entries. Most begin with the same sixteen bytes as the one before, and have nothing but a name."""
     if count * CENTRAL.size > size:  # four billion entries claimed in a kilobyte
         problems.append(Problem("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes"))
     raw = source.read(start, size)
     entries: list[Entry] = []
-    position = _read_entries(raw, entries, problems)
+    position, last = 0, len(raw) - CENTRAL.size
+    plain, flags, method = b"", 0, 0  # how an entry begins in which nothing was odd
+    while position <= last and len(entries) < _MAX_ENTRIES:
+        begin, crc, stored, nbytes, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
+        end = position + CENTRAL.size + n_name
+        if begin == plain and rest == _NOTHING_ELSE and stored == nbytes and raw[end - 1 : end] != b"/":
+            name = raw[position + CENTRAL.size : end]
+            entries.append(_new(Entry, (name, flags, method, crc, stored, nbytes, header)))
+            position = end
+        elif begin[:4] == b"PK\x01\x02":
+            known = len(problems)
+            entry, position = _read_entry(raw, position, problems)
+            entries.append(entry)
+            plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
+        else:
+            break
     if len(entries) >= _MAX_ENTRIES:
         problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
         return entries
@@ -377,79 +375,41 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     return entries
 
 
-def _read_entries(raw: bytes, entries: list[Entry], problems: list[Problem]) -> int:
-    """Read one entry after the other; where there is no further one.
-
-    Most begin with the same sixteen bytes as the one before, in which nothing was odd, and have nothing but a name.
-    """
-    position, last = 0, len(raw) - CENTRAL.size
-    plain, flags, method = b"", 0, 0
-    for _ in range(_MAX_ENTRIES):
-        if position > last:
-            break
-        begin, crc, stored, size, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
-        end = position + CENTRAL.size + n_name
-        if begin == plain and rest == _NOTHING_ELSE and stored == size and raw[end - 1 : end] != b"/":
-            name = raw[position + CENTRAL.size : end]
-            entries.append(_new(Entry, (name, flags, method, crc, stored, size, header)))
-            position = end
-        elif begin[:4] == b"PK\x01\x02":
-            known = len(problems)
-            entry, position = _read_entry(raw, position, problems)
-            entries.append(entry)
-            plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
-        else:
-            break
-    return position
-
-
 def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Entry, int]:
+    """An entry, and where it ends. Noted is what makes torch and zipfile differ about it, or one of them refuse it."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
     name_at = position + CENTRAL.size
-    name = raw[name_at : name_at + n_name]
+    raw_name = raw[name_at : name_at + n_name]
+    name = text_of(raw_name)
     if n_extra:
         extra = raw[name_at + n_name : name_at + n_name + n_extra]
-        _check_extra(extra, name, (size, stored, header), problems)
-        if ALL32 in (stored, size, header):
+        found = list(_extra_fields(extra))
+        if sum(4 + length for _, length, _ in found) > len(extra):
+            problems.append(Problem("zip-one-reader", name, "zipfile refuses it: its extra fields are cut off"))
+        wide = [data for tag, _, data in found if tag == 1]
+        lacking = 8 * (size, stored, header).count(ALL32)
+        if lacking and (len(wide) != 1 or len(wide[0]) < lacking):
+            problems.append(Problem("zip-headers-differ", name, "its zip64 sizes are missing, or there are several"))
+        # zipfile from 3.12 on takes another name from here.
+        names = [data[5:] for tag, _, data in found if tag == _UNICODE_PATH]
+        if any(other.partition(b"/")[2] != raw_name.partition(b"/")[2] for other in names):
+            problems.append(Problem("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}"))
+        if lacking:
             size, stored, header = widen(extra, size, stored, header)
-    entry = Entry(name, flags, method, crc, stored, size, header)
-    odd = disk or needed & 0xFF > _NEWEST_VERSION or flags & _SECRET_FLAGS
-    if odd or marks & _DOS_DIRECTORY or name[-1:] == b"/" or (stored != size and (not method or not stored)):
-        _check_entry(entry, disk, needed & 0xFF, marks, problems)
-    return entry, name_at + n_name + n_extra + n_comment
-
-
-def _check_entry(entry: Entry, disk: int, needed: int, marks: int, problems: list[Problem]) -> None:
-    """What makes torch and zipfile differ about the bytes of one record, or one of them refuse it."""
-    name = text_of(entry.raw_name)
-    if disk or entry.flags & _SECRET_FLAGS:
+    if disk or flags & _SECRET_FLAGS:
         problems.append(Problem("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it"))
-    if needed > _NEWEST_VERSION:
-        detail = f"zipfile refuses it: it wants zip version {needed / 10}"
+    if needed & 0xFF > _NEWEST_VERSION:
+        detail = f"zipfile refuses it: it wants zip version {(needed & 0xFF) / 10}"
         problems.append(Problem("zip-one-reader", name, detail))
-    if entry.size and (marks & _DOS_DIRECTORY or entry.raw_name[-1:] == b"/"):
+    if size and (marks & _DOS_DIRECTORY or raw_name[-1:] == b"/"):
         detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
         problems.append(Problem("zip-directory-record", name, detail))
-    if entry.stored != entry.size and (not entry.method or not entry.stored):
-        detail = f"{entry.stored} bytes are stored as they are, but the entry says {entry.size}"
+    if stored != size and (not method or not stored):
+        detail = f"{stored} bytes are stored as they are, but the entry says {size}"
         problems.append(Problem("zip-headers-differ", name, detail))
-
-
-def _check_extra(extra: bytes, name: bytes, sizes: tuple[int, int, int], problems: list[Problem]) -> None:
-    """Extra fields that change how a reader sees an entry: zip64 sizes and, for zipfile from 3.12 on, another name."""
-    fields = list(_extra_fields(extra))
-    if sum(4 + length for _, length, _ in fields) > len(extra):
-        problems.append(Problem("zip-one-reader", text_of(name), "zipfile refuses it: its extra fields are cut off"))
-    wide = [data for tag, _, data in fields if tag == 1]
-    needed = 8 * sum(value == ALL32 for value in sizes)
-    if needed and (len(wide) != 1 or len(wide[0]) < needed):
-        problems.append(
-            Problem("zip-headers-differ", text_of(name), "its zip64 sizes are missing, or there are several")
-        )
-    names = [data[5:] for tag, _, data in fields if tag == _UNICODE_PATH]
-    if any(other.partition(b"/")[2] != name.partition(b"/")[2] for other in names):
-        problems.append(Problem("zip-names-differ", text_of(name), f"an extra field calls it {text_of(names[0])[:80]}"))
+    entry = Entry(raw_name, flags, method, crc, stored, size, header)
+    return entry, name_at + n_name + n_extra + n_comment
 
 
 def widen(extra: bytes, *values: int) -> list[int]:
@@ -503,10 +463,8 @@ def _read_locals(
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.append(Problem("zip-names-differ", name, "the record's own header bears another name"))
         if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
-            if _agrees(entry, begin):
+            if _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
                 plain, plain_flags, plain_method = begin, entry_flags, entry_method
-            else:
-                _compare(entry, name, _numbers(source, begin, offset - n_extra, n_extra), problems)
             if not records:
                 dated = any(begin[12:14])
                 by_torch = not dated and n_extra >= 4 and b"FB" in source.read(offset - n_extra, n_extra)
@@ -517,47 +475,39 @@ def _read_locals(
             problems.append(Problem("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file"))
             offset, entry_stored = min(offset, file_size), present
         records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
-    _check_overlap(spans, data_end, problems)
-    records.pop("", None)
-    return records, by_torch
-
-
-def _agrees(entry: Entry, begin: bytes) -> bool:
-    """Whether a local header says what the directory says, and leaves the numbers to it, as torch's writer does."""
-    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
-    return flags == entry.flags and method == entry.method and bool(flags & 8) and not (crc or stored or size)
-
-
-def _numbers(source: Source, begin: bytes, at: int, length: int) -> tuple[int, int, int, int, int]:
-    """Flags, method, checksum and the two sizes of a local header, whose extra fields lie at ``at``."""
-    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
-    if ALL32 in (stored, size):
-        size, stored = widen(source.read(at, length), size, stored)
-    return flags, method, crc, stored, size
-
-
-def _compare(entry: Entry, name: str, local: tuple[int, int, int, int, int], problems: list[Problem]) -> None:
-    """torch and zipfile believe the directory; readers that stream believe the local header. They must agree."""
-    flags, method, crc, stored, size = local
-    if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
-        problems.append(Problem("zip-headers-differ", name, "flags or method differ between header and directory"))
-    later = flags & 8  # a zero then says that the number follows the data: what torch writes
-    if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
-        problems.append(Problem("zip-headers-differ", name, "the size differs between header and directory"))
-    if crc != entry.crc32 and (crc or not later):
-        problems.append(Problem("zip-crc-differs", name, "the checksum differs between header and directory"))
-
-
-def _check_overlap(spans: list[tuple[int, int, str]], data_end: int, problems: list[Problem]) -> None:
     spans.sort()
     reach, owner = 0, ""
-    for begin, end, name in spans:
-        if begin < reach:  # one payload behind many names is how a zip bomb is folded (CVE-2024-0450)
+    for header, end, name in spans:
+        if header < reach:  # one payload behind many names is how a zip bomb is folded (CVE-2024-0450)
             problems.append(Problem("zip-overlap", name, f"shares bytes with {owner}"))
         if end > reach:
             reach, owner = end, name
     if reach > data_end:
         problems.append(Problem("zip-overlap", owner, "reaches into the directory"))
+    records.pop("", None)
+    return records, by_torch
+
+
+def _compare(
+    entry: Entry, name: str, begin: bytes, source: Source, extra_at: int, n_extra: int, problems: list[Problem]
+) -> bool:
+    """Compare a local header with the directory; whether it leaves the numbers to it, as torch's writer does.
+
+    torch and zipfile believe the directory; readers that stream believe the local header. They must agree.
+    """
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
+    later = flags & 8  # a zero then says that the number follows the data: what torch writes
+    if flags == entry.flags and method == entry.method and later and not (crc or stored or size):
+        return True
+    if ALL32 in (stored, size):
+        size, stored = widen(source.read(extra_at, n_extra), size, stored)
+    if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
+        problems.append(Problem("zip-headers-differ", name, "flags or method differ between header and directory"))
+    if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
+        problems.append(Problem("zip-headers-differ", name, "the size differs between header and directory"))
+    if crc != entry.crc32 and (crc or not later):
+        problems.append(Problem("zip-crc-differs", name, "the checksum differs between header and directory"))
+    return False
 
 
 def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Payload:
@@ -584,6 +534,156 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
     if problem:
         return Payload(raw, intact=False, problem=problem)
     return Payload(raw[: record.size], intact=record.crc32 is None or crc32(raw) == record.crc32)
+
+
+# -- an archive without its directory, read from the local headers: what is left of a cut-off checkpoint
+#
+# torch writes no sizes into local headers, so the walk has to know them: ``data.pkl`` ends where its pickle ends, a
+# storage is as long as the pickle says, and other records end where a descriptor with their own checksum begins.
+# torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file usually still tells what it held.
+
+_DESCRIPTOR = b"PK\x07\x08"
+_TWO = Struct("<2L")
+_CHUNK = 1 << 20
+_BLOCK = 512
+_PICKLE_WINDOW = 1 << 16
+
+_MAX_SEARCH = 256 << 20
+"""How far the end of a record is looked for; only TorchScript writes large records before it tells their sizes."""
+
+_MAX_STEPS = 1_000_000
+"""A gigabyte of empty headers would keep us for minutes; 20,000 tensors are 20,006 records."""
+
+
+def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
+    """The records that can be found by going from header to header; the problems of ``broken`` and what was lost."""
+    walk = _Walk(source, [*broken.problems])
+    for _ in range(_MAX_STEPS):
+        if not walk.step():
+            break
+    reached = min(walk.position, source.size)
+    detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
+    walk.problems.append(Problem("zip-walked", detail=detail))
+    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
+    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
+    zeros = len(tail) - len(tail.rstrip(b"\0"))
+    if zeros >= _BLOCK:
+        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes"))
+    problems = tuple(walk.problems)
+    return ZipIndex(walk.root, walk.records, problems, by_torch=True, end=walk.position, ok=bool(walk.records))
+
+
+class _Walk:
+    def __init__(self, source: Source, problems: list[Problem]) -> None:
+        self.source = source
+        self.problems = problems
+        self.position = 0
+        self.root = ""
+        self.records: dict[str, Record] = {}
+        self.sizes: dict[str, int] = {}  # of the storages, by key
+
+    def step(self) -> bool:
+        """Take the record at the present position; false where there is none, or it is cut."""
+        raw = self.source.read(self.position, LOCAL.size)
+        if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
+            return False
+        _, _, flags, method, _, _, crc, stored, size, n_name, n_extra = LOCAL.unpack(raw)
+        head = self.source.read(self.position + LOCAL.size, n_name + n_extra)
+        if len(head) < n_name:
+            return False
+        name, extra = self._name(text_of(head[:n_name])), head[n_name:]
+        if len(extra) < n_extra:
+            if not self.records:  # all that is left, and it tells what the file was
+                self._add(Record(name, None, 0, 0, None, method))
+            return False
+        offset = self.position + LOCAL.size + n_name + n_extra
+        if ALL32 in (stored, size):
+            size, stored = widen(extra, size, stored)
+        if flags & 8 and not stored:
+            stored, size = self._unpacked(offset) if method == 8 else (self._measure(name, offset),) * 2
+        if stored < 0:
+            return False
+        present = max(0, min(stored, self.source.size - offset))
+        end = offset + stored
+        if flags & 8:
+            crc, width = self._descriptor(end, extra)
+            end += width
+            if not width and end + 16 <= self.source.size:
+                self.problems.append(Problem("zip-no-descriptor", name, f"none at byte {end}, where it should end"))
+        self._add(Record(name, offset, size, present, crc if present == stored else None, method))
+        self.position = end
+        return bool(present == stored and end < self.source.size)
+
+    def _name(self, full: str) -> str:
+        if not self.records:
+            self.root = full.partition("/")[0] if "/" in full else ""
+        if not self.root:
+            return full
+        return full[len(self.root) + 1 :] if full.startswith(f"{self.root}/") else f"/{full}"
+
+    def _add(self, record: Record) -> None:
+        """Enter a record; an earlier one of its name keeps a place under another, so that both are looked at."""
+        earlier = self.records.pop(record.name, None)
+        if earlier is not None:
+            where = f"at byte {earlier.offset} and at byte {record.offset}"
+            self.problems.append(Problem("zip-found-twice", record.name, where))
+            aside = f"{earlier.name}@{earlier.offset}"
+            self.records[aside] = earlier._replace(name=aside)
+        self.records[record.name] = record
+
+    def _measure(self, name: str, offset: int) -> int:
+        """How long a record must be; -1 where nothing tells."""
+        if name.endswith(".pkl"):
+            from transload.formats.pickle_machine import run_at
+            from transload.formats.tensors import claimed
+
+            pickle, end = run_at(self.source, offset, name, _PICKLE_WINDOW)
+            if pickle.broken:
+                return max(0, self.source.size - offset)
+            if name == "data.pkl":
+                self.sizes = {key: slot.nbytes for key, slot in claimed(pickle).items()}
+            return end - offset
+        key = name.partition("/")[2]
+        if key in self.sizes and name.startswith(("data/", "tensors/")):
+            return self.sizes[key]
+        return self._search(offset)
+
+    def _search(self, offset: int) -> int:
+        """Length of a record that ends where a descriptor with its own checksum begins; -1 if there is none."""
+        value = 0
+        for start in range(offset, min(offset + _MAX_SEARCH, self.source.size), _CHUNK):
+            window = self.source.read(start, _CHUNK + 11)  # a descriptor may begin in this chunk and end in the next
+            done, at = 0, window.find(_DESCRIPTOR)
+            while 0 <= at < _CHUNK:
+                value, done = crc32(window[done:at], value), at
+                length = start + at - offset
+                if window[at + 4 : at + 12] == _TWO.pack(value, length & ALL32):
+                    return length
+                at = window.find(_DESCRIPTOR, at + 1)
+            value = crc32(window[done:_CHUNK], value)
+        return -1
+
+    def _unpacked(self, offset: int) -> tuple[int, int]:
+        """Both lengths of a deflated record, which tells its own end; -1 if it does not. TorchScript packs its code."""
+        unpack, size = decompressobj(-15), 0
+        for start in range(offset, min(offset + _MAX_SEARCH, self.source.size), _BLOCK):
+            try:
+                size += len(unpack.decompress(self.source.read(start, _BLOCK)))
+            except zlib_error:
+                break
+            if unpack.eof:
+                return start + _BLOCK - len(unpack.unused_data) - offset, size
+        return -1, -1
+
+    def _descriptor(self, end: int, extra: bytes) -> tuple[int | None, int]:
+        """Checksum and length of the descriptor after a payload: 24 bytes where zip64 was needed, else 16."""
+        raw = self.source.read(end, 24)
+        if raw[:4] != _DESCRIPTOR or len(raw) < 16:
+            return None, 0
+        return int.from_bytes(raw[4:8], "little"), 24 if extra[:2] == b"\x01\x00" else 16
+
+
+# -- what torch writes around records
 
 
 def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:

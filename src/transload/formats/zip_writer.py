@@ -105,14 +105,6 @@ class _Entry:
         self.started = False
 
 
-class _Part(NamedTuple):
-    """A chunk in a write; ``slot`` is where the descriptor of its record goes, if it is the last of it."""
-
-    entry: _Entry
-    chunk: Chunk
-    slot: int
-
-
 class _Write:
     """What is written at once."""
 
@@ -120,7 +112,8 @@ class _Write:
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
-        self.parts: list[_Part] = []
+        # Chunks with their record; of the last one of a record also where its descriptor goes, else -1.
+        self.parts: list[tuple[_Entry, Chunk, int]] = []
         self.nbytes = 0
         self.contents = 0  # bytes of records alone
         self.sums: Callable[[], list[int]] = list
@@ -128,7 +121,7 @@ class _Write:
     def is_full(self) -> bool:
         if self.nbytes >= PIECE or len(self.parts) >= _MANY:
             return True
-        return bool(self.parts) and self.parts[-1].chunk.done is not None
+        return bool(self.parts) and self.parts[-1][1].done is not None
 
 
 class _Archive:
@@ -147,16 +140,36 @@ class _Archive:
         write = _Write()
         for record in records:
             if isinstance(record, Bunch) or isinstance(record.content, bytes):
-                self._gather(write, record)
+                small: Any = record.records if isinstance(record, Bunch) else [(record.name, record.content)]
+                named = [(self._lead + name, content) for name, content in small]
+                start = self.end
+                parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
+                write.buffers.append(b"".join(parts))
+                write.nbytes += self.end - start
+                write.contents += sum(len(content) for _, content in named)
+                self._entries.append(b"".join(entries))
+                self._count += len(named)
                 if write.is_full():
                     yield write
                     write = _Write()
                 continue
-            entry = self._begin(write, record)
+            entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries), len(self.checksums))
+            header = local_header(entry.name, entry.size, entry.offset, self._alignment)
+            write.buffers.append(header)
+            self._entries.append(b"")
+            self._count += 1
+            self.checksums.append(0)
+            self.end += len(header) + entry.size + descriptor_size(entry.size, entry.offset)
             left = record.size
             for chunk in record.content.chunks():
-                left -= len(chunk.view)
-                self._add(write, entry, chunk, last=not left)
+                nbytes = len(chunk.view)
+                left -= nbytes
+                write.buffers.append(chunk.view)
+                write.nbytes += nbytes
+                write.contents += nbytes
+                write.parts.append((entry, chunk, -1 if left else len(write.buffers)))
+                if not left:
+                    write.buffers.append(b"")  # for the descriptor
                 if write.is_full():
                     yield write
                     write = _Write()
@@ -165,41 +178,10 @@ class _Archive:
         if write.buffers:
             yield write
 
-    def _gather(self, write: _Write, record: Record | Bunch) -> None:
-        lead, start = self._lead, self.end
-        records: Any = record.records if isinstance(record, Bunch) else [(record.name, record.content)]
-        named = [(lead + name, content) for name, content in records]
-        parts, entries, self.end = small_records(named, start, self._alignment, self.checksums)
-        write.buffers.append(b"".join(parts))
-        write.nbytes += self.end - start
-        write.contents += sum(len(content) for _, content in records)
-        self._entries.append(b"".join(entries))
-        self._count += len(named)
-
-    def _begin(self, write: _Write, record: Record) -> _Entry:
-        entry = _Entry(self._lead + record.name, record.size, self.end, len(self._entries), len(self.checksums))
-        header = local_header(entry.name, entry.size, entry.offset, self._alignment)
-        write.buffers.append(header)
-        self._entries.append(b"")
-        self._count += 1
-        self.checksums.append(0)
-        self.end += len(header) + entry.size + descriptor_size(entry.size, entry.offset)
-        return entry
-
-    @staticmethod
-    def _add(write: _Write, entry: _Entry, chunk: Chunk, *, last: bool) -> None:
-        write.buffers.append(chunk.view)
-        write.nbytes += len(chunk.view)
-        write.contents += len(chunk.view)
-        slot = len(write.buffers) if last else -1
-        if last:
-            write.buffers.append(b"")
-        write.parts.append(_Part(entry, chunk, slot))
-
-    def complete(self, write: _Write, sums: Checksums) -> None:
+    def complete(self, write: _Write) -> None:
         """Fill in the descriptors of a write: its checksums are there."""
         for (entry, chunk, slot), checksum in zip(write.parts, write.sums(), strict=True):
-            entry.checksum = sums.joined(entry.checksum, checksum, len(chunk.view)) if entry.started else checksum
+            entry.checksum = combined(entry.checksum, checksum, len(chunk.view)) if entry.started else checksum
             entry.started = True
             if slot >= 0:
                 write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
@@ -231,18 +213,18 @@ def write_archive(
 
     def write_first() -> None:
         write = waiting.popleft()
-        archive.complete(write, sums)
+        archive.complete(write)
         sink.write(_coalesced(write.buffers))
-        for part in write.parts:
-            if part.chunk.done is not None:
-                part.chunk.done()
+        for _, chunk, _ in write.parts:
+            if chunk.done is not None:
+                chunk.done()
         if tell is not None:
             tell(write.contents)
 
     with Checksums(threads) as sums:
         for write in archive.writes(records):
             if write.parts:
-                write.sums = sums.start([part.chunk for part in write.parts])
+                write.sums = sums.start([chunk for _, chunk, _ in write.parts])
             waiting.append(write)
             if len(waiting) > AHEAD:
                 write_first()
@@ -348,11 +330,6 @@ class Checksums:
         while (task := self._queue.get()) is not None:
             if not self._given_up:
                 task.run()
-
-    @staticmethod
-    def joined(first: int, second: int, length: int) -> int:
-        """The checksum of two runs of bytes one after the other."""
-        return combined(first, second, length)
 
 
 # -- an archive as torch.save writes it

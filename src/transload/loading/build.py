@@ -577,13 +577,10 @@ class _Tar:
     """The tables of a tar archive: its pickle names tensors and storages by number."""
 
     def __init__(self, piece: Piece) -> None:
-        from transload.formats import torch_tar
+        from transload.formats.torch_legacy import TarReader
 
-        source = piece.open("")
-        found = {member.name.removeprefix("./"): member for member in torch_tar.members(source)[0]}
-        reader = torch_tar.Reader(source, found, [])  # the same walk that found its tensors
-        reader.read_storages()
-        reader.read_tensors()
+        reader = TarReader(piece.open(""))  # the same walk that found its tensors
+        reader.read_tables()
         self.tensors = reader.tensor_args
         self.storages = reader.storage_ids
 

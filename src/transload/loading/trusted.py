@@ -436,7 +436,7 @@ class _Load:
     # -- the tar format
 
     def _tar(self) -> Any:
-        from transload.formats.torch_tar import members
+        from transload.formats.torch_legacy import members
 
         parts = {
             member.name.removeprefix("./"): Slice(self._source, member.offset, member.size, member.name)

@@ -13,8 +13,7 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, StorageTable, called, find_tensors
-from transload.formats.torch_legacy import claimed, run_at
+from transload.formats.tensors import READERS, Place, StorageTable, called, claimed, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.rescuing.archive import (
@@ -377,7 +376,7 @@ def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Sou
     """A legacy stream with another object, the keys it needs, and their storages."""
     position = 0
     for _ in range(3):
-        _, position = run_at(source, position, "")
+        _, position = pickle_machine.run_at(source, position, "")
     kept = sorted((s for s in storages if s.offset is not None), key=lambda storage: storage.offset or 0)
     parts = [Part(source, 0, position), literal(index + dumps([storage.key for storage in kept]))]
     parts += [Part(source, (storage.offset or 0) - 8, storage.nbytes + 8) for storage in kept]

@@ -18,9 +18,11 @@ from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
+from transload.formats.pickle_machine import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
-from transload.formats.torch_legacy import claimed, looks_like_legacy, run_at
+from transload.formats.tensors import claimed
+from transload.formats.torch_legacy import looks_like_legacy
 from transload.io.journal import has_journal, journal_of, names_of, state_of
 from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source
 from transload.nodes import Pickle

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from transload.formats import pickle_machine
-from transload.formats.tensors import Slot
-from transload.formats.torch_legacy import claimed, run_at
+from transload.formats.tensors import Slot, claimed
 from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, LOCAL, widen
 from transload.io.sources import Source
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
@@ -530,7 +529,7 @@ class Scan:
         if size is None:
             size = self._size_by_descriptor(local, following)
         if size is None and local.name.endswith(b".pkl"):
-            pickle, end = run_at(self._source, local.end, "data.pkl", _PICKLE_WINDOW)
+            pickle, end = pickle_machine.run_at(self._source, local.end, "data.pkl", _PICKLE_WINDOW)
             return None if pickle.broken else end - local.end
         return size
 

@@ -191,9 +191,10 @@ class OpenCheckpoint:
         return checkpoint
 
     def _directory(self, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.formats import read_source
         from transload.formats.directory import read_directory
 
-        checkpoint = read_directory(path, read_file=self._read_file)
+        checkpoint = read_directory(path, self._read_file, read_source)
         if checkpoint.format == "sharded":
             return checkpoint, self._kept(checkpoint, "shard")
         if "unpacked" not in dict(checkpoint.facts):

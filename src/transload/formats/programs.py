@@ -1,0 +1,645 @@
+"""Archives with programs in them: TorchScript, ``torch.package``, and what their readers share with ``torch_export``.
+
+TorchScript code is searched for devices written into it, and for operators that reach beyond tensors. It is never run
+and not compiled either. It is split into tokens as TorchScript's own lexer does it; where the two could differ, too
+much is seen rather than too little. Opening a package runs its Python source; here it is listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from transload.checkpoint import Checkpoint, Origin, Part, Record, Storage, Tensor
+from transload.dtypes import ITEMSIZE, itemsize
+from transload.findings import Problem, some
+from transload.formats import pickle_machine
+from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_tensor
+from transload.formats.torch_zip import (
+    Archive,
+    check_storages,
+    note,
+    note_facts,
+    read_pickle,
+    read_tree,
+    storage_table,
+    stray_records,
+)
+from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
+
+__all__ = [
+    "OPERATORS",
+    "Budget",
+    "code_problems",
+    "complaints",
+    "described",
+    "entries",
+    "head",
+    "items",
+    "load_json",
+    "looks_like_pickle",
+    "operators",
+    "read_package",
+    "read_torchscript",
+    "text",
+    "typed",
+]
+
+ALLOWANCE = 256 << 20
+"""Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
+same bytes, would otherwise ask for gigabytes of work."""
+
+MAX_JSON = 128 << 20
+"""The graph of a program of ten thousand layers is some tens of megabytes; as objects it takes twenty times as much."""
+
+MAX_PACKED_JSON = 16 << 20
+"""torch stores JSON as it is. A compressed one is somebody else's work: half a megabyte unpacks to half a gigabyte."""
+
+MAX_CODE = 32 << 20
+"""Source searched in one archive. Ten thousand operators are a megabyte; searching goes at five megabytes a second."""
+
+
+class Budget:
+    """How many bytes of records may still be read: as many as the file has, and some."""
+
+    def __init__(self, nbytes: int, allowance: int = ALLOWANCE) -> None:
+        self.left = nbytes + allowance
+
+    def take(self, record: Record, problems: list[Problem]) -> bool:
+        """Whether to read a record. The first that is too much is noted, and no other is read after it."""
+        before, self.left = self.left, self.left - record.size
+        if before >= 0 > self.left:
+            detail = "the file unpacks to far more than it holds: this record and others were not looked at"
+            problems.append(Problem("record-unseen", record.name, detail))
+        return self.left >= 0
+
+
+def head(archive: Archive, record: Record, count: int) -> bytes:
+    """The first bytes of a record, without unpacking the rest."""
+    spare = 4096 if record.method else 0  # packed, they can take more room
+    size = count if record.method else min(count, record.size, record.stored)
+    return archive.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
+
+
+def looks_like_pickle(start: bytes) -> bool:
+    """Whether a record begins as a pickle of protocol 2 or later does."""
+    return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
+
+
+def _read_stream(archive: Archive, name: str, problems: list[Problem], ids: dict[str, tuple[int, ...]]) -> Pickle:
+    """Run the pickle in a record, as ``read_pickle`` does; ``ids`` are the persistent ids to expect, by length."""
+    met: list[Problem] = []
+    pickle = read_pickle(archive, name, met)
+    problems += [problem for problem in met if problem.code != "pickle-odd-id"]
+    for held in pickle.persistent:
+        pid = held.id
+        if type(pid) is not tuple or not pid or type(pid[0]) is not str or len(pid) not in ids.get(pid[0], ()):
+            where = f"{name} › byte {held.position}"
+            problems.append(Problem("pickle-odd-id", where, "a persistent id that no such file has"))
+            break
+    return pickle
+
+
+# -- JSON records, and the tensors they describe
+
+
+def load_json(archive: Archive, name: str, problems: list[Problem], budget: Budget) -> Any:
+    """The value of a JSON record; ``None`` if there is no such record, or if it cannot be read, which is noted."""
+    import json
+
+    record = archive.find(name)
+    if record is None or not budget.take(record, problems):
+        return None
+    payload = archive.read(record, MAX_PACKED_JSON if record.method else MAX_JSON)
+    if payload.problem:
+        problems.append(Problem("record-unreadable", name, payload.problem))
+        return None
+    if not payload.intact:
+        problems.append(Problem("crc-mismatch", name, "it does not have the checksum it was saved with"))
+    try:
+        return json.loads(payload.data)
+    except ValueError as error:
+        problems.append(Problem("json-broken", name, str(error)[:200]))
+    except RecursionError:
+        problems.append(Problem("json-broken", name, "it is nested too deeply"))
+    return None
+
+
+def items(value: Any) -> list[tuple[str, Any]]:
+    """The entries of a JSON object; none of anything else."""
+    return list(value.items()) if type(value) is dict else []
+
+
+def entries(value: Any) -> list[Any]:
+    """The members of a JSON array; none of anything else."""
+    return value if type(value) is list else []
+
+
+def text(value: Any, longest: int = 80) -> str:
+    """A JSON text, not too long; empty for anything else."""
+    return value[:longest] if type(value) is str else ""
+
+
+def _number(value: Any) -> Any:
+    """An integer as these files write one: plain, as ``{"as_int": 3}``, or as text. Anything else is left as it is.
+
+    >>> _number(3), _number({"as_int": 3}), _number("3"), _number({"as_expr": "s0"})
+    (3, 3, 3, {'as_expr': 's0'})
+    """
+    if type(value) is dict and "as_int" in value:
+        return value["as_int"]
+    if type(value) is str and value.isdecimal() and len(value) < 20:
+        return int(value)
+    return value
+
+
+_UNTYPED = Global("torch.storage", "UntypedStorage", 0)
+_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3", 0)
+_PARAMETER = Global("torch._utils", "_rebuild_parameter", 0)
+_GET_LAYOUT = Global("torch.serialization", "_get_layout", 0)
+
+
+def described(
+    archive: Archive,
+    name: str,
+    *,
+    dtype: str,
+    device: str,
+    offset: Any,
+    sizes: Any,
+    strides: Any,
+    requires_grad: Any = False,
+    parameter: bool = False,
+    nbytes: int | None = None,
+) -> Call:
+    """The rebuild call for a tensor that JSON describes, over the record ``name``, or over ``nbytes`` bytes of it.
+
+    A storage without bytes is taken to be as long as the tensor needs.
+    """
+    shape, steps = (tuple(_number(n) for n in entries(part)) for part in (sizes, strides))
+    first = _number(offset)
+    record = archive.find(name)
+    if nbytes is None:
+        nbytes = record.size if record is not None else 0
+    if not nbytes and 0 not in shape and all(type(n) is int and 0 <= n < 1 << 63 for n in (first, *shape, *steps)):
+        last = sum((size - 1) * step for size, step in zip(shape, steps, strict=False))
+        nbytes = itemsize(dtype, first + last + 1)
+    storage = Persistent(("storage", _UNTYPED, name, device, nbytes), 0)
+    kind = Global("torch", dtype or "unknown", 0)
+    call = Call(_REBUILD_V3, (storage, first, shape, steps, requires_grad, None, kind), "reduce", 0)
+    return Call(_PARAMETER, (call, requires_grad, None), "reduce", 0) if parameter else call
+
+
+def complaints(tree: Tree, hollow: Iterable[Storage]) -> list[Problem]:
+    """The problems of a tree, less disputes over how long a storage is that is not there: each tensor has to guess."""
+    unknown = {f"storage {storage.key}" for storage in hollow}
+    return [p for p in tree.problems if p.code != "storage-conflict" or p.where not in unknown]
+
+
+def typed(storages: Iterable[Storage], tensors: Iterable[Tensor]) -> tuple[Storage, ...]:
+    """Storages with the dtype of the first tensor that looks at each, for containers that name it only there."""
+    first: dict[str | None, str] = {}
+    for tensor in tensors:
+        first.setdefault(tensor.storage, tensor.dtype)
+    return tuple(storage._replace(dtype=first.get(storage.id, storage.dtype)) for storage in storages)
+
+
+# -- what TorchScript code shows
+
+OPERATORS: dict[str, str] = {
+    # From the operator registry of torch 2.13: those that take a file name or start something elsewhere. With the first
+    # two a program reads or writes any file, and does so inside torch.jit.load if it says so in a __setstate__.
+    "aten::from_file": "reads or maps a file",
+    "aten::save": "writes a file",
+    "prim::PythonOp": "calls back into Python",
+    "prim::rpc_async": "calls a function on another machine",
+    "prim::rpc_remote": "calls a function on another machine",
+    "prim::rpc_sync": "calls a function on another machine",
+    # Registered by torchvision and torchaudio.
+    "image::read_file": "reads a file",
+    "image::write_file": "writes a file",
+    "torchaudio::sox_effects_apply_effects_file": "reads a file",
+    "torchaudio::sox_io_get_info": "reads a file",
+    "torchaudio::sox_io_load_audio_file": "reads a file",
+    "torchaudio::sox_io_save_audio_file": "writes a file",
+}
+_HIDDEN = "a module of operators under another name, which hides what is called"
+
+_DEVICE = re.compile(r"""torch\s*\.\s*device\s*\(\s*["']([\w:]{1,40})["']""")
+# Comments and strings, as torch/csrc/jit/frontend/lexer.h has them: no prefixes, a newline only inside triple quotes.
+_QUOTED = re.compile(
+    r"""#[^\n]*|"{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""", re.DOTALL
+)
+_DOTTED = re.compile(r"(?<![\w.])(?:torch|ops)\b(?:\s*\.\s*[A-Za-z_]\w*)*")
+
+
+def code_problems(name: str, code: str) -> list[Problem]:
+    """The devices and the far-reaching operators in one source file.
+
+    >>> [problem.code for problem in code_problems("a.py", 'torch.save(x, "f"); torch.device("cuda:0")')]
+    ['script-dangerous-op', 'script-device']
+    """
+    out = _operator_problems(name, operators(code))
+    devices = Counter(_DEVICE.findall(code))
+    if devices:
+        shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices.most_common(8))
+        out.append(Problem("script-device", name, shown))
+    return out
+
+
+def operators(code: str) -> Counter[str]:
+    """The operators of ``OPERATORS`` that a program names, and any trick to name one out of sight.
+
+    The compiler takes ``torch.save``, ``ops.aten.save``, ``t = torch`` and then ``t.save``, ``(torch).save`` and
+    ``getattr(torch, "save")`` alike. What torch itself writes always has a dot after ``torch`` and ``ops``.
+
+    >>> operators("t = torch; t.save(x, name)")
+    Counter({'torch': 1})
+    """
+    bare = _QUOTED.sub(" ", code)
+    if '"' in bare or "'" in bare:  # a quote is left over: strings may end elsewhere
+        bare = code
+    found: Counter[str] = Counter()
+    for match in _DOTTED.finditer(bare.replace("\\\n", " ")):
+        top, *parts = [part.strip() for part in match[0].split(".")]
+        symbol = top
+        if top == "torch" and parts:
+            symbol = f"aten::{parts[0]}"
+        elif top == "ops" and len(parts) > 1:
+            symbol = f"{parts[0]}::{parts[1]}"
+        if symbol in OPERATORS or symbol == top:
+            found[symbol] += 1
+    return found
+
+
+def _operator_problems(where: str, called: Counter[str]) -> list[Problem]:
+    lines = [f"{name} {count}×: {OPERATORS.get(name, _HIDDEN)}" for name, count in called.most_common()]
+    return [Problem("script-dangerous-op", where, "\n".join(lines))] if called else []
+
+
+def _words(root: object) -> Iterator[str]:
+    """All texts in a graph of nodes."""
+    stack: list[Any] = [root]
+    seen: set[int] = set()
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind is str:
+            yield node
+        elif id(node) not in seen and kind in (tuple, list, Dict, Set, Call):
+            seen.add(id(node))
+            if kind is Call:
+                stack += (node.args, node.states, node.items, node.appended)
+            else:
+                stack += node.items if kind in (Dict, Set) else node
+
+
+# -- TorchScript
+
+MAX_OPERATOR_VERSION = 10
+"""The newest set of operators that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
+
+_MAIN = ("data.pkl", "constants.pkl", "attributes.pkl")
+_SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with the view of another storage, always None
+
+
+def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+    """A checkpoint out of a TorchScript archive. Its code is looked at, never run."""
+    found = list(problems)
+    budget = Budget(nbytes)
+    notes = note_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
+    facts = [("operator version" if name == "version" else name, value) for name, value in notes]
+    version = dict(facts).get("operator version")
+    if version is None:
+        found.append(Problem("zip-no-version", detail="torch.jit.load wants the record `version`"))
+    elif not version.isdecimal() or int(version[:9]) > MAX_OPERATOR_VERSION:
+        detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
+        found.append(Problem("zip-bad-version", "version", detail))
+    old = archive.find("data.pkl") is None and archive.find("model.json") is not None
+    tree, pickles = _read_old(archive, found, budget) if old else _read_new(archive, found)
+    # Further pickles: bytecode, debug information, traced inputs; not the files a user put into ``extra/``.
+    names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
+    others = [name for name in names if not name.startswith("extra/")]
+    for name in others:
+        if budget.take(archive.records[name], found):
+            pickles.append(_read_stream(archive, name, found, _SCRIPT_IDS))
+    parts = _read_code(archive, found)
+    root = pickles[0].root if pickles else None
+    if type(root) is Call and type(root.callee) is Global:
+        facts.append(("class", f"{root.callee.module}.{root.callee.name}"[:200]))
+    bytecode = next((pickle for pickle in reversed(pickles) if pickle.name == "bytecode.pkl"), None)
+    if bytecode is not None:
+        root = bytecode.root
+        number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
+        facts.append(("lite interpreter", f"bytecode version {number}"))
+        found += _operator_problems(bytecode.name, Counter(word for word in _words(root) if word in OPERATORS))
+    found += complaints(tree, [s for s in tree.storages if old and not s.record])
+    found += check_storages(tree.storages, archive)
+    # Storages of the inputs a program was traced with: torch writes them, empty, and never reads them.
+    samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
+    known = {*others, *_MAIN, "model.json", *(part.name for part in parts), *samples}
+    strays, more = stray_records(archive, tree.storages, known)
+    return Checkpoint(
+        path=path,
+        format="torchscript",
+        nbytes=nbytes,
+        tensors=tree.tensors,
+        storages=typed(tree.storages, tree.tensors),
+        leaves=tree.leaves,
+        records=tuple(archive.records.values()),
+        parts=tuple(parts),
+        facts=tuple(facts),
+        problems=(*found, *strays),
+        pickles=(*pickles, *more),
+    )
+
+
+def _read_code(archive: Archive, problems: list[Problem]) -> list[Part]:
+    """The source files, searched, and the files a user has added."""
+    parts: list[Part] = []
+    budget = Budget(0, MAX_CODE)
+    for name, record in archive.records.items():
+        if name.startswith("extra/") and not name.endswith("/"):
+            parts.append(Part(name, "extra file", record.size))
+        elif name.startswith("code/") and name.endswith(".py"):
+            parts.append(Part(name, "source", record.size))
+            if not budget.take(record, problems):
+                continue
+            payload = archive.read(record, MAX_CODE)
+            if payload.problem:
+                problems.append(Problem("record-unreadable", name, payload.problem))
+                continue
+            if not payload.intact:
+                problems.append(Problem("crc-mismatch", name, "its text is not the one that was saved"))
+            problems += code_problems(name, payload.data.decode("utf-8", "replace"))
+    if archive.find("constants.pkl") and not any(part.kind == "source" for part in parts):
+        detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
+        problems.append(Problem("script-no-code", "code/", detail))
+    return parts
+
+
+def _read_new(archive: Archive, problems: list[Problem]) -> tuple[Tree, list[Pickle]]:
+    """From 1.3 on: ``data.pkl`` and ``constants.pkl``."""
+    big_endian = note(archive, "byteorder", []) == "big"
+    main = _read_stream(archive, "data.pkl", problems, _SCRIPT_IDS)
+    main.main = True
+    tree = read_tree(_plain(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
+    if archive.find("constants.pkl") is None:
+        return tree, [main]
+    constants = _read_stream(archive, "constants.pkl", problems, _SCRIPT_IDS)
+    held = _plain(archive, "constants.pkl")
+    held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
+    more = read_tree(held, storage_table(archive, forms=(("constants/", ""),), big_endian=big_endian), separator=".")
+    # Constants count their storages from zero again, so theirs get other ids.
+    lead = "constants/"
+    storages = (moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
+    both = Tree(
+        (*tree.tensors, *(moved_tensor(tensor, lead) for tensor in more.tensors)),
+        (*tree.storages, *storages),
+        (*tree.leaves, *more.leaves),
+        (*tree.problems, *more.problems),
+    )
+    return both, [main, constants]
+
+
+def _members(root: object) -> list[Any]:
+    return list(root) if type(root) in (tuple, list) else []  # type: ignore[call-overload]
+
+
+# -- the dialect of torch's C++ pickler
+
+_WRAPPERS = frozenset(
+    f"torch.jit._pickle.{name}"
+    for name in ("restore_type_tag", "build_intlist", "build_tensorlist", "build_doublelist", "build_boollist")
+)
+_STORAGES = {
+    "Float8_e4m3fnStorage": "float8_e4m3fn",
+    "Float8_e4m3fnuzStorage": "float8_e4m3fnuz",
+    "Float8_e5m2Storage": "float8_e5m2",
+    "Float8_e5m2fnuzStorage": "float8_e5m2fnuz",
+    "Float8_e8m0fnuStorage": "float8_e8m0fnu",
+    "Float4_e2m1fn_x2Storage": "float4_e2m1fn_x2",
+    "ComplexHalfStorage": "complex32",
+    "UInt16Storage": "uint16",
+    "UInt32Storage": "uint32",
+    "UInt64Storage": "uint64",
+}
+_LAYOUTS = {1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc"}
+
+
+def _plain(archive: Archive, name: str) -> Pickle:
+    """A pickle once more, with what only torch's C++ pickler writes put as ``torch.save`` would.
+
+    Lists and dictionaries lose the call that tells their type, storages of the newer dtypes become untyped, and sparse
+    tensors get their arguments in the usual order. The pickle that is judged stays as the file has it.
+    """
+    payload = archive.get(name, pickle_machine.MAX_STREAM)
+    pickle = pickle_machine.run(payload.data if payload else b"", name=name)
+    odd: dict[int, str] = {}
+    for held in pickle.persistent:
+        pid = held.id
+        if type(pid) is tuple and len(pid) > 4 and type(pid[1]) is Global and type(pid[4]) is int:
+            dtype = _STORAGES.get(pid[1].name)
+            if dtype:
+                odd[id(held)] = dtype
+                held.id = (pid[0], _UNTYPED, *pid[2:4], pid[4] * ITEMSIZE[dtype])
+    for call in pickle.calls:
+        callee = call.callee
+        if type(callee) is not Global or type(call.args) is not tuple or not call.args:
+            continue
+        function, first = callee.full_name, call.args[0]
+        if function in _WRAPPERS:
+            if type(first) is list:
+                call.args, call.appended = (), first
+            elif type(first) is Dict:
+                call.args, call.items = (), first.items
+            else:
+                call.args = (first,)
+        elif id(first) in odd and function == "torch._utils._rebuild_tensor_v2" and len(call.args) > 5:
+            call.callee, call.args = _REBUILD_V3, (*call.args[:6], Global("torch", odd[id(first)], 0))
+        elif function == "torch._utils._rebuild_sparse_tensor" and type(first) is int and len(call.args) > 5:
+            layout, size, _, *parts = call.args
+            words = (f"torch.{_LAYOUTS.get(layout, 'unknown')}",)
+            call.args = (Call(_GET_LAYOUT, words, "reduce", call.position), (*parts[:-1], size))
+    return pickle
+
+
+# -- TorchScript of 1.0 to 1.2: model.json, with the other attributes in attributes.pkl
+
+_DATA_TYPES = {
+    "FLOAT": "float32",
+    "DOUBLE": "float64",
+    "FLOAT16": "float16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "INT16": "int16",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def _read_old(archive: Archive, problems: list[Problem], budget: Budget) -> tuple[Tree, list[Pickle]]:
+    model = dict(items(load_json(archive, "model.json", problems, budget)))
+    tensors: list[Any] = []
+    for entry in entries(model.get("tensors")):
+        fields = dict(items(entry))
+        call = described(
+            archive,
+            text(dict(items(fields.get("data"))).get("key"), 255),
+            dtype=_DATA_TYPES.get(text(fields.get("dataType")), ""),
+            device=text(fields.get("device")) or "cpu",
+            offset=fields.get("offset"),
+            sizes=fields.get("dims"),
+            strides=fields.get("strides"),
+            requires_grad=fields.get("requiresGrad"),
+        )
+        tensors.append(call)
+    pickles: list[Pickle] = []
+    values: list[Any] = []
+    if archive.find("attributes.pkl") is not None:
+        pickles.append(_read_stream(archive, "attributes.pkl", problems, _SCRIPT_IDS))
+        pickles[0].main = True
+        held = _plain(archive, "attributes.pkl")
+        for call in held.calls:
+            if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
+                known = _at(tensors, call.args[0]) if type(call.args) is tuple and call.args else None
+                if known is not None:
+                    call.callee, call.args = known.callee, known.args
+        values = _members(held.root)
+    # The modules as the objects they would be in today's data.pkl; not by recursion, since JSON may nest deep.
+    top = Pickle("model.json")
+    top.root = _module()
+    todo = [(model.get("mainModule"), top.root)]
+    while todo:
+        module, made = todo.pop()
+        fields = dict(items(module))
+        state: list[object] = []
+        for group, key, table in (("parameters", "tensorId", tensors), ("attributes", "id", values)):
+            for entry in entries(fields.get(group)):
+                member = dict(items(entry))
+                state += [text(member.get("name"), 200), _at(table, _number(member.get(key)))]
+        for entry in entries(fields.get("submodules")):
+            child = _module()
+            state += [text(dict(items(entry)).get("name"), 200), child]
+            todo.append((entry, child))
+        made.states = [Dict(state)]
+    return read_tree(top, storage_table(archive, forms=(("", ""),)), separator="."), pickles
+
+
+def _module() -> Call:
+    return Call(Global("__torch__", "Module", 0), (), "newobj", 0)
+
+
+def _at(values: list[Any], index: object) -> Any:
+    return values[index] if type(index) is int and 0 <= index < len(values) else None
+
+
+# -- torch.package: Python source, pickles that refer to it, and the storages of all of them
+
+MAX_LIST = 1 << 20
+"""``.data/extern_modules`` is a list of module names."""
+
+_PACKAGE_NOTES = (".data/version", ".data/python_version", "byteorder", ".data/serialization_id")
+_SCRIPT = ".data/ts_code/"
+_PACKAGE_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (3, 4)}
+
+
+def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+    """A checkpoint out of a package: the tensors of each pickle are named after it, ``model/model.pkl/fc.weight``."""
+    found = list(problems)
+    notes = note_facts(archive, _PACKAGE_NOTES, found)
+    facts = [(name, value if name == "folder" else value[:80]) for name, value in notes if value or name != "folder"]
+    payload = archive.get(".data/extern_modules", MAX_LIST)
+    modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
+    if modules:
+        facts.append(("extern modules", some(modules, 20)))
+    pickles = _package_pickles(archive, found, Budget(nbytes))
+    big_endian = dict(facts).get("byteorder") == "big"
+    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=big_endian)
+    root: list[object] = []
+    for pickle in pickles:
+        plain = pickle
+        if pickle.name.startswith(_SCRIPT):
+            plain = _plain(archive, pickle.name)
+            for held in plain.persistent:
+                # TorchScript calls a storage ``4.storage`` where Python's pickles call it ``4``.
+                pid = held.id
+                if type(pid) is tuple and len(pid) > 2 and type(pid[2]) is str:
+                    held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
+        table.enter(plain.persistent)
+        root += _package_objects(plain)
+    tree = find_tensors(Dict(root), table)
+    found += [*tree.problems, *check_storages(tree.storages, archive)]
+    parts: list[Part] = []
+    budget = Budget(0, MAX_CODE)
+    for name, record in archive.records.items():
+        if name.endswith(".py"):
+            parts.append(Part(name, "source", record.size))
+            if name.startswith(_SCRIPT) and budget.take(record, found):
+                found += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
+        elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_NOTES:
+            parts.append(Part(name, "resource", record.size))
+    python = dict(facts).get("python_version")
+    return Checkpoint(
+        path=path,
+        format="torch-package",
+        nbytes=nbytes,
+        tensors=tree.tensors,
+        storages=tree.storages,
+        leaves=tree.leaves,
+        records=tuple(archive.records.values()),
+        parts=tuple(parts),
+        facts=tuple(facts),
+        written_by=Origin(recorded=(("python", python),) if python else ()),
+        problems=tuple(found),
+        pickles=tuple(pickles),
+    )
+
+
+def _package_pickles(archive: Archive, problems: list[Problem], budget: Budget) -> list[Pickle]:
+    """Every pickle of the package. The calls that only its persistent ids make are put among the others."""
+    pickles: list[Pickle] = []
+    for name, record in archive.records.items():
+        # ``save_pickle`` may give a record any name, so the first bytes count too.
+        named, other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
+        is_pickle = named or (not other and looks_like_pickle(head(archive, record, 2)))
+        if is_pickle and budget.take(record, problems):
+            pickle = _read_stream(archive, name, problems, _PACKAGE_IDS)
+            pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
+            pickles.append(pickle)
+    saved = [pickle for pickle in pickles if not pickle.name.startswith(".data/")]
+    if len(saved) == 1:
+        saved[0].main = True
+    return pickles
+
+
+def _package_objects(pickle: Pickle) -> list[object]:
+    """Names and objects in turn: the root under the record's name, and what package calls make deeper in, beside it."""
+    if pickle.name.endswith(".debug_pkl"):
+        return []
+    calls = [(held, call) for held in pickle.persistent if (call := _package_call(held))]
+    top = next((call for held, call in calls if held is pickle.root), None)
+    made: list[object] = [] if top else [pickle.name, pickle.root]
+    index = 0
+    for _, call in sorted(calls, key=lambda pair: pair[1] is not top):
+        # The object the call makes. A graph module's first argument is its ``__dict__``.
+        args = call.args if type(call.args) is tuple else ()
+        result = Call(call.callee, (), "reduce", call.position)
+        if args and type(args[0]) is Dict:
+            result.states = [args[0]]
+        else:
+            result.appended = list(args)
+        made += [pickle.name if call is top else f"{pickle.name}/reduce_package {index}", result]
+        index += call is not top
+    return made
+
+
+def _package_call(held: Persistent) -> Call | None:
+    """``("reduce_package", id, function, arguments)``, or without the id: a call the importer makes while it loads."""
+    pid = held.id
+    if type(pid) is not tuple or pid[:1] != ("reduce_package",) or len(pid) not in (3, 4):
+        return None
+    return Call(pid[-2], pid[-1], "reduce", held.position)
