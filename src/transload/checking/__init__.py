@@ -118,7 +118,7 @@ def _with_indices(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Check
         return checkpoint
     from transload.findings import Problem
     from transload.judge import judge
-    from transload.tensors import open_content
+    from transload.tensors.content import open_content
     from transload.verifying.records import misplaced
 
     with open_content(path) as content:

@@ -27,7 +27,7 @@ from transload.frozen import facts
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.io.sources import SourceLike
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = ["Conversion", "convert", "convert_content", "parts"]
 
@@ -128,7 +128,7 @@ def convert(
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP
     """
     from transload.loading.refusal import refuse_broken
-    from transload.tensors import open_content
+    from transload.tensors.content import open_content
 
     target = _path(dst)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)

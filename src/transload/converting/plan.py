@@ -34,7 +34,7 @@ from transload.errors import ConvertError
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Tensor
     from transload.converting.output import Job
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = ["Plan", "make_plan", "notes"]
 

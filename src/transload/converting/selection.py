@@ -21,7 +21,7 @@ from transload.dtypes import itemsize
 from transload.errors import ConvertError, UsageError
 from transload.formats.tensors import called, short_key
 from transload.nodes import Call, Dict
-from transload.tensors import Allowance, Content
+from transload.tensors.content import Allowance, Content
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor

@@ -21,12 +21,12 @@ from transload.errors import ConvertError
 from transload.formats.tensors import called, short_key
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_archive
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors import Allowance
+from transload.tensors.content import Allowance
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Storage
     from transload.converting.output import Job
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = ["Layout", "Slot", "Structure", "carried_calls", "flat", "laid_out", "structured", "write_torch"]
 

@@ -21,7 +21,7 @@ from transload.converting.casting import cast
 from transload.dtypes import itemsize
 from transload.errors import ConvertError, OverflowRefusedError
 from transload.io.sources import FileSource
-from transload.tensors import Content, ContentError, Run
+from transload.tensors.content import Content, ContentError, Run
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor

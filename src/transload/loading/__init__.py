@@ -33,14 +33,14 @@ from transload.io.memory import view
 from transload.loading.build import Wrong, build_object, is_fake_mode, plain_tensors
 from transload.loading.engine import SLOT_PAIR, Ended, ReadRequest, Settings, Sums, bring
 from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
-from transload.tensors.files import OpenCheckpoint, PackedStorages
+from transload.tensors import OpenCheckpoint, PackedStorages
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
     from transload.io.sources import Source, SourceLike
-    from transload.tensors.files import Piece
+    from transload.tensors import Piece
 
 __all__ = ["Progressing", "ReadOptions", "check_settings", "load", "read_storages"]
 
@@ -119,7 +119,7 @@ def load(
                     continue  # once more, with the tree, which has the names to say what is wrong
                 raise
             opened.check_unchanged()
-            opened.stay_behind()
+            opened.leave_behind_content()
             break
     _warn(checkpoint, plan)
     return made

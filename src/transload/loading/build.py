@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Storage, Tensor
     from transload.loading.placement import DeviceMap
-    from transload.tensors.files import Piece
+    from transload.tensors import Piece
 
 __all__ = [
     "Wrong",

@@ -28,18 +28,19 @@ from transload.loading.handles import (
     check_one,
     fill,
     open_checkpoint,
+    plain,
     read_one,
     straight,
 )
 from transload.nodes import Call, Dict
-from transload.tensors.paths import plain
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
     from transload.io.sources import SourceLike
-    from transload.tensors.files import OpenCheckpoint, Piece
+    from transload.loading.handles import Opened
+    from transload.tensors import Piece
 
 __all__ = ["KeysWarning", "Loaded", "Match", "MismatchError", "branches", "find", "load_into"]
 
@@ -667,7 +668,7 @@ class Fit:
     dtypes: list[Difference] = field(default_factory=list)
 
 
-def fit(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint, *, cast: bool) -> Fit:
+def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> Fit:
     """Compare every key, shape and dtype."""
     out = Fit()
     for key in (key for key, slot in slots.items() if slot.tensor is None):
@@ -711,7 +712,7 @@ def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
     return tensor.shape == (1,) and slot.shape == ()
 
 
-def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list[Task]:
+def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
     """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
     last: dict[int, str] = {}
     places: dict[int, list[Slot]] = {}
@@ -729,7 +730,7 @@ def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list
         tasks.append(Task(key, tensor, part, tuple(places[ident])))
 
     def place(task: Task) -> tuple[str, int, int]:
-        storage = opened.storage(task.tensor.storage)
+        storage = opened.content.storage(task.tensor)
         return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
     return sorted(tasks, key=place)
@@ -746,7 +747,7 @@ def values(match: Match, checkpoint: Checkpoint) -> list[str]:
     return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
 
 
-def versions(match: Match, opened: OpenCheckpoint) -> dict[str, dict[str, Any]]:
+def versions(match: Match, opened: Opened) -> dict[str, dict[str, Any]]:
     """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
     held = opened.node(match.branch.path)
     node = held[1] if held else None
@@ -788,7 +789,7 @@ class State(MutableMapping[str, Any]):
     ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: OpenCheckpoint, goal: Destinations) -> None:
+    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
         self._entries = entries
         self._opened = opened
         self._goal = goal
@@ -871,7 +872,7 @@ class _Loading:
     def __init__(
         self,
         model: torch.nn.Module,
-        opened: OpenCheckpoint,
+        opened: Opened,
         goal: Destinations,
         settings: Settings,
         *,

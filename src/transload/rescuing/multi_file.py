@@ -15,7 +15,7 @@ from transload.io.sources import Source
 from transload.rescuing.assembly import Assembly, repaired
 from transload.rescuing.bitflips import Claim, check_records, repairs_of
 from transload.rescuing.result import LostRecord, Repair, Rescue, TensorOutcome
-from transload.tensors import Content, open_content
+from transload.tensors.content import Content, open_content
 from transload.verifying.records import Key, Region, damages, key_of, regions, sum_regions
 
 if TYPE_CHECKING:

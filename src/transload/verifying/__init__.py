@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.findings import Finding, Integrity, Problem
     from transload.io.sources import SourceLike
-    from transload.tensors import Content
+    from transload.tensors.content import Content
     from transload.verifying.manifest import Manifest
     from transload.verifying.records import Key, Options, Plan, Region, Sums
 
@@ -181,7 +181,7 @@ def verify(
 
     Raises ``CannotReadError`` if there is nothing to read; what is wrong with it is in the result.
     """
-    from transload.tensors import open_content
+    from transload.tensors.content import open_content
     from transload.verifying.records import Options, tensor_count
 
     begun = time.perf_counter()

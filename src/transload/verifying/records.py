@@ -24,13 +24,13 @@ from transload.formats.verify import Lost, checksums, mismatch
 from transload.io.checksums import fastest_crc32
 from transload.io.pool import each, threads
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors import Allowance, ContentError
+from transload.tensors.content import Allowance, ContentError
 from transload.verifying import Damage, TensorSum
 from transload.verifying.values import FLOATING, counted
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Storage, Tensor
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = [
     "Key",
