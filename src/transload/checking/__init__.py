@@ -262,13 +262,11 @@ def _of_torch(checkpoint: Checkpoint, diagnosis: Diagnosis) -> Iterator[Finding]
 
 def _of_plan(plan: Plan) -> Iterator[Finding]:
     """What the plan cannot do."""
-    from transload.loading.landing import shortage_words
-
     if plan.refused:
         yield Finding("no-such-device", "error", plan.refused, (), plan.fix)
     for short in plan.shortages:
         fix = tuple(f"Instead: {words}." for words in short.instead)
-        yield Finding("too-little-memory", "error", shortage_words(short), (), fix)
+        yield Finding("too-little-memory", "error", str(short), (), fix)
 
 
 def _of_tags(checkpoint: Checkpoint, plan: Plan) -> Iterator[Finding]:

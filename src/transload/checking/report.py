@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from transload.loading.landing import landing
+from transload.loading.placement import landing
 from transload.render.escape import printable
 from transload.render.lines import BLANK, Block, Prose, heading, layout, note, plain
 from transload.render.sizes import plural, size

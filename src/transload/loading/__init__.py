@@ -218,9 +218,7 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
         raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
-        from transload.loading.landing import shortage_words
-
-        what = "; ".join(map(shortage_words, short))
+        what = "; ".join(map(str, short))
         fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
         raise DoesNotFitError(what, where=checkpoint.path, fix=fix)
     return plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
+    from transload.render.lines import Block, Line
 
 __all__ = [
     "AUTO",
@@ -40,6 +41,7 @@ __all__ = [
     "Shortage",
     "devices_here",
     "devices_of",
+    "landing",
     "listed",
     "local_rank",
     "place",
@@ -65,6 +67,7 @@ _WORDS: dict[Reason, str] = {
 }
 _SHOWN = 8
 _LONGEST = 40
+_TAGS = 16
 
 
 _MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
@@ -122,6 +125,17 @@ class Shortage:
         """Bytes it lacks."""
         return self.needed - self.free
 
+    def __str__(self) -> str:
+        """What it lacks, in a phrase.
+
+        >>> str(Shortage("cuda:0", 14_000_000_000, 10_000_000_000))
+        'cuda:0 has 10.0 GB free and would need 14.0 GB: 4.00 GB too little'
+        """
+        from transload.render.sizes import size
+
+        lack = f"{size(self.missing)} too little"
+        return f"{self.device} has {size(self.free)} free and would need {size(self.needed)}: {lack}"
+
 
 @facts(frozen=True)
 class Plan:
@@ -167,9 +181,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
-        from transload.loading.landing import as_text
+        from transload.render.lines import layout, plain
+        from transload.render.style import Style
 
-        return as_text(self)
+        return "\n".join(plain(line) for line in layout(landing(self), Style()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -214,6 +229,49 @@ def _told(together: Sequence[Move]) -> str:
     first = together[0]
     why = _why(first.reason, listed(tags, "or"), first.detail)
     return f"{tensors} saved on {listed(tags)} land on {first.device}: {why}"
+
+
+def landing(plan: Plan) -> Iterator[Block]:
+    """A line for each tag, and what stands against it, as blocks of text."""
+    from transload.render.escape import printable
+    from transload.render.lines import Prose, Table
+    from transload.render.sizes import plural, size
+
+    def dim(text: str) -> Block:
+        return Prose(((text, "dim"),), lead=(("  ", ""),))
+
+    def against(text: str) -> Block:
+        return Prose(((printable(text, None), "strong"),), lead=(("✗ ", "bad"),))
+
+    def fix(text: str) -> Block:
+        return Prose(((printable(text, None), ""),), lead=(("  → ", "good"),))
+
+    if not plan.moves:
+        yield dim("there is nothing to place")
+    rows: list[tuple[Line, ...]] = []
+    for move in plan.moves[:_TAGS]:
+        target = "undecided" if move.device == UNDECIDED else printable(move.device, 24) or "nowhere"
+        role = "bad" if not move.device else "trust" if move.moved else "good"
+        rows.append(
+            (
+                ((listed([move.tag]), ""),),
+                (("→ ", "dim"), (target, role)),
+                ((printable(move.why, None), "" if move.moved else "dim"),),
+                ((plural(move.tensors, "tensor"), "dim"),),
+                ((size(move.nbytes), ""),),
+            )
+        )
+    yield Table(rows, right=frozenset({4}), drops=(3, 4))
+    if len(plan.moves) > _TAGS:
+        yield dim(f"… and {len(plan.moves) - _TAGS:,} more devices")
+    if plan.how and plan.ok:
+        yield dim(f"read by {plan.how}")
+    if plan.refused:
+        yield against(plan.refused)
+    for short in plan.shortages:
+        yield against(str(short))
+        yield from map(fix, short.instead)
+    yield from map(fix, plan.fix)
 
 
 AUTO = "auto"
