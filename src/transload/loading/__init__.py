@@ -31,7 +31,7 @@ from transload.errors import (
 from transload.formats import no_collecting
 from transload.io.memory import view
 from transload.loading.build import Wrong, build_object, is_fake_mode, plain_tensors
-from transload.loading.engine import SLOT_PAIR, Ended, ReadRequest, Settings, Sums, bring
+from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, read_here
 from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
 from transload.tensors import OpenCheckpoint, PackedStorages
 
@@ -431,8 +431,15 @@ class _Reader:
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
         sums = Sums() if self._options.verify else None
+        settings, tell = self._options.settings, self._options.tell
+        little = settings == Settings() and sum([want[2] for want in wants]) < LITTLE
         try:
-            bring(sources, wants, place, settings=self._options.settings, tell=self._options.tell, sums=sums)
+            if little and {want[3] for want in wants} == {"cpu"}:
+                read_here(sources, wants, place, sums, tell)
+            else:
+                from transload.loading.engine import bring
+
+                bring(sources, wants, place, settings=settings, tell=tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
             detail = f"the file ends after {end.came:,} of {storage.nbytes:,} bytes"

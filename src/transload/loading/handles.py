@@ -671,7 +671,8 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
 def _bring(elements: Elements, address: int, device: str, *, fresh: bool = True) -> None:
     """Read all of a compact view to an address, on any device that is reached."""
     from transload.io.memory import view
-    from transload.loading.engine import Ended, ReadRequest, bring
+    from transload.loading.engine import bring
+    from transload.loading.jobs import Ended, ReadRequest
 
     count = elements.nbytes
     if device != "cpu" or count >= _ALONE:

@@ -19,7 +19,7 @@ from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
 from transload.loading import check_settings
-from transload.loading.engine import Ended, ReadRequest, Settings, bring
+from transload.loading.engine import bring
 from transload.loading.handles import (
     Destinations,
     build_node,
@@ -32,6 +32,7 @@ from transload.loading.handles import (
     read_one,
     straight,
 )
+from transload.loading.jobs import Ended, ReadRequest, Settings
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
