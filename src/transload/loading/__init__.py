@@ -30,9 +30,17 @@ from transload.errors import (
 )
 from transload.formats import no_collecting
 from transload.io.memory import view
-from transload.loading.build import Wrong, build_object, is_fake_mode, plain_tensors
+from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, read_here
 from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
+from transload.loading.refusal import (
+    Allowed,
+    Wrong,
+    refuse_broken,
+    refuse_program,
+    refuse_unsafe,
+    worth_a_warning,
+)
 from transload.tensors import OpenCheckpoint, PackedStorages
 
 if TYPE_CHECKING:
@@ -197,8 +205,6 @@ def _open(f: SourceLike, *, tree: bool) -> OpenCheckpoint:
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file must not be loaded: in this order, so that what is not a checkpoint is never called unsafe."""
-    from transload.loading.refusal import Allowed, refuse_broken, refuse_program, refuse_unsafe
-
     refuse_broken(checkpoint)
     refuse_program(checkpoint, trusted=trusted)
     try:
@@ -226,8 +232,6 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
 
 def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
     import warnings
-
-    from transload.loading.refusal import worth_a_warning
 
     if plan.warning:
         warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)

@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import proxy
 
 from transload.errors import (
     BrokenFileError,
@@ -240,7 +241,8 @@ class Opened(OpenCheckpoint):
     @cached_property
     def content(self) -> Content:
         """Where the elements of its tensors lie."""
-        return Content(self.checkpoint, self.file)
+        own = proxy(self)  # two objects that hold each other would keep the file open until garbage is collected
+        return Content(self.checkpoint, lambda name: own.file(name))  # noqa: PLW0108 - own.file would hold it
 
 
 def open_checkpoint(f: SourceLike) -> Opened:

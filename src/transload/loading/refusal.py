@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allowed",
     "Unknown",
+    "Wrong",
     "loaded_pickles",
     "refuse_broken",
     "refuse_program",
@@ -65,6 +66,12 @@ _KNOWN = _PLAIN | _OURS
 
 class Unknown(Exception):  # noqa: N818 - a signal inside this room, never seen outside
     """A name that this torch does not have."""
+
+
+class Wrong(Exception):  # noqa: N818 - the same
+    """A call that no checkpoint makes; the text says what is wrong with it, ``node`` where that was met."""
+
+    node: object = None
 
 
 class Allowed:

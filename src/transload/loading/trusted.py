@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.io.sources import Slice, Source
-from transload.loading.build import sparse_tensor, validate
+from transload.loading.rebuild import sparse_tensor, validate
 
 if TYPE_CHECKING:
     import torch
