@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
+from transload.frozen import facts
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle
@@ -171,7 +172,7 @@ class Tensor(NamedTuple):
         return out
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class GlobalUse:
     """A name the file asks a loader to import: a class, a function, a constant.
 
@@ -241,7 +242,7 @@ class Record(NamedTuple):
     method: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Part:
     """A file of a directory checkpoint, a shard, or a compiled piece in a package.
 
@@ -258,7 +259,7 @@ class Part:
         return {"name": self.name, "kind": self.kind, "nbytes": self.nbytes, "facts": dict(self.facts)}
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Origin:
     """Who wrote the file: the torch releases that can have, the evidence, and versions it records itself.
 
@@ -299,7 +300,7 @@ class Origin:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class DeviceUse:
     """How much of a checkpoint is tagged with one device."""
 
@@ -312,7 +313,7 @@ class DeviceUse:
         return {"device": self.device, "tensors": self.tensors, "nbytes": self.nbytes}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@facts(frozen=True)
 class Checkpoint:
     """Everything known of one checkpoint without running it.
 
