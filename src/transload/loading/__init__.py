@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +55,6 @@ __all__ = ["Progressing", "ReadOptions", "check_settings", "load", "read_storage
 Progressing = bool | Callable[[int, int], object] | None
 
 _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
-_TRUE = ("1", "y", "yes", "true")
 
 
 def load(
@@ -98,7 +96,10 @@ def load(
     >>> import transload
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
-    trusted = not _is_weights_only(weights_only, pickle_module)
+    # torch's rule, with its two environment variables.
+    if weights_only is None:
+        weights_only = pickle_module is None and not _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    trusted = not (weights_only or _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"))
     _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
     mapped = _is_mapped(f, mmap)
     settings = check_settings(threads, pinned_mb, direct)
@@ -120,7 +121,7 @@ def load(
                     made = _load_trusted(opened, device_map, options, pickle_module, pickle_load_args)
                 else:
                     encoding = pickle_load_args.get("encoding", "utf-8")
-                    make = partial(_build_piece, device_map=device_map, encoding=encoding)
+                    make = partial(build_object, device_map=device_map, encoding=encoding)
                     made = _each_piece(opened, device_map, options, make)
             except BrokenFileError as error:
                 if checkpoint.counted and isinstance(error.__cause__, Wrong):
@@ -136,14 +137,8 @@ def load(
 # -- arguments
 
 
-def _is_weights_only(asked: bool | None, pickle_module: Any) -> bool:
-    """torch's rule, with its two environment variables."""
-    if os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
-        return True
-    if asked is None:
-        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
-        return pickle_module is None and not forced
-    return bool(asked)
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
 
 
 def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
@@ -248,11 +243,22 @@ Make = Callable[["Piece", Any], Any]
 def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Make) -> Any:
     """What all pieces hold: one object, or the dictionaries of shards put together."""
     made = []
-    with _torch_told(device_map):
+    import torch
+
+    # Functions of torch and of programs ask torch where things go while a file is loaded.
+    state: Any = getattr(torch.serialization, "_serialization_tls", None)
+    told = hasattr(state, "map_location")
+    before = state.map_location if told else None
+    try:
+        if told:
+            state.map_location = device_map.locations or None
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
             plain = piece.checkpoint.format == "safetensors"
             made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
+    finally:
+        if told:
+            state.map_location = before
     path = opened.checkpoint.path
     if opened.checkpoint.format != "sharded":
         if not made:
@@ -265,31 +271,6 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
             raise LoadError(what, where=path, fix="Load the shards one by one.")
         joined.update(shard)
     return joined
-
-
-@contextmanager
-def _torch_told(device_map: DeviceMap) -> Iterator[None]:
-    """Tell torch where things go while a file is loaded: functions of torch and of programs ask it."""
-    import torch
-
-    state: Any = getattr(torch.serialization, "_serialization_tls", None)
-    if not hasattr(state, "map_location"):
-        yield
-        return
-    before = state.map_location
-    try:
-        state.map_location = device_map.locations or None
-        yield
-    finally:
-        state.map_location = before
-
-
-def _build_piece(piece: Piece, storages: Any, device_map: DeviceMap, encoding: str) -> Any:
-    """The object, through the fixed table: nothing in the file is run."""
-    main = next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
-    if main is None:
-        raise LoadError("there is no object in it", where=piece.checkpoint.path)
-    return build_object(piece, main, storages, device_map, encoding)
 
 
 def _load_trusted(

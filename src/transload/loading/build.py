@@ -42,15 +42,18 @@ _ODD: dict[type, str] = {
 
 def build_object(
     piece: Piece,
-    pickle: Pickle,
     storages: dict[str, torch.UntypedStorage],
     device_map: DeviceMap,
     encoding: str = "utf-8",
+    pickle: Pickle | None = None,
 ) -> Any:
-    """The object a pickle describes, over storages that are in place.
+    """The object that a pickle describes, the main one if none is given, over storages that are in place.
 
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that nobody has allowed.
     """
+    pickle = pickle or next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
+    if pickle is None:
+        raise LoadError("there is no object in it", where=piece.checkpoint.path)
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
     builder = _Builder(piece, pickle, storages, device_map, where, encoding)
     try:

@@ -405,7 +405,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
-    return build_object(alone, part, read_storages(alone, device_map), device_map)
+    return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
 
 
 def _used_below(root: object) -> tuple[set[int], set[str]]:
