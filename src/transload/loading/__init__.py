@@ -1,7 +1,7 @@
 """``transload.load``: loads any checkpoint onto the devices of this machine, with the result ``torch.load`` would give.
 
-A load takes these steps: open and judge the file (``tensors.files``), refuse what must not be loaded (``refusal``),
-plan where everything goes (``placement``), read the storages (``read_storages`` below, which leaves most of that to
+A load takes these steps: open and judge the file (``tensors``), refuse what must not be loaded (``refusal``), plan
+where everything goes (``placement``), read the storages (``read_storages`` below; a little by ``jobs``, much by
 ``engine``), and build the objects over them (``build``; ``trusted`` with ``weights_only=False``).
 """
 
@@ -358,34 +358,28 @@ class _Reader:
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map = _mapping(piece) if options.mapped else None
         self._packed = PackedStorages(piece.checkpoint)
-        self._order = _byte_order(piece)
+        # The order of the bytes where the archive does not say: little, unless the program has told torch otherwise.
+        self._order = "little"
+        ask = getattr(torch.serialization, "get_default_load_endianness", None)
+        silent = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
+        if silent and ask is not None:
+            told = ask()
+            named = "little" if told is None else str(told.name).lower()
+            self._order = sys.byteorder if named == "native" else named
         self._dtypes: dict[str, str] | None = None
 
     # -- those that the engine brings
 
     def together(self) -> dict[str, torch.UntypedStorage]:
         """The storages that lie in the file as they will in memory, by id: all read at once."""
-        opened: list[Source] = []
-        plain, wants = self._plain(opened)
-        held: dict[int, torch.UntypedStorage] = {}
-
-        def place(index: int) -> int:
-            made = held[index] = self._empty(plain[index], wants[index][3])
-            return made.data_ptr()  # type: ignore[no-any-return]
-
-        if wants:
-            self._bring(opened, wants, place, plain)
-        return {storage.id: held[index] for index, storage in enumerate(plain)}
-
-    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[ReadRequest]]:
-        """The storages that the engine brings, and what is wanted for each; their files are opened."""
         plain: list[Storage] = []
         wants: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
-            return plain, wants
+            return {}
         storages = self._piece.checkpoint.storages
         devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
         here, all_big = sys.byteorder == "big", self._order == "big"
+        opened: list[Source] = []
         numbers: dict[str, int] = {}
         for storage in storages:
             tag, nbytes, stored, offset, file, compressed, big = _FIELDS(storage)
@@ -396,7 +390,15 @@ class _Reader:
                     opened.append(self._piece.open(file))
                 plain.append(storage)
                 wants.append(_new(ReadRequest, (numbers[file], offset, nbytes, device)))
-        return plain, wants
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def place(index: int) -> int:
+            made = held[index] = self._empty(plain[index], wants[index][3])
+            return made.data_ptr()  # type: ignore[no-any-return]
+
+        if wants:
+            self._bring(opened, wants, place, plain)
+        return {storage.id: held[index] for index, storage in enumerate(plain)}
 
     def _reached(self, tag: str) -> str:
         """The device for a tag if the engine reaches it; else empty."""
@@ -583,15 +585,3 @@ def _mapping(piece: Piece) -> torch.UntypedStorage | None:
         return torch.UntypedStorage.from_file(piece.path, shared, source.size)
     except RuntimeError:  # a file system without maps, no room for one, or a file that was just cut: reading will tell
         return None
-
-
-def _byte_order(piece: Piece) -> str:
-    """The order of the bytes where the archive does not say: little, unless the program has told torch otherwise."""
-    import torch
-
-    ask = getattr(torch.serialization, "get_default_load_endianness", None)
-    if piece.checkpoint.format != "torch-zip" or "byteorder" in dict(piece.checkpoint.facts) or ask is None:
-        return "little"
-    told = ask()
-    named = "little" if told is None else str(told.name).lower()
-    return sys.byteorder if named == "native" else named

@@ -384,7 +384,14 @@ class _Builder:
         made = self._get(node)
         for state in [self._get(state) for state in node.states or ()]:
             if type(made) is OrderedDict:
-                _set_attributes(made, state)
+                # Attributes such as the ``_metadata`` of a state dict; none that it has already.
+                if not isinstance(state, Mapping):
+                    raise Wrong("an OrderedDict that is given a state which names no attributes")
+                for name in state:
+                    if type(name) is not str or hasattr(OrderedDict, name):
+                        what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
+                        raise Wrong(what)
+                vars(made).update(state)
             elif type(made) in (torch.Tensor, torch.nn.Parameter):
                 self._rebuilder.build(made, state)
             else:
@@ -434,16 +441,6 @@ def _give_state(made: Any, state: Any) -> None:
         vars(made).update(state)
     for name, value in (slots or {}).items():
         setattr(made, name, value)
-
-
-def _set_attributes(made: OrderedDict[Any, Any], state: object) -> None:
-    """Attributes of an ordered dictionary, such as the ``_metadata`` of a state dict; none that it has already."""
-    if not isinstance(state, Mapping):
-        raise Wrong("an OrderedDict that is given a state which names no attributes")
-    for name in state:
-        if type(name) is not str or hasattr(OrderedDict, name):
-            raise Wrong(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
-    vars(made).update(state)
 
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
