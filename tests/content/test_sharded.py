@@ -11,7 +11,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.io.sources import BytesSource
-from transload.tensors import Content, ContentError, boxes
+from transload.tensors.content import Content, ContentError, boxes
 
 
 def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:

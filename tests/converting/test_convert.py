@@ -17,7 +17,7 @@ from transload.converting import convert, objects, parts
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
 from transload.judge import inspect
 from transload.nodes import Call, Global
-from transload.tensors import ContentError
+from transload.tensors.content import ContentError
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")

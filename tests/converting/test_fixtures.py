@@ -15,7 +15,7 @@ from tests.each import each
 
 import transload
 from transload.converting import convert
-from transload.tensors import open_content
+from transload.tensors.content import open_content
 
 DATA = Path(__file__).parent.parent / "data"
 SOURCE = Path(transload.__file__).parent.parent

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and
 SCRIPT = r"""
 import json, os, struct, sys, shutil
 from transload.converting import convert, output
-import transload.tensors
+import transload.tensors.content
 
 scene, base = sys.argv[1], sys.argv[2]
 CALLS = "open write writev pwrite pwritev copy_file_range fsync rename replace link unlink mkdir rmdir".split()

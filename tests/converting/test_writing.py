@@ -23,7 +23,7 @@ from transload.converting.plan import member_name
 from transload.converting.transfer import Entry, Job
 from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
 from transload.judge import inspect
-from transload.tensors import open_content
+from transload.tensors.content import open_content
 
 DATA = Path(__file__).parent.parent / "data"
 STATE = DATA / "h200" / "state_dict_cuda0.pt"

@@ -19,9 +19,9 @@ from torch import nn
 import transload
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io import cuda_driver as driver
-from transload.loading import cuda_lanes as ring
 from transload.loading import engine
 from transload.loading.engine import Choice
+from transload.loading.jobs import SLOT_PAIR
 
 BUSY = 400_000_000  # cycles: some tenths of a second
 MIB = 1 << 20
@@ -308,7 +308,7 @@ def test_from_four_threads(mixed: Path) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(ring._idle.lanes) <= ring.KEPT
+    assert len(engine._idle.lanes) <= engine.KEPT
 
 
 # -- when something goes wrong
@@ -509,4 +509,4 @@ def test_the_host_needs_no_more_than_the_ring(tmp_path: Path) -> None:
         pytest.skip("this system does not let a process forget its peak")
     grown, count = map(int, made.stdout.split() or pytest.fail(made.stderr))
     assert count == 256 * MIB
-    assert grown < engine.MOST_RING * engine.SLOT_PAIR + 64 * MIB
+    assert grown < engine.MOST_RING * SLOT_PAIR + 64 * MIB

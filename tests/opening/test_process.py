@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.loading.zoo import saved
 
+from transload import tensors as inflating
 from transload.errors import UsageError
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
-from transload.tensors import files as inflating
 
 VALUE = torch.arange(64.0).reshape(8, 8)
 
@@ -109,7 +109,7 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
                 raise KeyboardInterrupt
             return super()._next(most)
 
-    monkeypatch.setattr("transload.tensors.files.Inflating", Interrupted)
+    monkeypatch.setattr("transload.tensors.Inflating", Interrupted)
     with open_(packed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]
@@ -134,4 +134,4 @@ def test_nothing_is_opened_after_closing(tmp_path: Path) -> None:
     (storage,) = handle.checkpoint.storages
     handle.close()
     with pytest.raises(UsageError, match="was closed"):
-        opened.bytes_of(storage)
+        opened.file(storage.file)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import itemsize
-from transload.tensors import Content, open_content
+from transload.tensors.content import Content, open_content
 
 ROOT = Path(__file__).parent.parent / "data"
 FILES = sorted(

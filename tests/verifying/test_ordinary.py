@@ -12,7 +12,7 @@ from tests import forge
 from tests.each import each
 from tests.rescuing.makers import ARCHIVES, ident
 
-from transload import tensors as content
+from transload.tensors import content
 from transload.verifying import verify
 from transload.verifying.hashing import tensor_count
 

@@ -106,7 +106,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     if any(tensor.kind.startswith("sparse") for tensor in checkpoint.tensors):
         # The indices of sparse tensors are the only bytes of tensors that load looks at.
         from transload.findings import Problem
-        from transload.tensors import open_content
+        from transload.tensors.content import open_content
         from transload.tensors.damage import misplaced
 
         with open_content(path) as content:
@@ -206,8 +206,6 @@ class _TorchDefault(Allowed):
 
 def _findings(result: Check) -> Iterator[Finding]:
     """In the order of the report, among those of a severity: what is wrong with the file comes first."""
-    from transload.loading.landing import shortage_words
-
     checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
     torch, cause = machine.torch, result.diagnosis.cause
     first = torch.first
@@ -231,7 +229,7 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield Finding("no-such-device", "error", result.plan.refused, (), result.plan.fix)
     for short in result.plan.shortages:
         fix = tuple(f"Instead: {words}." for words in short.instead)
-        yield Finding("too-little-memory", "error", shortage_words(short), (), fix)
+        yield Finding("too-little-memory", "error", str(short), (), fix)
     if not broken:
         yield from _of_file(checkpoint, devices)
     if checkpoint.safety != "dangerous":  # nobody should install anything for such a file
@@ -309,7 +307,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
-    from transload.loading.landing import landing
+    from transload.loading.placement import landing
     from transload.render.checkpoint import findings, format_words
     from transload.render.lines import BLANK, Prose, heading, note
     from transload.render.words import plural, printable, size

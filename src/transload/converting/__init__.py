@@ -29,7 +29,7 @@ from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = ["Conversion", "Options", "convert", "convert_content", "format_of", "listing", "parts", "report"]
 
@@ -129,7 +129,7 @@ def convert(
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP
     """
-    from transload.tensors import open_content
+    from transload.tensors.content import open_content
 
     target = _path(dst)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)

@@ -29,7 +29,7 @@ from transload.converting.to_torch import (
 from transload.converting.transfer import FLOATING, Entry, Job, cast_dtype
 from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
-from transload.tensors import Allowance, Content
+from transload.tensors.content import Allowance, Content
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor

@@ -27,7 +27,7 @@ from transload.errors import ConvertError
 from transload.formats.tensors import called, short_key
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, opening_records, write_checkpoint
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors import Allowance, Content
+from transload.tensors.content import Allowance, Content
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key

@@ -23,7 +23,7 @@ from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import FileSource
-from transload.tensors import Content, ContentError, Run
+from transload.tensors.content import Content, ContentError, Run
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor

@@ -1,7 +1,7 @@
 """``transload.load``: loads any checkpoint onto the devices of this machine, with the result ``torch.load`` would give.
 
-A load takes these steps: open and judge the file (``tensors.files``), refuse what must not be loaded (``refusal``),
-plan where everything goes (``placement``), read the storages (``read_storages`` below, which leaves most of that to
+A load takes these steps: open and judge the file (``tensors``), refuse what must not be loaded (``refusal``), plan
+where everything goes (``placement``), read the storages (``read_storages`` below; a little by ``jobs``, much by
 ``engine``), and build the objects over them (``build``; ``trusted`` with ``weights_only=False``).
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,17 +29,19 @@ from transload.errors import (
 )
 from transload.formats import no_collecting
 from transload.io.memory import view
-from transload.loading.build import Wrong, build_object, is_fake_mode, plain_tensors
-from transload.loading.engine import SLOT_PAIR, Ended, ReadRequest, Settings, Sums, bring
+from transload.judge.problems import refuse_broken, worth_a_warning
+from transload.loading.build import build_object, is_fake_mode, plain_tensors
+from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, read_here
 from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
-from transload.tensors.files import OpenCheckpoint, PackedStorages
+from transload.loading.refusal import Allowed, Wrong, refuse_program, refuse_unsafe
+from transload.tensors import OpenCheckpoint, PackedStorages
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
     from transload.io.sources import Source, SourceLike
-    from transload.tensors.files import Piece
+    from transload.tensors import Piece
 
 __all__ = ["Progressing", "ReadOptions", "check_settings", "load", "read_storages"]
 
@@ -48,7 +49,6 @@ __all__ = ["Progressing", "ReadOptions", "check_settings", "load", "read_storage
 Progressing = bool | Callable[[int, int], object] | None
 
 _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
-_TRUE = ("1", "y", "yes", "true")
 
 
 def load(
@@ -90,7 +90,10 @@ def load(
     >>> import transload
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
-    trusted = not _is_weights_only(weights_only, pickle_module)
+    # torch's rule, with its two environment variables.
+    if weights_only is None:
+        weights_only = pickle_module is None and not _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    trusted = not (weights_only or _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"))
     _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
     mapped = _is_mapped(f, mmap)
     settings = check_settings(threads, pinned_mb, direct)
@@ -112,14 +115,14 @@ def load(
                     made = _load_trusted(opened, device_map, options, pickle_module, pickle_load_args)
                 else:
                     encoding = pickle_load_args.get("encoding", "utf-8")
-                    make = partial(_build_piece, device_map=device_map, encoding=encoding)
+                    make = partial(build_object, device_map=device_map, encoding=encoding)
                     made = _each_piece(opened, device_map, options, make)
             except BrokenFileError as error:
                 if checkpoint.counted and isinstance(error.__cause__, Wrong):
                     continue  # once more, with the tree, which has the names to say what is wrong
                 raise
             opened.check_unchanged()
-            opened.stay_behind()
+            opened.leave_behind_content()
             break
     _warn(checkpoint, plan)
     return made
@@ -128,14 +131,8 @@ def load(
 # -- arguments
 
 
-def _is_weights_only(asked: bool | None, pickle_module: Any) -> bool:
-    """torch's rule, with its two environment variables."""
-    if os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE:
-        return True
-    if asked is None:
-        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
-        return pickle_module is None and not forced
-    return bool(asked)
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").lower() in ("1", "y", "yes", "true")
 
 
 def _check_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> None:
@@ -197,9 +194,6 @@ def _open(f: SourceLike, *, tree: bool) -> OpenCheckpoint:
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file must not be loaded: in this order, so that what is not a checkpoint is never called unsafe."""
-    from transload.judge.problems import refuse_broken
-    from transload.loading.refusal import Allowed, refuse_program, refuse_unsafe
-
     refuse_broken(checkpoint)
     refuse_program(checkpoint, trusted=trusted)
     try:
@@ -219,9 +213,7 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
         raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
-        from transload.loading.landing import shortage_words
-
-        what = "; ".join(map(shortage_words, short))
+        what = "; ".join(map(str, short))
         fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
         raise DoesNotFitError(what, where=checkpoint.path, fix=fix)
     return plan
@@ -229,8 +221,6 @@ def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
 
 def _warn(checkpoint: Checkpoint, plan: Plan) -> None:
     import warnings
-
-    from transload.judge.problems import worth_a_warning
 
     if plan.warning:
         warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)
@@ -247,11 +237,22 @@ Make = Callable[["Piece", Any], Any]
 def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Make) -> Any:
     """What all pieces hold: one object, or the dictionaries of shards put together."""
     made = []
-    with _torch_told(device_map):
+    import torch
+
+    # Functions of torch and of programs ask torch where things go while a file is loaded.
+    state: Any = getattr(torch.serialization, "_serialization_tls", None)
+    told = hasattr(state, "map_location")
+    before = state.map_location if told else None
+    try:
+        if told:
+            state.map_location = device_map.locations or None
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
             plain = piece.checkpoint.format == "safetensors"
             made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
+    finally:
+        if told:
+            state.map_location = before
     path = opened.checkpoint.path
     if opened.checkpoint.format != "sharded":
         if not made:
@@ -264,31 +265,6 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
             raise LoadError(what, where=path, fix="Load the shards one by one.")
         joined.update(shard)
     return joined
-
-
-@contextmanager
-def _torch_told(device_map: DeviceMap) -> Iterator[None]:
-    """Tell torch where things go while a file is loaded: functions of torch and of programs ask it."""
-    import torch
-
-    state: Any = getattr(torch.serialization, "_serialization_tls", None)
-    if not hasattr(state, "map_location"):
-        yield
-        return
-    before = state.map_location
-    try:
-        state.map_location = device_map.locations or None
-        yield
-    finally:
-        state.map_location = before
-
-
-def _build_piece(piece: Piece, storages: Any, device_map: DeviceMap, encoding: str) -> Any:
-    """The object, through the fixed table: nothing in the file is run."""
-    main = next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
-    if main is None:
-        raise LoadError("there is no object in it", where=piece.checkpoint.path)
-    return build_object(piece, main, storages, device_map, encoding)
 
 
 def _load_trusted(
@@ -376,34 +352,28 @@ class _Reader:
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map = _mapping(piece) if options.mapped else None
         self._packed = PackedStorages(piece.checkpoint)
-        self._order = _byte_order(piece)
+        # The order of the bytes where the archive does not say: little, unless the program has told torch otherwise.
+        self._order = "little"
+        ask = getattr(torch.serialization, "get_default_load_endianness", None)
+        silent = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
+        if silent and ask is not None:
+            told = ask()
+            named = "little" if told is None else str(told.name).lower()
+            self._order = sys.byteorder if named == "native" else named
         self._dtypes: dict[str, str] | None = None
 
     # -- those that the engine brings
 
     def together(self) -> dict[str, torch.UntypedStorage]:
         """The storages that lie in the file as they will in memory, by id: all read at once."""
-        opened: list[Source] = []
-        plain, wants = self._plain(opened)
-        held: dict[int, torch.UntypedStorage] = {}
-
-        def place(index: int) -> int:
-            made = held[index] = self._empty(plain[index], wants[index][3])
-            return made.data_ptr()  # type: ignore[no-any-return]
-
-        if wants:
-            self._bring(opened, wants, place, plain)
-        return {storage.id: held[index] for index, storage in enumerate(plain)}
-
-    def _plain(self, opened: list[Source]) -> tuple[list[Storage], list[ReadRequest]]:
-        """The storages that the engine brings, and what is wanted for each; their files are opened."""
         plain: list[Storage] = []
         wants: list[ReadRequest] = []
         if self._faked or self._skips or self._map is not None:
-            return plain, wants
+            return {}
         storages = self._piece.checkpoint.storages
         devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
         here, all_big = sys.byteorder == "big", self._order == "big"
+        opened: list[Source] = []
         numbers: dict[str, int] = {}
         for storage in storages:
             tag, nbytes, stored, offset, file, compressed, big = _FIELDS(storage)
@@ -414,7 +384,15 @@ class _Reader:
                     opened.append(self._piece.open(file))
                 plain.append(storage)
                 wants.append(_new(ReadRequest, (numbers[file], offset, nbytes, device)))
-        return plain, wants
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def place(index: int) -> int:
+            made = held[index] = self._empty(plain[index], wants[index][3])
+            return made.data_ptr()  # type: ignore[no-any-return]
+
+        if wants:
+            self._bring(opened, wants, place, plain)
+        return {storage.id: held[index] for index, storage in enumerate(plain)}
 
     def _reached(self, tag: str) -> str:
         """The device for a tag if the engine reaches it; else empty."""
@@ -434,8 +412,15 @@ class _Reader:
     ) -> None:
         """Bring the bytes of storages to where there is place for each."""
         sums = Sums() if self._options.verify else None
+        settings, tell = self._options.settings, self._options.tell
+        little = settings == Settings() and sum([want[2] for want in wants]) < LITTLE
         try:
-            bring(sources, wants, place, settings=self._options.settings, tell=self._options.tell, sums=sums)
+            if little and {want[3] for want in wants} == {"cpu"}:
+                read_here(sources, wants, place, sums, tell)
+            else:
+                from transload.loading.engine import bring
+
+                bring(sources, wants, place, settings=settings, tell=tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
             detail = f"the file ends after {end.came:,} of {storage.nbytes:,} bytes"
@@ -594,15 +579,3 @@ def _mapping(piece: Piece) -> torch.UntypedStorage | None:
         return torch.UntypedStorage.from_file(piece.path, shared, source.size)
     except RuntimeError:  # a file system without maps, no room for one, or a file that was just cut: reading will tell
         return None
-
-
-def _byte_order(piece: Piece) -> str:
-    """The order of the bytes where the archive does not say: little, unless the program has told torch otherwise."""
-    import torch
-
-    ask = getattr(torch.serialization, "get_default_load_endianness", None)
-    if piece.checkpoint.format != "torch-zip" or "byteorder" in dict(piece.checkpoint.facts) or ask is None:
-        return "little"
-    told = ask()
-    named = "little" if told is None else str(told.name).lower()
-    return sys.byteorder if named == "native" else named

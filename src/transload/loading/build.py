@@ -1,49 +1,32 @@
 """Objects from the inert graph of a pickle, through a fixed table: what a restricted unpickler does, without a pickle.
 
-``build_object`` is the front: a ``_Builder`` walks over the graph. Plain values are made by ``BUILDERS``, tensors by a
-``Rebuilder``, which does what torch's rebuild functions do after their arguments have been checked. torch trusts those
-arguments. Here a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor
-beyond its buffer, or scales that are fewer than the channels are damage, and are reported. Most tensors of most files
-are ordinary, and take the short way through ``ordinary``.
+``build_object`` is the front: a ``_Builder`` walks over the graph. Most tensors of most files are made by ``ordinary``
+here; all others, and rarer values, by a ``Rebuilder``, which is imported when it is first needed.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
-from transload.loading.refusal import Allowed, Unknown, name_of
+from transload.loading.refusal import Allowed, Unknown, Wrong, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.checkpoint import Storage, Tensor
+    from transload.checkpoint import Storage
     from transload.loading.placement import DeviceMap
-    from transload.tensors.files import Piece
+    from transload.loading.rebuild import Rebuilder
+    from transload.tensors import Piece
 
-__all__ = [
-    "Wrong",
-    "build_object",
-    "is_fake_mode",
-    "kind_of",
-    "ordinary",
-    "plain_tensors",
-    "sparse_tensor",
-    "validate",
-    "view",
-]
+__all__ = ["build_object", "is_fake_mode", "kind_of", "ordinary", "plain_tensors", "view"]
 
 
 Args = tuple[Any, ...]
-
-_LATIN = ("latin1", "latin-1")
-_MAX_RANK = 1024
-_MAX_SIZE = 1 << 63
-
 Step = Callable[[Any], None]
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
@@ -57,29 +40,24 @@ _ODD: dict[type, str] = {
 }
 
 
-class Wrong(Exception):  # noqa: N818 - a signal inside this room, never seen outside
-    """A call that no checkpoint makes; the text says what is wrong with it, ``node`` where that was met."""
-
-    node: object = None
-
-
 def build_object(
     piece: Piece,
-    pickle: Pickle,
     storages: dict[str, torch.UntypedStorage],
     device_map: DeviceMap,
     encoding: str = "utf-8",
+    pickle: Pickle | None = None,
 ) -> Any:
-    """The object a pickle describes, over storages that are in place.
+    """The object that a pickle describes, the main one if none is given, over storages that are in place.
 
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that nobody has allowed.
     """
+    pickle = pickle or next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
+    if pickle is None:
+        raise LoadError("there is no object in it", where=piece.checkpoint.path)
     where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
-    rebuilder = Rebuilder(device_map)
-    builder = _Builder(pickle, where, encoding, Storages(piece, storages, device_map), rebuilder)
+    builder = _Builder(piece, pickle, storages, device_map, where, encoding)
     try:
         made = builder.run(pickle.root)
-        rebuilder.check_sparse()
     except Wrong as reason:
         position = getattr(reason.node, "position", None)
         place = where if position is None else f"{where} › byte {position}"
@@ -107,8 +85,18 @@ class _Builder:
     call) is made when its parts are there, and is busy until then.
     """
 
-    def __init__(self, pickle: Pickle, where: str, encoding: str, storages: Storages, rebuilder: Rebuilder) -> None:
+    def __init__(
+        self,
+        piece: Piece,
+        pickle: Pickle,
+        storages: dict[str, torch.UntypedStorage],
+        device_map: DeviceMap,
+        where: str,
+        encoding: str,
+    ) -> None:
         self.made: dict[int, Any] = {}
+        self._piece = piece
+        self._device_map = device_map
         self._where = where
         self._encoding = encoding
         self._built = pickle.built
@@ -117,12 +105,17 @@ class _Builder:
         self._waiting: dict[int, list[tuple[Step, Any]]] = {}
         # Bytes in a pickle of Python 2 are text that the reader could not decode.
         self._atoms = _ATOMS - {bytes} if pickle.undecoded else _ATOMS
-        self._storages = storages
+        self._known = entries(piece.checkpoint.storages, storages, device_map)
         self._allowed = Allowed()
-        self._rebuilder = rebuilder
-        self._outside: dict[str, Any] = {}
         self._names = {node: name_of(node) for node in pickle.globals.values()}
-        self._single = ordinary(storages.known, self.made, self._names)
+        self._single = ordinary(self._known, self.made, self._names)
+
+    @cached_property
+    def _rebuilder(self) -> Rebuilder:
+        """For what is not ordinary."""
+        from transload.loading.rebuild import Rebuilder
+
+        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
 
     def run(self, root: object) -> Any:
         """The object of a node, with all that it needs; ``Wrong`` if there can be none."""
@@ -142,6 +135,8 @@ class _Builder:
             raise
         if self._waiting:
             raise Wrong("an object that has to be there before it is made")
+        if "_rebuilder" in vars(self):
+            self._rebuilder.check_sparse()
         return self._get(root)
 
     def _get(self, node: Any) -> Any:
@@ -195,62 +190,65 @@ class _Builder:
             self._stack += reversed(self._waiting.pop(ident, ()))
 
     def _open(self, node: Any) -> None:
-        ident = id(node)
-        if ident in self.made or ident in self._busy:
+        """Make what is met for the first time, now or as soon as its parts are there."""
+        ident, kind, made = id(node), type(node), self.made
+        if ident in made or ident in self._busy:
             return
-        opener = self._OPENERS.get(type(node))
-        if opener is None:
-            raise Wrong(_ODD.get(type(node), "something that is no value"))
-        opener(self, node)
+        if kind is Call:
+            self._open_call(node)
+        elif kind is list:
+            values = made[ident] = []
+            ready = self._ready(node)
+            if ready is None:
+                self._later(lambda node: values.extend([self._get(child) for child in node]), node, node)
+            else:
+                values += ready
+        elif kind is Dict:
+            into: dict[Any, Any] = {}
+            made[ident] = into
+            ready = self._ready(node.items)
+            if ready is None:
+                self._later(lambda node: _set_items(into, [self._get(item) for item in node.items]), node, node.items)
+            else:
+                _set_items(into, ready)
+        elif kind is tuple:
+            if all(type(child) in self._atoms for child in node):
+                made[ident] = node
+            else:
+                self._busy.add(ident)
+                self._later(lambda node: self._done(node, tuple([self._get(child) for child in node])), node, node)
+        elif kind is Set:
+            if node.frozen:
+                self._busy.add(ident)
+            else:
+                made[ident] = set()
+            self._later(self._fill_set, node, node.items)
+        elif kind is bytearray:
+            made[ident] = node
+        elif kind is bytes:
+            made[ident] = self._text(node)
+        elif kind is Global:
+            made[ident] = self._object_of(node)
+        elif kind is Persistent:
+            # A storage; in the older formats also a class, or a tensor described elsewhere.
+            named = module_class(node)
+            if type(named) is Global and not self._rebuilder.is_described(node):
+                made[ident] = self._object_of(named)
+            else:
+                made[ident] = self._rebuilder.persistent(node)
+        else:
+            raise Wrong(_ODD.get(kind, "something that is no value"))
 
-    # -- values
-
-    def _open_bytearray(self, node: bytearray) -> None:
-        self.made[id(node)] = node
-
-    def _open_text(self, node: bytes) -> None:
+    def _text(self, node: bytes) -> Any:
         """Text of Python 2 that is not UTF-8."""
         if self._encoding == "bytes":
-            self.made[id(node)] = node
-            return
+            return node
         try:
-            self.made[id(node)] = node.decode(self._encoding)
+            return node.decode(self._encoding)
         except UnicodeDecodeError as error:
             what = f"Python 2 wrote text into it that is not {self._encoding}"
             fix = "Pass encoding='latin1', or the encoding it was written in."
             raise LoadError(what, where=self._where, fix=fix) from error
-
-    def _open_list(self, node: list[Any]) -> None:
-        values = self.made[id(node)] = []
-        ready = self._ready(node)
-        if ready is None:
-            self._later(lambda node: values.extend([self._get(child) for child in node]), node, node)
-        else:
-            values += ready
-
-    def _open_tuple(self, node: tuple[Any, ...]) -> None:
-        atoms = self._atoms
-        if all(type(child) in atoms for child in node):
-            self.made[id(node)] = node
-            return
-        self._busy.add(id(node))
-        self._later(lambda node: self._done(node, tuple([self._get(child) for child in node])), node, node)
-
-    def _open_dict(self, node: Dict) -> None:
-        into: dict[Any, Any] = {}
-        self.made[id(node)] = into
-        ready = self._ready(node.items)
-        if ready is None:
-            self._later(lambda node: _set_items(into, [self._get(item) for item in node.items]), node, node.items)
-        else:
-            _set_items(into, ready)
-
-    def _open_set(self, node: Set) -> None:
-        if node.frozen:
-            self._busy.add(id(node))
-        else:
-            self.made[id(node)] = set()
-        self._later(self._fill_set, node, node.items)
 
     def _fill_set(self, node: Set) -> None:
         values = [self._get(item) for item in node.items]
@@ -263,32 +261,12 @@ class _Builder:
         else:
             self.made[id(node)].update(members)
 
-    # -- names and storages
-
-    def _open_global(self, node: Global) -> None:
-        self.made[id(node)] = self._object_of(node)
-
     def _object_of(self, node: Global) -> Any:
         """The object of an allowed name."""
         found = self._allowed.object_of(node)
         if found is None:
             raise UnsafeError(f"it names {node.full_name}, which nobody has allowed", where=self._where)
         return found
-
-    def _open_persistent(self, node: Persistent) -> None:
-        """A storage; in the older formats also a class, or a tensor described elsewhere."""
-        outside = self._storages.outside(node)
-        kind = module_class(node)
-        if outside is not None:  # the same tensor each time it is named
-            key = str(node.id)
-            if key not in self._outside:
-                args = (self._storages.typed(outside[0]), *outside[1:])
-                self._outside[key] = self._rebuilder.make("torch._utils._rebuild_tensor", args)
-            self.made[id(node)] = self._outside[key]
-        elif type(kind) is Global and not self._storages.is_storage(node):
-            self.made[id(node)] = self._object_of(kind)
-        else:
-            self.made[id(node)] = self._storages.typed(node)
 
     # -- calls
 
@@ -310,7 +288,7 @@ class _Builder:
         dtype = entry[2][3]
         if dtype is None:
             return None
-        made = self._rebuilder.strided(self._storages.own(entry), dtype, *args[1:4])
+        made = self._rebuilder.strided(self._rebuilder.own(entry), dtype, *args[1:4])
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 
@@ -330,7 +308,7 @@ class _Builder:
         if node.states:
             self._stack.append((lambda node: self._later(self._set_states, node, node.states), node))
         if node.items:
-            self._stack.append((self._open_items, node))
+            self._stack.append((self._set_items, node))
         if node.appended:
             self._stack.append((lambda node: self._later(self._append, node, node.appended), node))
 
@@ -352,8 +330,8 @@ class _Builder:
     def _apply(self, name: str, node: Call, args: tuple[Any, ...]) -> Any:
         """What a name makes of its arguments."""
         if node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items):
-            if name in BUILDERS:
-                return BUILDERS[name](args)
+            if name == _ORDERED and not args:
+                return OrderedDict()
             if self._rebuilder.has(name):
                 return self._rebuilder.make(name, args)
         callee = _callee(node)
@@ -391,18 +369,12 @@ class _Builder:
         add = getattr(made, "extend", None) or getattr(made, "update", None)
         self._run(f"appending to {type(made).__name__}", add, (values,))
 
-    def _open_items(self, node: Call) -> None:
-        ready = self._ready(node.items or ())
-        if ready is None:
-            self._later(self._fill_items, node, node.items or ())
-        else:
-            self._set_items(node, ready)
-
-    def _fill_items(self, node: Call) -> None:
-        self._set_items(node, [self._get(item) for item in node.items or ()])
-
-    def _set_items(self, node: Call, values: list[Any]) -> None:
-        made = self._get(node)
+    def _set_items(self, node: Call) -> None:
+        items = node.items or ()
+        made, values = self._get(node), self._ready(items)
+        if values is None:
+            self._later(self._set_items, node, items)
+            return
         self._check_type(made, _MAPPINGS, "are put into")
         _set_items(made, values)
 
@@ -412,7 +384,14 @@ class _Builder:
         made = self._get(node)
         for state in [self._get(state) for state in node.states or ()]:
             if type(made) is OrderedDict:
-                _set_attributes(made, state)
+                # Attributes such as the ``_metadata`` of a state dict; none that it has already.
+                if not isinstance(state, Mapping):
+                    raise Wrong("an OrderedDict that is given a state which names no attributes")
+                for name in state:
+                    if type(name) is not str or hasattr(OrderedDict, name):
+                        what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
+                        raise Wrong(what)
+                vars(made).update(state)
             elif type(made) in (torch.Tensor, torch.nn.Parameter):
                 self._rebuilder.build(made, state)
             else:
@@ -428,19 +407,6 @@ class _Builder:
         what = f"values {how} an object of {name}, which nobody has allowed"
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
         raise UnsafeError(what, where=self._where, fix=fix)
-
-    # Not in the instance, which would then hold itself.
-    _OPENERS: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
-        list: _open_list,
-        tuple: _open_tuple,
-        Dict: _open_dict,
-        Set: _open_set,
-        bytearray: _open_bytearray,
-        bytes: _open_text,
-        Call: _open_call,
-        Global: _open_global,
-        Persistent: _open_persistent,
-    }
 
 
 def _callee(node: Call) -> Global:
@@ -479,248 +445,37 @@ def _give_state(made: Any, state: Any) -> None:
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
     """The tensors of a safetensors file by name."""
+    import torch
+
     checkpoint = piece.checkpoint
     known: dict[Any, Entry] = entries(checkpoint.storages, storages, device_map)
-    rebuilder = Rebuilder(device_map)
     made: dict[str, Any] = {}
     for tensor in checkpoint.tensors:
         entry = known.get(tensor.storage)
-        found = None
         if entry is not None and entry[2][4] == tensor.dtype:
             found = view(entry, tensor.offset, tensor.shape, tensor.stride)
-        made[tensor.name] = _plain_tensor(checkpoint.path, tensor, entry, rebuilder) if found is None else found
+            if found is not None:
+                made[tensor.name] = found
+                continue
+        # It is empty, on the meta device, or cannot be made.
+        where = f"{checkpoint.path} › {tensor.name}"
+        dtype = getattr(torch, tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            what = f"its dtype {tensor.dtype} is none of torch {torch.__version__}"
+            raise LoadError(what, where=where, fix="A newer torch may have it.")
+        if entry is None:
+            raise BrokenFileError("its bytes are not in the file", where=where)
+        from transload.loading.rebuild import Rebuilder
+
+        rebuilder = Rebuilder(piece, known, device_map, fake=is_fake_mode())
+        try:
+            made[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
+        except Wrong as reason:
+            raise BrokenFileError(f"it holds {reason}", where=where) from reason
     return made
 
 
-def _plain_tensor(path: str, tensor: Tensor, entry: Entry | None, rebuilder: Rebuilder) -> Any:
-    """A tensor that is empty, on the meta device, or cannot be made."""
-    import torch
-
-    where = f"{path} › {tensor.name}"
-    dtype = getattr(torch, tensor.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        what = f"its dtype {tensor.dtype} is none of torch {torch.__version__}"
-        raise LoadError(what, where=where, fix="A newer torch may have it.")
-    if entry is None:
-        raise BrokenFileError("its bytes are not in the file", where=where)
-    try:
-        return rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
-    except Wrong as reason:
-        raise BrokenFileError(f"it holds {reason}", where=where) from reason
-
-
-class Storages:
-    """The storages that were read, by persistent id; also tensors that a tar archive describes beside its pickle."""
-
-    def __init__(self, piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> None:
-        import torch
-
-        self._torch = torch
-        self.known = entries(piece.checkpoint.storages, storages, device_map)
-        self._typed: dict[object, Any] = {}
-        self._tar = _Tar(piece) if piece.checkpoint.format == "torch-tar" else None
-
-    def own(self, entry: Entry) -> Any:
-        """The storage for one tensor: torch makes an empty one anew for each that has one."""
-        storage, nbytes, _ = entry
-        return storage if nbytes else self._torch.UntypedStorage(0, device=storage.device)
-
-    def is_storage(self, node: Persistent) -> bool:
-        """Whether an id names a storage."""
-        pid = node.id
-        return type(pid) is tuple and len(pid) in (5, 6) and pid[0] in ("storage", b"storage")
-
-    def typed(self, node: object) -> Any:
-        """The storage of an id as torch gives it to a program: the same one each time."""
-        if type(node) is Persistent and self._tar is not None and not self.is_storage(node):
-            node = self._tar.storages.get(str(node.id))
-        if type(node) is not Persistent or not self.is_storage(node):
-            raise Wrong("an id that names no storage")
-        pid: Any = node.id
-        key = str(pid[2])
-        if key not in self.known:
-            raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
-        storage, nbytes, (*_, dtype, name) = self.known[key]
-        if dtype is None:
-            raise Wrong(f"a storage of {name}, which this torch does not have")
-        view = pid[5] if len(pid) == 6 else None
-        if view is not None:
-            return self._view(storage, dtype, view)
-        if not nbytes:
-            return self._wrapped(self.own(self.known[key]), dtype)
-        if key not in self._typed:
-            self._typed[key] = self._wrapped(storage, dtype)
-        return self._typed[key]
-
-    def _view(self, storage: Any, dtype: Any, view: Any) -> Any:
-        """A part of a storage, by (key, first element, elements)."""
-        match view:
-            case (str() as key, int() as first, int() as count) if first >= 0 and count >= 0:
-                width = self._torch.empty((), dtype=dtype, device="meta").element_size()
-                if (first + count) * width > storage.nbytes():
-                    raise Wrong("a part of a storage that reaches beyond it")
-                if ("view", key) not in self._typed:
-                    part = storage[first * width : (first + count) * width]
-                    self._typed["view", key] = self._wrapped(part, dtype)
-                return self._typed["view", key]
-        raise Wrong("a part of a storage that is none")
-
-    def _wrapped(self, storage: Any, dtype: Any) -> Any:
-        return self._torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-    def outside(self, node: Persistent) -> tuple[Any, ...] | None:
-        """Storage, offset, size and stride of a tensor that is described beside the pickle."""
-        return None if self._tar is None or type(node.id) is tuple else self._tar.tensors.get(str(node.id))
-
-
-class _Tar:
-    """The tables of a tar archive: its pickle names tensors and storages by number."""
-
-    def __init__(self, piece: Piece) -> None:
-        from transload.formats.torch_legacy import TarReader
-
-        reader = TarReader(piece.open(""))  # the same walk that found its tensors
-        reader.read_tables()
-        self.tensors = reader.tensor_args
-        self.storages = reader.storage_ids
-
-
-def _counter(args: Args) -> Counter[Any]:
-    made: Counter[Any] = Counter()
-    dict.update(made, _content(args, "a Counter"))
-    return made
-
-
-def _content(args: Args, what: str) -> Any:
-    """Nothing, a dictionary, or a list of pairs as Python 2 writes it."""
-    if not args:
-        return ()
-    content = args[0] if len(args) == 1 else None
-    pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
-    if type(content) is dict or pairs:
-        return content
-    raise Wrong(f"{what} that is made from what is no dictionary")
-
-
-def _set(args: Args) -> set[Any]:
-    if len(args) > 1 or any(type(arg) not in (list, tuple) for arg in args):
-        raise Wrong("a set that is made from what is no list")
-    try:
-        return set(*args)
-    except TypeError as error:
-        raise Wrong(f"a set of what cannot be in one: {error}") from error
-
-
-def _bytearray(args: Args) -> bytearray:
-    match args:
-        case ():
-            return bytearray()
-        case (bytes() as data,):
-            return bytearray(data)
-        case (str() as text, str() as codec) if codec in _LATIN:
-            return bytearray(_latin(text))
-    raise Wrong("a byte array that is made from what are no bytes")
-
-
-def _bytes(args: Args) -> bytes:
-    if args:  # protocol 2 writes only the empty ones so
-        raise Wrong("bytes that are made from something")
-    return b""
-
-
-def _defaultdict(args: Args) -> defaultdict[Any, Any]:
-    if len(args) > 1 or any(factory is not None and factory not in _FACTORIES for factory in args):
-        raise Wrong("a defaultdict that makes something else than plain values")
-    return defaultdict(*args)
-
-
-_FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
-
-
-def _version(args: Args) -> Any:
-    from torch.torch_version import TorchVersion
-
-    if len(args) != 1 or type(args[0]) is not str:
-        raise Wrong("a version that is no text")
-    return TorchVersion(args[0])
-
-
-def _encode(args: Args) -> bytes:
-    match args:
-        case (str() as text, str() as codec) if codec in _LATIN:
-            return _latin(text)
-    raise Wrong("a call of _codecs.encode for another codec than latin1")
-
-
-def _latin(text: str) -> bytes:
-    try:
-        return text.encode("latin1")
-    except UnicodeEncodeError:
-        raise Wrong("bytes that are written as text which latin1 does not have") from None
-
-
-def _complex(args: Args) -> complex:
-    if len(args) > 2 or any(type(arg) not in (float, int) for arg in args):
-        raise Wrong("a complex number that is made from what are no numbers")
-    return complex(*args)
-
-
-def _size(args: Args) -> Any:
-    import torch
-
-    if len(args) > 1 or any(type(arg) is not tuple or len(arg) > _MAX_RANK for arg in args):
-        raise Wrong("a torch.Size that is made from what is no tuple")
-    if args and any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in args[0]):
-        raise Wrong("a torch.Size of what are no numbers")
-    return torch.Size(*args)
-
-
-def _device(args: Args) -> Any:
-    import torch
-
-    match args:
-        case (str() | int(),) | (str(), int()):
-            return torch.device(*args)
-    raise Wrong("a torch.device that is made from what is no name and index")
-
-
-def _layout(args: Args) -> Any:
-    import torch
-
-    if len(args) != 1 or type(args[0]) is not str:
-        raise Wrong("a layout without its name")
-    found = getattr(torch, args[0].removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise Wrong(f"the layout {args[0][:80]}, which there is not")
-    return found
-
-
-BUILDERS: dict[str, Callable[[Args], Any]] = {
-    "_codecs.encode": _encode,
-    "builtins.bytearray": _bytearray,
-    "builtins.bytes": _bytes,
-    "builtins.complex": _complex,
-    "builtins.frozenset": lambda args: frozenset(_set(args)),
-    "builtins.set": _set,
-    "collections.Counter": _counter,
-    "collections.OrderedDict": lambda args: OrderedDict(_content(args, "an OrderedDict")),
-    "collections.defaultdict": _defaultdict,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
-    "torch.torch_version.TorchVersion": _version,
-}
-
-
-def _set_attributes(made: OrderedDict[Any, Any], state: object) -> None:
-    """Attributes of an ordered dictionary, such as the ``_metadata`` of a state dict; none that it has already."""
-    if not isinstance(state, Mapping):
-        raise Wrong("an OrderedDict that is given a state which names no attributes")
-    for name in state:
-        if type(name) is not str or hasattr(OrderedDict, name):
-            raise Wrong(f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already")
-    vars(made).update(state)
-
+# -- ordinary tensors
 
 Kind = tuple[Any, int, bool, Any, str]
 """An empty tensor of some dtype and device (``None`` if there is none), the bytes of an element, whether it can have
@@ -886,380 +641,9 @@ def _with_parameters(make: Make, made: dict[int, Any], nodes: Mapping[str, Globa
     return single
 
 
-def _meta(maker: Rebuilder, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
-    if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
-        raise Wrong("a meta tensor whose size or stride is no number")
-    kind = maker.dtype(dtype)
-    return maker.torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
-
-
-def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
-    """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
-    kind, dtype, size, stride, offset, layout, device, grad = args
-    if not isinstance(kind, type) or not issubclass(kind, maker.torch.Tensor):
-        raise Wrong("a wrapper of a class that is none of tensors")
-    if not are_sizes(size) or not are_sizes(stride):
-        raise Wrong("a wrapper whose size or stride is no number")
-    made: torch.Tensor = maker.torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
-        kind,
-        size,
-        strides=stride,
-        dtype=maker.dtype(dtype),
-        storage_offset=offset,
-        layout=layout,
-        device=maker.device_map.device(str(device)),
-        requires_grad=grad is True,
-    )
-    return made
-
-
-# -- quantized
-
-
-def _quantized(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, quantizer, requires_grad, hooks)."""
-    storage, offset, size, stride, quantizer, grad, hooks = args
-    held, dtype = maker.storage(storage)
-    device = maker.check(held, dtype, offset, size, stride)
-    if type(quantizer) is not tuple or not quantizer:
-        raise Wrong("a quantized tensor without a quantizer")
-    if quantizer[0] == maker.torch.per_tensor_affine:
-        if len(quantizer) != 3 or type(quantizer[1]) is not float or type(quantizer[2]) is not int:
-            raise Wrong("a quantized tensor whose scale is no number")
-        empty: Any = maker.torch._empty_affine_quantized  # noqa: SLF001 - as torch.load does
-        made = empty(size, scale=quantizer[1], zero_point=quantizer[2], dtype=dtype, device=device)
-    else:
-        made = _by_channel(maker, size, quantizer, dtype, device)
-    made.set_(held, offset, size, stride)
-    return maker.finish(made, grad, hooks)
-
-
-def _by_channel(maker: Rebuilder, size: Any, quantizer: Args, dtype: Any, device: Any) -> Any:
-    """(scheme, scales, zero points, axis)."""
-    torch = maker.torch
-    kinds = {
-        torch.per_channel_affine: (torch.double, torch.long),
-        torch.per_channel_affine_float_qparams: (torch.float, torch.float),
-    }.get(quantizer[0])
-    if kinds is None or len(quantizer) != 4:
-        raise Wrong("a quantized tensor of no known scheme")
-    axis = quantizer[3]
-    if type(axis) is not int or not 0 <= axis < len(size):
-        raise Wrong("a quantized tensor whose axis is none of its dimensions")
-    parts: list[Any] = []  # scales and zero points: tensors, or lists as older releases wrote them
-    for part, kind in zip(quantizer[1:3], kinds, strict=True):
-        if type(part) is list and all(type(number) in (int, float) for number in part):
-            parts.append(torch.tensor(part, dtype=kind, device=device))
-        else:
-            parts.append(maker.tensor(part, "a quantized tensor with a scale"))
-    if any(part.numel() != size[axis] for part in parts):
-        raise Wrong("a quantized tensor with more or fewer scales than channels")
-    empty: Any = torch._empty_per_channel_affine_quantized  # noqa: SLF001 - as torch.load does
-    return empty(size, scales=parts[0], zero_points=parts[1], axis=axis, dtype=dtype, device=device)
-
-
-# -- sparse
-
-
-def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
-    parts = 2 if layout == maker.torch.sparse_coo else 3
-    most = 4  # of a COO tensor perhaps also whether it is coalesced
-    if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
-        raise Wrong("a sparse tensor whose parts are missing")
-    for part in data[:parts]:
-        maker.tensor(part, "a sparse tensor with a part")
-    try:
-        made = sparse_tensor(layout, data)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
-    maker.to_check.append(made)
-    return made
-
-
-def _sparse_csr(maker: Rebuilder, rows: object, columns: object, values: object, size: Any, _: object = None) -> Any:
-    return _sparse(maker, maker.torch.sparse_csr, (rows, columns, values, size))
-
-
-# -- nested
-
-
-def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
-    held = maker.tensor(buffer, "a nested tensor with a buffer")
-    numbers = [maker.tensor(part, "a nested tensor with sizes") for part in (sizes, strides, offsets)]
-    if held.device.type != "meta":
-        try:
-            for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
-                last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-                negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
-                if negative or (0 not in size and last >= held.numel()):
-                    raise Wrong("a nested tensor that reaches beyond its buffer")
-        except (TypeError, ValueError) as error:
-            raise Wrong("a nested tensor whose parts do not fit together") from error
-    view: Any = getattr(maker.torch, "_nested_view_from_buffer", None)
-    if view is None:
-        raise Unknown("torch.nested: a nested tensor")
-    return view(held, *numbers)
-
-
-# -- other devices
-
-
-def _from_cpu(maker: Rebuilder, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
-    where = maker.device_map.device(str(device))
-    made = maker.tensor(data, "a device tensor made of something").to(dtype=maker.dtype(dtype), device=where)
-    made.requires_grad = grad is True
-    return made
-
-
-def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
-    try:
-        held = maker.torch.from_numpy(data)
-    except TypeError as error:
-        raise Wrong(f"a device tensor that is made of no array: {error}") from error
-    return _from_cpu(maker, held, dtype, device, grad)
-
-
-class Rebuilder:
-    """Makes tensors for one load; ``make`` by the name of torch's function."""
-
-    def __init__(self, device_map: DeviceMap) -> None:
-        import torch
-
-        self.torch = torch
-        self.device_map = device_map
-        self._names: dict[Any, str] = {}
-        # What torch does with a tensor it loads while tensors are only pretended.
-        self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if is_fake_mode() else None  # noqa: SLF001 - torch has no public way
-        self.to_check: list[torch.Tensor] = []
-        """Sparse tensors: their indices can be checked only when their bytes are there."""
-
-    def has(self, name: str) -> bool:
-        """Whether tensors are made by that name."""
-        return name in _MAKERS
-
-    def make(self, name: str, args: Args) -> Any:
-        """What the function of that name makes of arguments that are built already."""
-        maker, least, most = _MAKERS[name]
-        if not least <= len(args) <= most:
-            raise Wrong(f"{name} is called with {len(args)} arguments")
-        return maker(self, *args)
-
-    # -- checked arguments
-
-    def storage(self, storage: object) -> tuple[torch.UntypedStorage, torch.dtype]:
-        """A storage and the dtype it has."""
-        if not isinstance(storage, self.torch.storage.TypedStorage):
-            raise Wrong("a tensor without a storage")
-        return storage._untyped_storage, storage.dtype  # noqa: SLF001 - the public way warns
-
-    def dtype(self, dtype: object) -> torch.dtype:
-        """A dtype."""
-        if not isinstance(dtype, self.torch.dtype):
-            raise Wrong("a tensor whose dtype is none")
-        return dtype
-
-    def tensor(self, value: object, what: str) -> torch.Tensor:
-        """A tensor."""
-        if not isinstance(value, self.torch.Tensor):
-            raise Wrong(f"{what} that is no tensor")
-        return value
-
-    def check(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
-    ) -> torch.device:
-        """That a view lies in a storage; the device of that."""
-        if type(offset) is not int or offset < 0 or not are_sizes(size) or not are_sizes(stride):
-            raise Wrong("a tensor whose offset, size or stride is no number")
-        if len(size) != len(stride):
-            raise Wrong(f"a tensor with {len(size)} sizes and {len(stride)} strides")
-        end, numel = offset + 1, 1
-        for count, step in zip(size, stride, strict=True):
-            numel *= count
-            end += (count - 1) * step
-        if numel >= _MAX_SIZE:
-            raise Wrong("a tensor with more elements than torch can count")
-        device = storage.device
-        # A meta storage has no memory, and older releases of torch change its size with every view of it.
-        if numel and self._nbytes(dtype, end) > storage.nbytes() and device.type != "meta":
-            raise Wrong(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
-        return device
-
-    def _nbytes(self, dtype: torch.dtype, count: int) -> int:
-        """The bytes of so many elements; of a dtype that is newer than our list, as torch counts them."""
-        name = self._names.get(dtype)
-        if name is None:
-            name = self._names[dtype] = str(dtype).removeprefix("torch.")
-        return itemsize(name, count) if name in ITEMSIZE else count * self.torch.empty((), dtype=dtype).element_size()
-
-    # -- strided tensors
-
-    def strided(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
-    ) -> torch.Tensor:
-        """A view of a storage, none of it outside."""
-        empty = self.torch.empty((0,), dtype=dtype, device=self.check(storage, dtype, offset, size, stride))
-        return empty.set_(storage, offset, size, stride)
-
-    def finish(self, made: Any, grad: object, hooks: object, flags: object = None) -> Any:
-        """Gradients, hooks, and the conjugate and negative bits."""
-        if grad is True:
-            if not (made.is_floating_point() or made.is_complex()):
-                raise Wrong(f"a tensor of {made.dtype} that asks for gradients")
-            made.requires_grad = True
-        elif grad is not False:
-            raise Wrong("a tensor that does not say whether it wants gradients")
-        if flags:
-            if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
-                raise Wrong("a tensor with flags that are none")
-            self.torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
-        made._backward_hooks = hooks  # noqa: SLF001 - the same
-        return made if self._faked is None else self._faked(made)
-
-    # -- attributes and classes
-
-    def with_state(self, made: Any, state: object) -> Any:
-        """Attributes of a tensor: a dictionary, or a pair of them where its class has slots."""
-        parts = state if type(state) is tuple else (state,)
-        if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
-            raise Wrong("a tensor that is given a state which names no attributes")
-        names = [name for part in parts if part for name in part]
-        odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
-        if odd is not None:
-            raise Wrong(f"a tensor that is given the attribute {str(odd)[:60]!r}")
-        return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
-
-    def as_type(self, made: Any, kind: Any, state: object) -> Any:
-        """A tensor as one of a subclass, with its state: ``torch._tensor._rebuild_from_type_v2``."""
-        tensor: Any = self.torch.Tensor
-        if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
-            raise Wrong("a tensor of a class that is none of tensors")
-        if type(made) is not kind:
-            made = made.as_subclass(kind)
-        if getattr(kind, "__setstate__", tensor.__setstate__) is not tensor.__setstate__:
-            made.__setstate__(state)
-            return made
-        return self.with_state(made, state)
-
-    def build(self, made: Any, state: Any) -> None:
-        """The state that releases before 0.4 gave to a tensor or parameter."""
-        if type(state) is not tuple or len(state) not in (3, 4, 5):
-            raise Wrong("a tensor that is given a state no tensor has")
-        if len(state) == 4:
-            storage, dtype = self.storage(state[0])
-            self.check(storage, dtype, *state[1:])
-            made.set_(storage, *state[1:])
-            return
-        if len(state) == 5:
-            made.data = self.tensor(state[0], "the data of a variable")
-            state = (state[3], state[4], state[2])
-        made.requires_grad = False
-        self.finish(made, state[0], state[2])
-
-    def check_sparse(self) -> None:
-        """That the indices of all sparse tensors lie inside them."""
-        if self._faked is not None:
-            return
-        try:
-            for made in self.to_check:
-                validate(made)
-        except RuntimeError as error:
-            raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
-
-
-def _v1(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
-    return maker.strided(*maker.storage(storage), offset, size, stride)
-
-
-def _v2(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, requires_grad, hooks), and perhaps flags."""
-    return maker.finish(_v1(maker, *args[:4]), *args[4:])
-
-
-def _v3(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
-    made = maker.strided(maker.storage(args[0])[0], maker.dtype(args[6]), *args[1:4])
-    return maker.finish(made, *args[4:6], *args[7:])
-
-
-def _plain_parameter(maker: Rebuilder, data: object, grad: object = True) -> Any:
-    return maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), grad is not False)
-
-
-def _parameter(maker: Rebuilder, data: object, grad: object, hooks: object, state: object = None) -> Any:
-    made = maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), requires_grad=False)
-    return maker.with_state(maker.finish(made, grad, hooks), state)
-
-
-_MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    # function: ours, least and most arguments
-    "torch._utils._rebuild_tensor": (_v1, 4, 4),
-    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
-    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
-    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
-    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
-    "torch.nn.parameter.Parameter": (_plain_parameter, 1, 2),
-    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
-    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
-    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
-    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
-    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
-    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
-}
-
-
 def is_fake_mode() -> bool:
     """Whether tensors are only pretended at the moment (``FakeTensorMode``)."""
     import torch
 
     active = getattr(torch._guards, "active_fake_mode", None)  # noqa: SLF001 - torch has no public way
     return active is not None and active() is not None
-
-
-def sparse_tensor(layout: Any, data: Any) -> Any:
-    """What ``torch._utils._rebuild_sparse_tensor`` makes, without the list of the whole process that it puts it on.
-
-    ``check_invariants`` is as the program has it: any other value turns a switch of the whole process for a while, and
-    two loads at a time would leave it so; left out, torch warns of that.
-    """
-    import torch
-
-    switch = data[0].device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
-    if layout == torch.sparse_coo:
-        coalesced = data[3] if len(data) > 3 else None
-        return torch.sparse_coo_tensor(*data[:3], check_invariants=switch, is_coalesced=coalesced)
-    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=switch)
-
-
-def validate(made: Any) -> None:
-    """``RuntimeError`` for a sparse tensor whose parts do not go together; torch has no public way to ask."""
-    import torch
-
-    if made.device.type == "meta":
-        return
-    if made.layout == torch.sparse_coo:
-        look = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
-        indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
-        rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
-    else:
-        look = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
-        rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
-        indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
-        rest = (made.values(), made.size(), made.layout)
-    try:
-        look(*indices, *rest, check_pinning=False)  # which would start CUDA
-    except TypeError:  # older releases have no such argument
-        look(*indices, *rest)
-
-
-def are_sizes(value: Any) -> bool:
-    """A tuple of numbers from 0 on (``torch.Size`` is one)."""
-    if not isinstance(value, tuple) or len(value) > _MAX_RANK:
-        return False
-    for number in value:  # noqa: SIM110 - this runs twice for each tensor, and all() takes twice as long
-        if type(number) is not int or not 0 <= number < _MAX_SIZE:
-            return False
-    return True

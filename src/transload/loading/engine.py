@@ -1,147 +1,71 @@
-"""The transfer engine: moves ranges of files into memory, of the host or of CUDA devices.
+"""The transfer engine: moves ranges of files into memory, of the host or of CUDA devices, by many threads.
 
-Read it in this order. ``jobs`` turns read requests into jobs: a file is thought of as cut into cells of equal size, and
-what is wanted of one cell is one job. Small storages that lie together are read at once, a large one in many jobs at
-the same time, and no job is larger than the slot of pinned memory it may have to pass through. As cells begin at
-multiples of their size, a job can also be read past the page cache, which needs positions, lengths and addresses that
-are multiples of a block. ``choose`` decides how many threads read and in which way; ``work`` runs them; ``HostLane`` is
-one thread's work for memory of the host (those for CUDA devices are in ``cuda_lanes``). ``bring`` puts it together.
+``choose`` decides how many threads read the ``jobs`` and in which way; ``work`` runs them; ``bring`` puts it together.
+A ``HostLane`` is one thread's work for memory of the host. For CUDA devices a ``RingLane`` reads into slots of pinned
+memory, from which the device fetches. Lanes are kept between loads, since pinning memory takes longer than reading into
+it. A ``MappedLane`` pins pages of the file itself, so that the device fetches from the page cache.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from transload.frozen import facts
-from transload.io.memory import PAGE, Pages, copy, huge_pages_pay, in_huge_pages, view
+from transload.io.cuda_driver import DriverError
+from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages
+from transload.loading.jobs import (
+    CELL,
+    LITTLE,
+    SLOT_PAIR,
+    File,
+    HostLane,
+    Job,
+    Place,
+    ReadRequest,
+    Run,
+    Settings,
+    Sums,
+    Take,
+    Tell,
+    jobs,
+)
 
 if TYPE_CHECKING:
+    from transload.io.cuda_driver import Driver
     from transload.io.sources import Source
 
 __all__ = [
-    "CELL",
-    "GAP",
-    "LITTLE",
+    "KEPT",
     "MOST_RING",
-    "SLOT_PAIR",
+    "SLOTS",
     "Choice",
-    "Ended",
     "Facts",
-    "File",
-    "HostLane",
-    "Job",
     "Lane",
-    "ReadRequest",
-    "Run",
-    "Settings",
-    "Sums",
-    "Take",
+    "MappedLane",
+    "RingLane",
     "Transfer",
+    "borrowed",
     "bring",
     "cached_share",
     "choose",
+    "cuda_lanes",
     "forecast",
-    "jobs",
+    "returned",
     "work",
 ]
 
-# -- requests and jobs: pure, nothing is opened or allocated
-
-
-CELL = 4 << 20
-"""Bytes of a cell. Measured on an H200 with 16 cores: of 2, 4, 8 and 16 MiB, 4 and 8 fill the bus, and four make the
-smaller ring; with 2 the threads wait for one another."""
-
-GAP = 64 << 10
-"""Unwanted bytes that are read to save another call; a call costs about as much as copying these."""
-
-
-class ReadRequest(NamedTuple):
-    """Bytes of a file to be read into memory: a storage, or what a parameter is filled with."""
-
-    file: int
-    """Which of the open files."""
-    offset: int
-    nbytes: int
-    device: str = "cpu"
-
-
-class Run(NamedTuple):
-    """A part of a job that goes to one place."""
-
-    offset: int
-    """Where it begins in the file."""
-    want: int
-    """Index of the one who wants it."""
-    begin: int
-    """Where in the wanted memory it goes."""
-    nbytes: int
-
-
-class Job:
-    """One reading: a range of a file no longer than a cell, and where its parts go, all on one device."""
-
-    __slots__ = ("begin", "device", "end", "file", "runs", "wanted")
-
-    def __init__(self, file: int, device: str, runs: tuple[Run, ...]) -> None:
-        self.file = file
-        self.device = device
-        self.runs = runs
-        self.begin = runs[0].offset
-        """First byte that is wanted."""
-        self.end = max([run[0] + run[3] for run in runs])
-        """The byte after the last one that is wanted."""
-        self.wanted = sum([run[3] for run in runs])
-        """Bytes that go somewhere."""
-
-    def __repr__(self) -> str:
-        return f"Job({self.file}, {self.device!r}, {self.runs})"
-
-
-def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
-    """The jobs that serve all wants, in the order of the files.
-
-    >>> for job in jobs([ReadRequest(0, 2, 5), ReadRequest(0, 8, 12)], cell=16):
-    ...     print(job.begin, job.end, [(run.want, run.begin, run.nbytes) for run in job.runs])
-    2 16 [(0, 0, 5), (1, 0, 8)]
-    16 20 [(1, 8, 4)]
-    """
-    together: list[Run] = []
-    file, device, start, stop, reach = -1, "", 0, 0, 0
-    for index in sorted(range(len(wants)), key=wants.__getitem__):
-        own_file, offset, nbytes, own_device = wants[index]
-        begin = 0
-        while begin < nbytes:
-            at = offset + begin
-            if not start <= at < stop or at > reach + gap or own_file != file or own_device != device:
-                if together:
-                    yield Job(file, device, tuple(together))
-                together = []
-                file, device, reach = own_file, own_device, at
-                start = at - at % cell
-                stop = start + cell
-            count = nbytes - begin if offset + nbytes <= stop else stop - at
-            together.append(_new(Run, (at, index, begin, count)))
-            begin += count
-            reach = max(reach, at + count)
-    if together:
-        yield Job(file, device, tuple(together))
-
-
-_new = tuple.__new__  # a third of what the class itself takes, and there are as many as tensors
-
 # -- the choice of a way
 
-LITTLE = 16 << 20
-"""Fewer bytes are read by the thread that asks for them: starting others takes longer."""
-
-SLOT_PAIR = 2 * CELL
 MOST_RING = 12
 """Lanes to a device. On an H200 at PCIe 5 eight bring 87 % of what the bus carries, twelve 94 %, sixteen no more."""
 _MOST_HOST = 16
@@ -152,16 +76,6 @@ _FEW_CORES = 2
 _COLD = 0.5
 _WARM = 0.95
 _SAMPLES = 64
-
-
-class Settings(NamedTuple):
-    """What the caller has decided; ``None`` leaves it to ``choose``."""
-
-    threads: int | None = None
-    pinned: int | None = None
-    """Bytes of pinned memory at most."""
-    direct: bool | None = None
-    """Read past the page cache."""
 
 
 class Facts(NamedTuple):
@@ -289,105 +203,10 @@ def cached_share(descriptor: int, begin: int, end: int) -> float | None:
     return found / count
 
 
-# -- files
-
-
-class Ended(Exception):  # noqa: N818 - a signal to the caller, who knows the names of storages
-    """A file ends before a request does: the index of the request, and how many bytes of it there are."""
-
-    def __init__(self, want: int, came: int) -> None:
-        super().__init__(want, came)
-        self.want = want
-        self.came = came
-
-
-class File:
-    """A source to read from; after ``go_direct``, past the page cache, by a second descriptor of the same file."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._descriptor = -1
-
-    @property
-    def plain(self) -> int:
-        """The descriptor, if this is a file of the system; else -1."""
-        return getattr(self._source, "descriptor", -1)
-
-    @property
-    def direct(self) -> bool:
-        """Whether it is read past the page cache."""
-        return self._descriptor >= 0
-
-    def go_direct(self) -> bool:
-        """Read past the page cache from now on; false where the file or the system cannot do that."""
-        flag = getattr(os, "O_DIRECT", 0)
-        if not flag or self.plain < 0:
-            return False
-        try:
-            # By its descriptor: the path may lead to another file by now.
-            self._descriptor = os.open(f"/proc/self/fd/{self.plain}", os.O_RDONLY | flag)
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Close what was opened here."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def read(self, run: Run, address: int) -> None:
-        """Read a part to an address; ``Ended`` if there is less of it."""
-        came = self._source.readinto(run.offset, view(address, run.nbytes))
-        if came < run.nbytes:
-            raise self._ended([run], run.offset + came)
-
-    def check(self, runs: Sequence[Run]) -> None:
-        """``Ended`` if a file of the system is too short, or has become so, for some parts."""
-        size = os.fstat(self.plain).st_size
-        if size < max(run.offset + run.nbytes for run in runs):
-            raise self._ended(runs, size)
-
-    def read_job(self, job: Job, slot: int) -> int:
-        """Read a whole job into a slot of a cell's size, by its address; what to add to a position to get there."""
-        start = slot - job.begin // CELL * CELL
-        if self.direct and self._read_direct(job, start):
-            return start
-        begin, length = job.begin, job.end - job.begin
-        came = self._source.readinto(begin, view(start + begin, length))
-        if came < length:
-            raise self._ended(job.runs, begin + came)
-        return start
-
-    def _read_direct(self, job: Job, start: int) -> bool:
-        """Read whole blocks; false if the file system cannot do that after all, or the file ends."""
-        position = job.begin // PAGE * PAGE
-        end = (job.end + PAGE - 1) // PAGE * PAGE
-        while position < job.end:
-            try:
-                count = os.preadv(self._descriptor, [view(start + position, end - position)], position)
-            except (OSError, OverflowError):
-                return False
-            position += count
-            if position < job.end and (not count or position % PAGE):
-                return False
-        return True
-
-    def _ended(self, runs: Sequence[Run], position: int) -> Ended:
-        """For the first of some parts that reaches beyond a position, where a file ends or has ended before."""
-        run = next(run for run in runs if run.offset + run.nbytes > position)
-        if self.plain >= 0:
-            position = min(position, os.fstat(self.plain).st_size)
-        return Ended(run.want, max(0, run.begin + position - run.offset))
-
-
 # -- threads
 
 _TOLD_EVERY = 0.05
 """Seconds between two looks at how far the threads are."""
-
-Take = Callable[[], "Job | None"]
-Tell = Callable[[int], None]
 
 
 class Lane(Protocol):
@@ -531,74 +350,7 @@ class _Pool:
                 thread.join()
 
 
-# -- into memory of the host
-
-_SMALL = 32 << 10
-"""Parts shorter than this are read together and copied out: a call for each would take longer."""
-
-
-class Sums:
-    """Checksums of parts as they come by, in any order; ``None`` in the place of one is not to compute any."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, int, int, int]] = []
-        """Whose it is, where it begins, its length, its checksum."""
-
-    def add(self, run: Run, address: int) -> None:
-        """Note the checksum of a part that lies at an address."""
-        from zlib import crc32
-
-        self.parts.append((run.want, run.begin, run.nbytes, crc32(view(address, run.nbytes))))
-
-    def whole(self, count: int) -> list[int]:
-        """The checksum of each of so many requests, all of whose parts came by."""
-        from transload.io.checksums import combined
-
-        found = [0] * count
-        for want, begin, nbytes, value in sorted(self.parts):
-            found[want] = combined(found[want], value, nbytes) if begin else value
-        return found
-
-
-class HostLane:
-    """Reads jobs into memory at ``addresses``, which are known when a job is taken."""
-
-    def __init__(self, files: Sequence[File], addresses: Mapping[int, int], sums: Sums | None = None) -> None:
-        self.done = 0
-        self._files = files
-        self._addresses = addresses
-        self._sums = sums
-        self._buffer: Pages | None = None
-
-    def run(self, take: Take) -> None:
-        """Take jobs, and read, until there are none."""
-        while (job := take()) is not None:
-            self.read(job)
-            self.done += job.wanted
-
-    def read(self, job: Job) -> None:
-        """Read one job: part by part, or through a buffer where the parts are small or the reading is direct."""
-        file, addresses, sums = self._files[job.file], self._addresses, self._sums
-        if not file.direct and (len(job.runs) == 1 or job.wanted >= len(job.runs) * _SMALL):
-            for run in job.runs:
-                address = addresses[run.want] + run.begin
-                file.read(run, address)
-                if sums is not None:
-                    sums.add(run, address)
-            return
-        if self._buffer is None:
-            self._buffer = Pages(CELL, huge=job.end - job.begin > CELL // 2)  # little is had faster in small ones
-        start = file.read_job(job, self._buffer.address)
-        for offset, want, begin, nbytes in job.runs:
-            copy(addresses[want] + begin, start + offset, nbytes)
-        if sums is not None:
-            for run in job.runs:
-                sums.add(run, start + run.offset)
-
-
 # -- all of it
-
-Place = Callable[[int], int]
 
 
 def bring(
@@ -626,8 +378,6 @@ def bring(
             for file in files:
                 file.go_direct()
         if choice.ring:
-            from transload.loading.cuda_lanes import cuda_lanes
-
             with cuda_lanes(transfer, choice) as lanes:
                 work(transfer.jobs(), lanes, tell)
         else:
@@ -713,3 +463,349 @@ def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) 
     return Facts(
         host, cuda, cores(), cached, plain, mappable=mappable, huge=fresh and host >= LITTLE and huge_pages_pay(host)
     )
+
+
+# -- to CUDA devices
+
+
+@contextmanager
+def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
+    """Lanes for one transfer; kept for the next one afterwards."""
+    from transload.io.cuda_driver import cuda_driver
+
+    driver = cuda_driver()
+    if driver is None:
+        raise RuntimeError("there is no CUDA driver to speak to")
+    mapped: list[RingLane] = [MappedLane(driver, transfer)] if choice.mapped else []
+    ring = borrowed(driver, choice.lanes - len(mapped), transfer)
+    try:
+        yield [*ring, *mapped]
+    finally:
+        returned(ring)
+        returned(mapped, keep=0)
+
+
+SLOTS = 2
+"""Slots of a lane: one is read into while the device fetches the other. Four were not faster."""
+
+KEPT = 16
+"""Lanes kept between loads at most: 128 MiB."""
+
+
+class _Slot:
+    """A cell's worth of pinned memory."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.pinned = False
+        self.busy = 0
+        """The event that happens when the device has fetched what is in it; 0 if there is nothing."""
+
+
+class RingLane:
+    """One thread's slots, and its streams and events on each device it has spoken to."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.done = 0
+        self.sound = True
+        self.transfer: Transfer
+        self._driver = driver
+        self._pages = Pages(SLOTS * CELL)
+        self._slots = [_Slot(self._pages.address + index * CELL) for index in range(SLOTS)]
+        self._streams: dict[int, int] = {}
+        self._events: dict[tuple[int, int], int] = {}
+        self._pins = True
+        self._spoken: set[int] = set()
+        self._device = -1
+        self._before = 0
+        self._fence = 0
+        self._host: HostLane | None = None
+
+    def run(self, take: Take) -> None:
+        """Take jobs until there are none; then, or when something fails, wait for what the devices still fetch."""
+        turn = 0
+        with self._at_work():
+            while (job := take()) is not None:
+                self._bring(job, turn % SLOTS)
+                self.done += job.wanted
+                turn += 1
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """While jobs are done. Afterwards nothing is under way, and the thread speaks to the device it did before."""
+        with ExitStack() as last:
+            last.callback(self._back)
+            last.callback(self._finish)
+            yield
+
+    def _bring(self, job: Job, turn: int) -> None:
+        transfer, driver, slot = self.transfer, self._driver, self._slots[turn]
+        if job.device == "cpu":
+            self._host = self._host or HostLane(transfer.files, transfer.addresses, transfer.sums)
+            self._host.read(job)
+            return
+        stream = self._enter(job.device)
+        if slot.busy:
+            driver.wait(slot.busy)
+            slot.busy = 0
+        if not slot.pinned and self._pins:
+            try:
+                driver.pin(slot.address, CELL)
+                slot.pinned = True
+            except DriverError:  # the driver then copies the memory once more: slower, and right all the same
+                self._pins = False
+        start = transfer.files[job.file].read_job(job, slot.address)
+        if transfer.sums is not None:
+            for run in job.runs:
+                transfer.sums.add(run, start + run.offset)
+        addresses = transfer.addresses
+        driver.copy([(addresses[want] + at, start + offset, n) for offset, want, at, n in job.runs], stream)
+        slot.busy = self._event(turn)
+        driver.record(slot.busy, stream)
+
+    def _enter(self, name: str) -> int:
+        """The stream on a device, which waits for the memory there to be free."""
+        device = int(name.partition(":")[2] or 0)
+        if device != self._device:
+            if self._device < 0:
+                self._before = self._driver.current()
+            self._driver.enter(device)
+            self._device, self._fence = device, 0
+            self._spoken.add(device)
+        if device not in self._streams:
+            self._streams[device] = self._driver.stream()
+        stream = self._streams[device]
+        fence = self.transfer.fences[name]
+        if fence != self._fence:
+            self._driver.follow(stream, fence)
+            self._fence = fence
+        return stream
+
+    def _event(self, turn: int) -> int:
+        key = (self._device, turn)
+        if key not in self._events:
+            self._events[key] = self._driver.event()
+        return self._events[key]
+
+    def _finish(self) -> None:
+        """Wait for all devices, whatever one of them answers. A lane that does not know is not used again."""
+        self.sound, self._host = False, None
+        with ExitStack() as all_of_them:
+            for device in self._spoken & self._streams.keys():
+                all_of_them.callback(self._wait_for, device)
+        for slot in self._slots:
+            slot.busy = 0
+        self.sound = True
+
+    def _wait_for(self, device: int) -> None:
+        with suppress(DriverError):  # a device that has failed says so again
+            self._driver.enter(device)
+        self._driver.finish(self._streams[device])
+
+    def _back(self) -> None:
+        """The caller may be the thread of the program, which has a device of its own."""
+        if self._device >= 0:
+            self._spoken.clear()
+            self._device, self._fence = -1, 0
+            self._driver.back(self._before)
+
+    def close(self) -> None:
+        """Give everything back, as far as the device does not refuse."""
+        driver = self._driver
+        with suppress(DriverError), ExitStack() as last:
+            last.callback(driver.back, driver.current())
+            for device, stream in self._streams.items():
+                driver.enter(device)
+                for slot in self._slots:
+                    if slot.pinned:
+                        slot.pinned = False
+                        driver.unpin(slot.address)
+                driver.discard([stream], [event for key, event in self._events.items() if key[0] == device])
+
+
+class _Idle:
+    """Lanes that nobody uses at the moment."""
+
+    def __init__(self) -> None:
+        self.lanes: list[RingLane] = []
+        self.lock = Lock()
+
+    def forget(self) -> None:
+        """In a child process: it has its parent's memory, but not its place at the driver."""
+        self.lanes = []
+        self.lock = Lock()
+
+
+_idle = _Idle()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.forget)
+
+
+def borrowed(driver: Driver, count: int, transfer: Transfer) -> list[RingLane]:
+    """Lanes for one load: kept ones first, then new ones."""
+    with _idle.lock:
+        lanes = [_idle.lanes.pop() for _ in range(min(count, len(_idle.lanes)))]
+    try:
+        lanes += [RingLane(driver) for _ in range(count - len(lanes))]
+    except BaseException:
+        with _idle.lock:
+            _idle.lanes += lanes
+        raise
+    for lane in lanes:
+        lane.done, lane.transfer = 0, transfer
+    return lanes
+
+
+def returned(lanes: Sequence[RingLane], keep: int = KEPT) -> None:
+    """Keep lanes for the next load; those that are too many, or not sound, are given up."""
+    for lane in lanes:
+        del lane.transfer
+    sound = [lane for lane in lanes if lane.sound]
+    with _idle.lock:
+        room = max(0, keep - len(_idle.lanes))
+        _idle.lanes += sound[:room]
+    for lane in sound[room:]:
+        lane.close()
+
+
+_TOGETHER = 8
+"""Jobs pinned at once: 32 MiB."""
+
+_UNDER_WAY = 2
+"""Such parts at a time: the device fetches one while the next is pinned."""
+
+
+class _Part:
+    """Some pages of a file, mapped for reading."""
+
+    def __init__(self, file: File, runs: Sequence[Run]) -> None:
+        begin = runs[0].offset
+        start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        end = max(run.offset + run.nbytes for run in runs)
+        self.file = file
+        self.runs = runs
+        self.nbytes = (end - start + PAGE - 1) // PAGE * PAGE
+        self.address = _libc().mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file.plain, start)
+        if self.address in (None, ctypes.c_void_p(-1).value):
+            raise MemoryError
+        self.shift = self.address - start
+        """To be added to a position in the file."""
+        self.event = 0
+
+    def close(self) -> None:
+        _libc().munmap(self.address, self.nbytes)
+
+
+class MappedLane(RingLane):
+    """Goes over to pinned slots, as the others have, where pages cannot be pinned."""
+
+    def __init__(self, driver: Driver, transfer: Transfer) -> None:
+        super().__init__(driver)
+        self.transfer = transfer
+        self._parts: deque[_Part] = deque()
+        self._made = 0
+
+    def run(self, take: Take) -> None:
+        """Take some jobs at a time until there are none."""
+        turn = 0
+        with self._at_work():
+            while together := _some(take):
+                for jobs in _by_place(together):
+                    turn = self._together(jobs, turn)
+                    self.done += sum(job.wanted for job in jobs)
+            while self._parts:
+                self._fetched()
+
+    def _together(self, jobs: list[Job], turn: int) -> int:
+        if jobs[0].device == "cpu" or not self._fetch(jobs):
+            for job in jobs:
+                self._bring(job, turn % len(self._slots))
+                turn += 1
+        return turn
+
+    def _fetch(self, jobs: list[Job]) -> bool:
+        """Let the device fetch; false if it cannot, or if the bytes are to be looked at here.
+
+        Nobody here may touch mapped pages: where somebody else has just cut the file, that ends the process.
+        """
+        file = self.transfer.files[jobs[0].file]
+        if file.plain < 0 or file.direct or self.transfer.sums is not None:
+            return False
+        stream = self._enter(jobs[0].device)
+        if len(self._parts) == _UNDER_WAY:
+            self._fetched()
+        runs = [run for job in jobs for run in job.runs]
+        file.check(runs)  # behind its end a page is full of zeros
+        part = self._pinned(file, runs)
+        if part is None:
+            return False
+        part.event = self._event(SLOTS + self._made % _UNDER_WAY)
+        self._made += 1
+        addresses = self.transfer.addresses
+        self._driver.copy([(addresses[want] + at, part.shift + offset, n) for offset, want, at, n in runs], stream)
+        self._driver.record(part.event, stream)
+        return True
+
+    def _pinned(self, file: File, runs: Sequence[Run]) -> _Part | None:
+        try:
+            part = _Part(file, runs)
+        except MemoryError:
+            return None
+        try:
+            self._driver.pin(part.address, part.nbytes, read_only=True)
+        except DriverError:
+            part.close()
+            return None
+        self._parts.append(part)
+        return part
+
+    def _fetched(self) -> None:
+        """Wait for the oldest part, and let it go."""
+        part = self._parts[0]
+        self._driver.wait(part.event)
+        self._parts.popleft()
+        self._let_go(part)
+        part.file.check(part.runs)  # it may have been cut meanwhile
+
+    def _let_go(self, part: _Part) -> None:
+        self._driver.unpin(part.address)
+        part.close()
+
+    def _finish(self) -> None:
+        super()._finish()
+        with ExitStack() as all_of_them:
+            while self._parts:
+                all_of_them.callback(self._let_go, self._parts.popleft())
+
+
+def _some(take: Take) -> list[Job]:
+    """The next few jobs."""
+    found: list[Job] = []
+    while len(found) < _TOGETHER and (job := take()) is not None:
+        found.append(job)
+    return found
+
+
+def _by_place(jobs: list[Job]) -> list[list[Job]]:
+    """Jobs in groups of one file and one device that lie close together."""
+    groups: list[list[Job]] = []
+    for job in jobs:
+        last = groups[-1][-1] if groups else None
+        if (
+            last is None
+            or (job.file, job.device) != (last.file, last.device)
+            or not 0 <= job.begin - last.end <= job.end - job.begin
+        ):
+            groups.append([])
+        groups[-1].append(job)
+    return groups
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    word, size = ctypes.c_int, ctypes.c_size_t
+    libc.mmap.argtypes = (ctypes.c_void_p, size, word, word, word, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, size)
+    return libc

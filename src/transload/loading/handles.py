@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import proxy
 
-from transload.dtypes import ITEMSIZE
 from transload.errors import (
     BrokenFileError,
     CannotReadError,
+    ContentError,
     DoesNotFitError,
     LandingWarning,
     LoadError,
@@ -32,13 +34,13 @@ from transload.errors import (
 )
 from transload.formats import no_collecting
 from transload.formats.safetensors import header_metadata
-from transload.io.sources import BytesSource, Source, SourceLike
+from transload.formats.tensors import called
+from transload.io.sources import Source, SourceLike
 from transload.loading.build import is_fake_mode
 from transload.loading.placement import DeviceMap, devices_here, place, wanted_devices
 from transload.nodes import Call, Dict, Global, Persistent, Set
-from transload.tensors.files import OpenCheckpoint, Piece
-from transload.tensors.paths import NOWHERE, plain
-from transload.tensors.views import View, pieces, select
+from transload.tensors import OpenCheckpoint, Piece, members
+from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint, Key, Tensor
     from transload.loading.placement import Plan
-    from transload.tensors.views import Index
+    from transload.tensors.content import Index
 
 __all__ = [
     "STAGE",
@@ -93,7 +95,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
     come as separate copies, without gradients. Reading from several threads is safe.
     """
 
-    def __init__(self, opened: OpenCheckpoint, device: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, opened: Opened, device: Any, dtype: torch.dtype | None) -> None:
         self._opened = opened
         self._destinations = Destinations(opened.checkpoint, device)
         self._dtype = dtype
@@ -233,14 +235,24 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     return found
 
 
-def open_checkpoint(f: SourceLike) -> OpenCheckpoint:
+class Opened(OpenCheckpoint):
+    """An open checkpoint whose tensors are read one by one."""
+
+    @cached_property
+    def content(self) -> Content:
+        """Where the elements of its tensors lie."""
+        own = proxy(self)  # two objects that hold each other would keep the file open until garbage is collected
+        return Content(self.checkpoint, lambda name: own.file(name))  # noqa: PLW0108 - own.file would hold it
+
+
+def open_checkpoint(f: SourceLike) -> Opened:
     """Read what a path, bytes or a file object holds, judge it, and keep it open.
 
     ``NotACheckpointError`` if it is none; a damaged one opens: what is left of it can be read.
     """
     try:
         with no_collecting():
-            opened = OpenCheckpoint(f)
+            opened = Opened(f)
     except CannotReadError as error:
         raise os_error(error) from error
     checkpoint = opened.checkpoint
@@ -260,7 +272,7 @@ _VALUES: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _metadata(opened: OpenCheckpoint) -> dict[str, Any]:
+def _metadata(opened: Opened) -> dict[str, Any]:
     """``__metadata__`` of a safetensors file, or of all shards together; the plain values of any other, by name."""
     checkpoint = opened.checkpoint
     if checkpoint.format == "safetensors":
@@ -282,6 +294,39 @@ def _metadata(opened: OpenCheckpoint) -> dict[str, Any]:
                 value = leaf.text
         out[leaf.name] = value
     return out
+
+
+NOWHERE = object()
+"""What a value is that is not plain."""
+
+_MAX_PLAIN = 100_000
+_MAX_DEPTH = 8
+
+
+def plain(node: object) -> Any:
+    """The value of a node that is plain data, of a bounded size; ``NOWHERE`` for any other."""
+    return _plain(node, [_MAX_PLAIN], _MAX_DEPTH)
+
+
+def _plain(node: Any, left: list[int], depth: int) -> Any:
+    kind = type(node)
+    if node is None or kind in (bool, int, float, str, bytes):
+        return node
+    left[0] -= 1  # what is shared counts each time it is met
+    if left[0] < 0 or not depth:
+        return NOWHERE
+    name = called(node) if kind is Call else ""
+    if kind is Dict or (name == "collections.OrderedDict" and not node.states):
+        pairs = [(key, _plain(value, left, depth - 1)) for key, value in members(node)]
+        return NOWHERE if any(value is NOWHERE for _, value in pairs) else dict(pairs)
+    if name == "_codecs.encode":
+        match node.args:  # bytes, as protocol 2 writes them
+            case (str() as text, "latin1" | "latin-1") if text.isascii() or max(text) <= "\xff":
+                return text.encode("latin1")
+    if kind is not list and kind is not tuple:
+        return NOWHERE
+    inner = [_plain(part, left, depth - 1) for part in node]
+    return NOWHERE if any(value is NOWHERE for value in inner) else kind(inner)
 
 
 class Destinations:
@@ -360,7 +405,7 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
         raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
     storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
     alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
-    return build_object(alone, part, read_storages(alone, device_map), device_map)
+    return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
 
 
 def _used_below(root: object) -> tuple[set[int], set[str]]:
@@ -393,26 +438,32 @@ def _used_below(root: object) -> tuple[set[int], set[str]]:
 
 
 def _read_composite(
-    opened: OpenCheckpoint, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
+    opened: Opened, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """A tensor that is no plain run of elements; read whole, whatever is wanted of it."""
     import torch
 
-    _check_composite(opened, tensor)
+    check_one(opened, tensor)
     if tensor.kind == "meta":
         made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
     elif tensor.kind == "device" and tensor.parts:
         made = read_one(opened, tensor.parts[0]).to(getattr(torch, tensor.dtype))
     elif tensor.kind == "sharded":
         made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
-        _fill_sharded(opened, tensor, made)
-    else:
-        made = _build(opened, tensor)
+        fill(opened, tensor, made)
+    else:  # by the call that makes it, as the whole file would be loaded
+        found = opened.node(tensor.path)
+        if found is None:
+            raise LoadError(f"{tensor.name} is not read by itself", where=opened.checkpoint.path)
+        made = build_node(*found, Destinations(opened.checkpoint, "cpu").device_map)
+        if not isinstance(made, torch.Tensor):
+            raise BrokenFileError(f"{tensor.name} is not a tensor", where=opened.checkpoint.path)
+        made = made.detach() if made.requires_grad else made
     if type(index) is not tuple or index:
         try:
             made = made[index]
         except (NotImplementedError, RuntimeError) as error:
-            what = f"torch cannot take a part of {_named(tensor)}, which is {tensor.kind}: {error}"
+            what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
             raise LoadError(what, where=opened.checkpoint.path, fix="Read the whole tensor.") from error
     wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
     # A class need not know how to be moved where it is already.
@@ -420,60 +471,28 @@ def _read_composite(
     return made if stays else made.to(device, wanted)
 
 
-def _build(opened: OpenCheckpoint, tensor: Tensor) -> torch.Tensor:
-    """By the call that makes it, as the whole file would be loaded."""
-    import torch
-
-    found = opened.node(tensor.path)
-    if found is None or type(found[1]) is not Call:
-        raise LoadError(f"{tensor.name} is not read by itself", where=opened.checkpoint.path)
-    made = build_node(*found, Destinations(opened.checkpoint, "cpu").device_map)
-    if not isinstance(made, torch.Tensor):
-        raise BrokenFileError(f"{tensor.name} is not a tensor", where=opened.checkpoint.path)
-    return made.detach() if made.requires_grad else made
-
-
-def check_one(opened: OpenCheckpoint, tensor: Tensor) -> None:
-    """``LoadError`` if it is clear, before a byte is read, that a tensor cannot be."""
+def check_one(opened: Opened, tensor: Tensor) -> None:
+    """``LoadError`` if it is clear, before a byte is read, that a tensor, or one of its parts, cannot be."""
     if tensor.kind == "strided":
-        _reading(opened, tensor, ())
-    else:
-        _check_composite(opened, tensor)
-
-
-def _check_composite(opened: OpenCheckpoint, tensor: Tensor) -> None:
-    """``LoadError`` if a tensor of this kind is not read by itself, or one of its parts cannot be."""
-    if tensor.kind == "sharded" and not _is_covered(tensor):
-        raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
-    by_parts = tensor.kind == "meta" or (tensor.kind in ("device", "sharded") and tensor.parts)
-    if not by_parts:
+        _elements(opened, tensor, ())
+        return
+    if tensor.kind == "sharded":
+        try:
+            ends = [step.stop for part in tensor.parts for step in placed(part, len(tensor.shape)).slices]
+        except LookupError:
+            ends = [sys.maxsize]
+        # Nothing may be left as it was in memory.
+        outside = any(end > size for end, size in zip(ends, tensor.shape * len(tensor.parts), strict=False))
+        if outside or sum(part.numel for part in tensor.parts) != tensor.numel:
+            raise BrokenFileError(f"the pieces of {tensor.name} are not all there", where=opened.checkpoint.path)
+    if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
         found = opened.node(tensor.path)
         if found is None or type(found[1]) is not Call:
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-            what = f"{_named(tensor)} is {kind}, which is not read by itself"
+            what = f"{tensor.name or 'the tensor'} is {kind}, which is not read by itself"
             raise LoadError(what, where=opened.checkpoint.path, fix="Load the whole file instead.")
     for part in tensor.parts:
         check_one(opened, part)
-
-
-def _is_covered(tensor: Tensor) -> bool:
-    """Whether the pieces are placed and as many elements as the whole, so that nothing is left as it was in memory."""
-    rank = len(tensor.shape)
-    for part in tensor.parts:
-        if len(part.path) <= rank or len(part.shape) != rank:
-            return False
-        edges = zip(part.path[len(part.path) - rank :], part.shape, tensor.shape, strict=True)
-        if not all(type(first) is int and first + size <= end for first, size, end in edges):
-            return False
-    return sum(part.numel for part in tensor.parts) == tensor.numel
-
-
-def _fill_sharded(opened: OpenCheckpoint, tensor: Tensor, target: torch.Tensor) -> None:
-    """Read each piece to its place in the whole; the path of a piece ends in the position of its first element."""
-    for part in tensor.parts:
-        at: tuple[Any, ...] = part.path[len(part.path) - len(part.shape) :]
-        window = tuple(slice(first, first + size) for first, size in zip(at, part.shape, strict=True))
-        fill(opened, part, target[window])
 
 
 # -- strided tensors
@@ -483,34 +502,6 @@ STAGE = 16 << 20
 
 _ALONE = 16 << 20  # a tensor from this size on is read by several threads
 _PIN = 1 << 20  # a smaller buffer is not worth the call that pins it
-
-
-class _Reading(NamedTuple):
-    """Where the storage of a strided tensor begins, and which of its elements are to be read."""
-
-    name: str
-    source: Source
-    start: int
-    view: View
-    dtype: torch.dtype
-    itemsize: int
-    swapped: bool
-    flags: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes from the first element to the last."""
-        return self.view.extent * self.itemsize
-
-    @property
-    def offset(self) -> int:
-        """Position of the first element in the source."""
-        return self.start + self.view.offset * self.itemsize
-
-    @property
-    def as_it_lies(self) -> bool:
-        """Whether the bytes in the file are those in memory."""
-        return not self.swapped and not self.flags
 
 
 class Straight(NamedTuple):
@@ -524,7 +515,7 @@ class Straight(NamedTuple):
 
 
 def read_one(
-    opened: OpenCheckpoint,
+    opened: Opened,
     tensor: Tensor,
     *,
     index: Index = (),
@@ -541,55 +532,66 @@ def read_one(
     import torch
 
     where = torch.device(device)
-    reading = _reading(opened, tensor, index)
-    view = reading.view
-    wanted = dtype if dtype is not None and reading.dtype.is_floating_point else reading.dtype
+    elements, own = _elements(opened, tensor, index)
+    view = elements.view
+    wanted = dtype if dtype is not None and own.is_floating_point else own
     if where.type == "meta" or is_fake_mode():
         return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-    if _is_reached(where) and wanted == reading.dtype and reading.as_it_lies and view.extent <= view.numel:
-        name = _named_device(where)
-        with _memory_for(reading, "the CPU" if name == "cpu" else name):
-            memory = torch.UntypedStorage(reading.nbytes, device=name)
-        _bring(reading, memory.data_ptr(), name)
-        return _typed(memory, reading.dtype, view)
-    with _memory_for(reading, where):
-        target = torch.empty(view.shape, dtype=wanted, device=where)
-    _read_staged(reading, target)
-    return target
+    straight = _is_reached(where) and wanted == own and not _changes(elements) and view.extent <= view.numel
+    name = _named_device(where) if straight else str(where)
+    try:
+        if straight:
+            memory = torch.UntypedStorage(elements.nbytes, device=name)
+        else:
+            target = torch.empty(view.shape, dtype=wanted, device=where)
+    except RuntimeError as error:  # torch has no class of its own for the CPU
+        short = "the CPU" if name == "cpu" else name
+        what = f"{short} has no room for its {view.numel * elements.itemsize:,} bytes: {error}"
+        raise DoesNotFitError(what, where=_place(opened, tensor)) from error
+    with _names(opened, tensor):
+        if not straight:
+            _read_staged(elements, own, target)
+            return target
+        _bring(elements, memory.data_ptr(), name)
+    made: torch.Tensor = torch.empty(0, dtype=own, device=memory.device).set_(memory, 0, view.shape, view.stride)
+    return made
 
 
-def fill(opened: OpenCheckpoint, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> None:
+def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> None:
     """Read a tensor into the memory of another of the same shape, where it lies; cast if the dtypes differ."""
     import torch
 
     with torch.no_grad():
         if tensor.kind == "sharded" and index == ():
-            _fill_sharded(opened, tensor, target)
+            for part in tensor.parts:
+                fill(opened, part, target[placed(part, len(tensor.shape)).slices])
             return
         if tensor.kind != "strided" or not _has_plain_memory(target):
             target.copy_(read_one(opened, tensor, index=index))
             return
-        reading = _reading(opened, tensor, index)
-        if reading.view.shape != tuple(target.shape):
-            raise ValueError(f"{list(reading.view.shape)} does not go into {list(target.shape)}")
+        elements, dtype = _elements(opened, tensor, index)
+        if elements.view.shape != tuple(target.shape):
+            raise ValueError(f"{list(elements.view.shape)} does not go into {list(target.shape)}")
         inner = target.detach()
-        if _lies_alike(reading, inner):
-            _bring(reading, inner.data_ptr(), _named_device(inner.device), fresh=False)
-        else:
-            _read_staged(reading, inner)
+        with _names(opened, tensor):
+            if _lies_alike(elements, dtype, inner):
+                _bring(elements, inner.data_ptr(), _named_device(inner.device), fresh=False)
+            else:
+                _read_staged(elements, dtype, inner)
         changed(target)
 
 
-def straight(opened: OpenCheckpoint, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> Straight | None:
+def straight(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> Straight | None:
     """What ``fill`` would read, where nothing but bytes has to be moved and many threads can do it; else ``None``."""
     if tensor.kind != "strided" or not _has_plain_memory(target):
         return None
-    reading = _reading(opened, tensor, index)
+    elements, dtype = _elements(opened, tensor, index)
     inner = target.detach()
-    if not reading.nbytes or getattr(reading.source, "descriptor", -1) < 0 or not _lies_alike(reading, inner):
+    is_file = getattr(elements.source, "descriptor", -1) >= 0
+    if not elements.nbytes or not is_file or not _lies_alike(elements, dtype, inner):
         return None
     address, device = inner.data_ptr(), _named_device(inner.device)
-    return Straight(reading.source, reading.offset, reading.nbytes, address, device)
+    return Straight(elements.source, elements.offset, elements.nbytes, address, device)
 
 
 def changed(target: torch.Tensor) -> None:
@@ -600,41 +602,44 @@ def changed(target: torch.Tensor) -> None:
         graph.increment_version(target)
 
 
-def _reading(opened: OpenCheckpoint, tensor: Tensor, index: Index) -> _Reading:
-    """How to read a strided tensor; ``LoadError`` if it is clear now that it cannot be done."""
+def _elements(opened: Opened, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
+    """Where to read a strided tensor, and its dtype; ``LoadError`` if it is clear now that it cannot be done."""
     import torch
 
-    path, name = opened.checkpoint.path, _named(tensor)
-    storage = opened.storage(tensor.storage)
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        what = f"{name} has the dtype {tensor.dtype}, which torch {torch.__version__} does not have"
-        raise LoadError(what, where=path, fix="A newer torch may have it.")
+        what = f"{tensor.name or 'the tensor'} has the dtype {tensor.dtype}, which torch {torch.__version__} does not"
+        raise LoadError(f"{what} have", where=opened.checkpoint.path, fix="A newer torch may have it.")
     view = select(View(tensor.shape, tensor.stride, tensor.offset), index)
-    itemsize = ITEMSIZE[tensor.dtype]
-    lost = ""
-    if storage is None:
-        lost = "the file does not say where they are"
-    elif view.extent:
-        end = (view.offset + view.extent) * itemsize
-        if end > storage.stored or (storage.offset is None and not storage.compressed):
-            lost = f"{storage.stored:,} of {storage.nbytes:,} bytes of its storage are in the file"
-    if storage is None or lost:
-        what = f"the bytes of {name} are not all there: {lost}"
-        raise BrokenFileError(what, where=path, fix="Fetch the file again; its other tensors can be read.")
-    source, start = opened.bytes_of(storage) if view.extent else (BytesSource(b""), 0)
-    swapped = storage.big_endian != (sys.byteorder == "big") and itemsize > 1
-    return _Reading(f"{path} › {name}", source, start, view, dtype, itemsize, swapped, tensor.flags)
+    try:
+        return opened.content.elements(tensor, view), dtype
+    except ContentError as error:
+        raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
 
 
-def _named(tensor: Tensor) -> str:
-    return tensor.name or "the tensor"
+def _place(opened: Opened, tensor: Tensor) -> str:
+    return f"{opened.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-def _lies_alike(reading: _Reading, inner: torch.Tensor) -> bool:
+@contextmanager
+def _names(opened: Opened, tensor: Tensor) -> Iterator[None]:
+    """While a tensor is read: a file that is too short for it is an error that names it."""
+    try:
+        yield
+    except EndedError as end:
+        what = f"the file ends {end.missing:,} bytes before this tensor does"
+        raise BrokenFileError(what, where=_place(opened, tensor)) from end
+
+
+def _changes(elements: Elements) -> bool:
+    """Whether the bytes in the file are not those in memory."""
+    return bool(elements.flags) or (elements.swapped != (sys.byteorder == "big") and elements.itemsize > 1)
+
+
+def _lies_alike(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
     """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
-    view = reading.view
-    alike: bool = inner.dtype == reading.dtype and reading.as_it_lies and view.compact and _is_reached(inner.device)
+    view = elements.view
+    alike: bool = inner.dtype == dtype and not _changes(elements) and view.compact and _is_reached(inner.device)
     return alike and view.like(tuple(inner.shape), inner.stride())
 
 
@@ -665,73 +670,49 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # what is in memory is not yet the number
 
 
-@contextmanager
-def _memory_for(reading: _Reading, device: object) -> Iterator[None]:
-    """While memory for a tensor is made."""
-    try:
-        yield
-    except RuntimeError as error:  # torch has no class of its own for the CPU
-        what = f"{device} has no room for its {reading.view.numel * reading.itemsize:,} bytes: {error}"
-        raise DoesNotFitError(what, where=reading.name) from error
-
-
-def _bring(reading: _Reading, address: int, device: str, *, fresh: bool = True) -> None:
+def _bring(elements: Elements, address: int, device: str, *, fresh: bool = True) -> None:
     """Read all of a compact view to an address, on any device that is reached."""
-    from transload.loading.engine import Ended, ReadRequest, bring
+    from transload.io.memory import view
+    from transload.loading.engine import bring
+    from transload.loading.jobs import Ended, ReadRequest
 
-    count = reading.nbytes
-    if device == "cpu" and count < _ALONE:
-        _read(reading, reading.view, address)
-        return
-    try:
-        bring([reading.source], [ReadRequest(0, reading.offset, count, device)], lambda _: address, fresh=fresh)
-    except Ended as end:
-        raise _too_short(reading, count - end.came) from end
-
-
-def _read(reading: _Reading, view: View, address: int) -> None:
-    """Read the bytes a view spans to an address in memory."""
-    from transload.io import memory
-
-    count = view.extent * reading.itemsize
-    start = reading.start + view.offset * reading.itemsize
-    got = reading.source.readinto(start, memory.view(address, count)) if count else 0
-    if got < count:
-        raise _too_short(reading, count - got)
+    count = elements.nbytes
+    if device != "cpu" or count >= _ALONE:
+        request = ReadRequest(0, elements.offset, count, device)
+        try:
+            bring([elements.source], [request], lambda _: address, fresh=fresh)
+        except Ended as end:
+            raise EndedError(count - end.came) from end
+    elif count:
+        came = elements.source.readinto(elements.offset, view(address, count))
+        if came < count:
+            raise EndedError(count - came)
 
 
-def _too_short(reading: _Reading, missing: int) -> BrokenFileError:
-    return BrokenFileError(f"the file ends {missing:,} bytes before this tensor does", where=reading.name)
-
-
-def _typed(memory: torch.UntypedStorage, dtype: torch.dtype, view: View) -> torch.Tensor:
-    """The view of some memory, which begins with its first element."""
+def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
+    """Fill a target box by box through a buffer that is read into."""
     import torch
 
-    made: torch.Tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, view.shape, view.stride)
-    return made
+    from transload.io.memory import view
 
-
-def _read_staged(reading: _Reading, target: torch.Tensor) -> None:
-    """Fill a target piece by piece through a buffer that is read into."""
-    import torch
-
-    itemsize, flags, dtype = reading.itemsize, reading.flags, reading.dtype
-    largest = min(STAGE, reading.nbytes)
+    width = elements.itemsize
+    # Rows that do not fit the buffer are cut, but never an element.
+    most = max(1, STAGE // width)
+    largest = min(most, elements.view.numel) * width
     pinned = target.device.type == "cuda" and largest >= _PIN
     buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    if target.dtype == dtype and not flags:
+    if target.dtype == dtype:
         # Bytes are moved as integers of their size: not every dtype can be copied everywhere.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-        dtype = integers[itemsize]
+        dtype = integers[width]
         target = target.view(dtype)
-    for where, piece in pieces(reading.view, itemsize, STAGE):
-        _read(reading, piece, buffer.data_ptr())
-        held = buffer[: piece.extent * itemsize]
-        if reading.swapped:
-            width = itemsize // 2 if reading.dtype.is_complex else itemsize
-            held = held.view(-1, width).flip(1).contiguous()
-        part = _typed(held.untyped_storage(), dtype, piece)
-        if "conj" in flags:
-            part = part.conj()
-        target[where].copy_(part.neg() if "neg" in flags else part)
+    for box in boxes(elements.view.shape, most) if elements.view.numel else ():
+        held = buffer[: prod(box.shape) * width]
+        out = view(held.data_ptr(), len(held))
+        done = elements.read(box, out)
+        if done is not out:
+            held = torch.frombuffer(done, dtype=torch.uint8)
+        if sys.byteorder == "big":  # torch has the numbers as this machine has them
+            component = width // 2 if elements.dtype.startswith("complex") else width
+            held = held.view(-1, component).flip(1).contiguous().view(-1)
+        target[box.slices].copy_(held.view(dtype).view(box.shape))

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
+from transload.frozen import facts
 from transload.loading import check_settings
-from transload.loading.engine import Ended, ReadRequest, Settings, bring
+from transload.loading.engine import bring
 from transload.loading.handles import (
     Destinations,
     build_node,
@@ -28,18 +29,20 @@ from transload.loading.handles import (
     check_one,
     fill,
     open_checkpoint,
+    plain,
     read_one,
     straight,
 )
+from transload.loading.jobs import Ended, ReadRequest, Settings
 from transload.nodes import Call, Dict
-from transload.tensors.paths import plain
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint, Key
     from transload.io.sources import SourceLike
-    from transload.tensors.files import OpenCheckpoint, Piece
+    from transload.loading.handles import Opened
+    from transload.tensors import Piece
 
 __all__ = ["KeysWarning", "Loaded", "Match", "MismatchError", "branches", "find", "load_into"]
 
@@ -310,7 +313,7 @@ def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None
     same tensors, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
-    matches = _Model(wanted).matches(chosen)
+    matches = _matches(wanted, chosen)
     if not matches:
         return Match(Branch(()), Rename(), {}, {}, {})
     best = max(match.score for match in matches)
@@ -371,64 +374,54 @@ def _listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
 
 
-class _Model:
-    """The keys of a model, prepared for many comparisons."""
+def _matches(shapes: Mapping[str, Shape], branches: Sequence[Branch]) -> list[Match]:
+    """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
+    leads, wrapped = chains(shapes), has_inner(shapes)
+    unwrapped: dict[str, str] = {}  # its keys by what they are without the names of wrappers
+    found: dict[int, Match] = {}
+    most = 0
+    for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
+        branch = branches[place]
+        if len(branch.tensors) < most:
+            break
+        # By the change of names that makes most keys fit; by the least that does.
+        best = _laid(branch, shapes, Rename(), shapes)
+        if len(best.tensors) < len(shapes):
+            # Worth trying is what leads the keys on either side, with and without wrappers inside them.
+            inside = wrapped or has_inner(branch.tensors)
+            unwrapped = unwrapped or ({cut(name): name for name in shapes} if inside else {})
+            for inner, strip, add in product((False, True) if inside else (False,), chains(branch.tensors), leads):
+                if strip or add or inner:
+                    rename = Rename(strip, add, inner)
+                    match = _laid(branch, shapes, rename, unwrapped if inner else shapes)
+                    if match.score > best.score or (match.score == best.score and rename.cost < best.rename.cost):
+                        best = match
+        found[place] = best
+        most = max(most, best.score[0])
+    return [found[place] for place in sorted(found)]
 
-    def __init__(self, wanted: Mapping[str, Shape]) -> None:
-        self._shapes = wanted
 
-    @cached_property
-    def _chains(self) -> list[str]:
-        return chains(self._shapes)
+def _laid(branch: Branch, shapes: Mapping[str, Shape], rename: Rename, known: Mapping[str, Any]) -> Match:
+    """A branch over the model by one change of names.
 
-    @cached_property
-    def _unwrapped(self) -> dict[str, str]:
-        """Its keys by what they are without the names of wrappers."""
-        return {cut(name): name for name in self._shapes}
-
-    def matches(self, branches: Sequence[Branch]) -> list[Match]:
-        """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
-        found: dict[int, Match] = {}
-        most = 0
-        for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
-            if len(branches[place].tensors) < most:
-                break
-            found[place] = self._lay(branches[place])
-            most = max(most, found[place].score[0])
-        return [found[place] for place in sorted(found)]
-
-    def _lay(self, branch: Branch) -> Match:
-        """The branch over the model by the change of names that makes most keys fit; by the least that does."""
-        best = self._laid(branch, Rename())
-        if len(best.tensors) == len(self._shapes):
-            return best
-        # Worth trying is what leads the keys on either side, with and without wrappers inside them.
-        wrapped = has_inner(self._shapes) or has_inner(branch.tensors)
-        tried = product((False, True) if wrapped else (False,), chains(branch.tensors), self._chains)
-        for rename in (Rename(strip, add, inner) for inner, strip, add in tried if strip or add or inner):
-            match = self._laid(branch, rename)
-            if match.score > best.score or (match.score == best.score and rename.cost < best.rename.cost):
-                best = match
-        return best
-
-    def _laid(self, branch: Branch, rename: Rename) -> Match:
-        shapes = self._shapes
-        tensors: dict[str, Tensor] = {}
-        origins: dict[str, str] = {}
-        rest: dict[str, Tensor] = {}
-        outside = 0
-        for key, tensor in branch.tensors.items():
-            new = rename(key)
-            name = self._unwrapped.get(new) if rename.inner else new if new in shapes else None
-            if name is not None and (name not in tensors or key == name):
-                tensors[name] = tensor
-                origins[name] = key
-            elif rename.leaves_out(key):
-                outside += 1
-            else:
-                rest[key if key in branch.deep else new] = tensor
-        score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
-        return Match(branch, rename, tensors, origins, rest, outside, score)
+    ``known`` has the model's keys; where wrappers are cut out of keys, by what the model's are without them.
+    """
+    tensors: dict[str, Tensor] = {}
+    origins: dict[str, str] = {}
+    rest: dict[str, Tensor] = {}
+    outside = 0
+    for key, tensor in branch.tensors.items():
+        new = rename(key)
+        name = known.get(new) if rename.inner else new if new in known else None
+        if name is not None and (name not in tensors or key == name):
+            tensors[name] = tensor
+            origins[name] = key
+        elif rename.leaves_out(key):
+            outside += 1
+        else:
+            rest[key if key in branch.deep else new] = tensor
+    score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
+    return Match(branch, rename, tensors, origins, rest, outside, score)
 
 
 EXTRA = "_extra_state"
@@ -488,7 +481,7 @@ def slots(model: torch.nn.Module) -> dict[str, Slot]:
 def _torch_parts() -> tuple[type, object, frozenset[object]]:
     """Uninitialized parameters, the method of modules without extra state, and the known ways to load a module.
 
-    The norms override theirs only for the sake of files without ``num_batches_tracked``, which ``_is_excused`` covers.
+    The norms override theirs only for the sake of files without ``num_batches_tracked``, which ``fit`` covers.
     """
     import torch
     from torch.nn.modules.batchnorm import _NormBase
@@ -512,7 +505,7 @@ class Difference(NamedTuple):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@facts(frozen=True)
 class Mismatch:
     """All that does not fit. Keys have their shapes beside them, ``None`` where they have none."""
 
@@ -523,7 +516,7 @@ class Mismatch:
     others: tuple[str, ...] = ()
     """Sentences on what is none of these."""
 
-    @property
+    @cached_property
     def renames(self) -> list[Renamed]:
         """What seems to be the same under another name."""
         return likely_renames(self.missing, self.unexpected)
@@ -539,7 +532,14 @@ class Mismatch:
             lines += ["the same under other names, it seems:", *rows]
         lines += _group("missing in the file", [key for key in self.missing if key not in covered])
         lines += _group("only in the file", [key for key in self.unexpected if key not in covered])
-        lines += _shapes(self.shapes)
+        if self.shapes:
+            rows_of = [Difference("key", "file", "model"), *self.shapes[:_MOST]]
+            wide = [max(len(row[column]) for row in rows_of) for column in range(3)]
+            lines.append(f"of another shape, {_keys(len(self.shapes))}:")
+            for row in rows_of:
+                lines.append("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip())
+            if len(self.shapes) > _MOST:
+                lines.append(f"  and {len(self.shapes) - _MOST:,} more")
         pairs = Counter((each.file, each.model) for each in self.dtypes)
         for (file, model), count in pairs.most_common(_FEW):
             lines.append(f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model")
@@ -578,30 +578,24 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
                 votes.update((key[:cut], mate[: len(mate) - len(key) + cut]) for mate in mates)
             if mates:
                 break
-    return _settled(votes, missing, unexpected)
+    # The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is no pattern.
+    out: list[Renamed] = []
+    wanted, free = set(missing), dict.fromkeys(unexpected)
+    for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
+        renamed = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
+        pairs = tuple((key, to) for key, to in renamed.items() if to in wanted and missing[to] == unexpected[key])
+        if len(pairs) < 2 or len(out) == _MOST:
+            continue
+        out.append(Renamed(theirs, ours, pairs))
+        for key, to in pairs:
+            del free[key]
+            wanted.discard(to)
+    return out
 
 
 def _cuts(key: str) -> list[int]:
     """Where a prefix of a key may end, the shortest first."""
     return [0, *(place + 1 for place, letter in enumerate(key) if letter == ".")]
-
-
-def _settled(
-    votes: Counter[tuple[str, str]], missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
-) -> list[Renamed]:
-    """The pairs of prefixes that explain most, none of whose keys is explained twice; a single key is no pattern."""
-    out: list[Renamed] = []
-    wanted, free = set(missing), dict.fromkeys(unexpected)
-    for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
-        mates = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
-        pairs = tuple((key, mate) for key, mate in mates.items() if mate in wanted and missing[mate] == unexpected[key])
-        if len(pairs) < 2 or len(out) == _MOST:
-            continue
-        out.append(Renamed(theirs, ours, pairs))
-        for key, mate in pairs:
-            del free[key]
-            wanted.discard(mate)
-    return out
 
 
 def _group(title: str, keys: Sequence[str]) -> list[str]:
@@ -632,16 +626,6 @@ def _named(group: Sequence[str]) -> str:
     return f"{'.'.join(common)}.* ({len(group):,})"
 
 
-def _shapes(differences: Sequence[Difference]) -> list[str]:
-    if not differences:
-        return []
-    rows = [Difference("key", "file", "model"), *differences[:_MOST]]
-    wide = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-    more = len(differences) - _MOST
-    return [f"of another shape, {_keys(len(differences))}:", *lines, *([f"  and {more:,} more"] if more > 0 else [])]
-
-
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 
 
@@ -667,32 +651,15 @@ class Fit:
     dtypes: list[Difference] = field(default_factory=list)
 
 
-def fit(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint, *, cast: bool) -> Fit:
+def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> Fit:
     """Compare every key, shape and dtype."""
+    from torch.nn.modules.batchnorm import _NormBase
+
     out = Fit()
     for key in (key for key, slot in slots.items() if slot.tensor is None):
         held = opened.node((*match.branch.path, match.rename.undone(key))) or match.tensors.get(key)
         if held is not None:
             out.extras[key] = held
-    _compare(out, match, slots, cast=cast)
-    out.tasks = _tasks(match, slots, opened)
-    filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
-    found = match.tensors.keys() | out.extras.keys()
-    about = versions(match, opened)
-    out.missing = [
-        key
-        for key, slot in slots.items()
-        if key not in found and id(slot.tensor) not in filled and not _is_excused(key, slot, about)
-    ]
-    extras = {match.rename.undone(key) for key in out.extras}
-    held_keys = {*match.branch.tensors, *map(str, match.branch.deep.values()), *extras}
-    others = [key for key in values(match, opened.checkpoint) if key not in held_keys]
-    out.unexpected = [key for key in match.unexpected if key not in extras]
-    out.unexpected += [match.rename(key) for key in others if not match.rename.leaves_out(key)]
-    return out
-
-
-def _compare(out: Fit, match: Match, slots: dict[str, Slot], *, cast: bool) -> None:
     names: dict[torch.dtype, str] = {}
     for key, tensor in match.tensors.items():
         slot = slots[key]
@@ -704,6 +671,24 @@ def _compare(out: Fit, match: Match, slots: dict[str, Slot], *, cast: bool) -> N
         mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
         if tensor.dtype != mine and not cast:
             out.dtypes.append(Difference(key, tensor.dtype, mine))
+    out.tasks = _tasks(match, slots, opened)
+    filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
+    found = match.tensors.keys() | out.extras.keys()
+    about = versions(match, opened)
+    for key, slot in slots.items():
+        if key in found or id(slot.tensor) in filled:
+            continue
+        if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
+            version = about.get(key.rpartition(".")[0], {}).get("version")
+            if type(version) is not int or version < 2:  # files before version 2 of the norms do not have it
+                continue
+        out.missing.append(key)
+    extras = {match.rename.undone(key) for key in out.extras}
+    held_keys = {*match.branch.tensors, *map(str, match.branch.deep.values()), *extras}
+    others = [key for key in values(match, opened.checkpoint) if key not in held_keys]
+    out.unexpected = [key for key in match.unexpected if key not in extras]
+    out.unexpected += [match.rename(key) for key in others if not match.rename.leaves_out(key)]
+    return out
 
 
 def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
@@ -711,7 +696,7 @@ def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
     return tensor.shape == (1,) and slot.shape == ()
 
 
-def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list[Task]:
+def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
     """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
     last: dict[int, str] = {}
     places: dict[int, list[Slot]] = {}
@@ -729,7 +714,7 @@ def _tasks(match: Match, slots: dict[str, Slot], opened: OpenCheckpoint) -> list
         tasks.append(Task(key, tensor, part, tuple(places[ident])))
 
     def place(task: Task) -> tuple[str, int, int]:
-        storage = opened.storage(task.tensor.storage)
+        storage = opened.content.storage(task.tensor)
         return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
     return sorted(tasks, key=place)
@@ -746,7 +731,7 @@ def values(match: Match, checkpoint: Checkpoint) -> list[str]:
     return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
 
 
-def versions(match: Match, opened: OpenCheckpoint) -> dict[str, dict[str, Any]]:
+def versions(match: Match, opened: Opened) -> dict[str, dict[str, Any]]:
     """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
     held = opened.node(match.branch.path)
     node = held[1] if held else None
@@ -759,16 +744,6 @@ def versions(match: Match, opened: OpenCheckpoint) -> dict[str, dict[str, Any]]:
         for name, about in table.items()
         if isinstance(name, str) and isinstance(about, dict)
     }
-
-
-def _is_excused(key: str, slot: Slot, about: dict[str, dict[str, Any]]) -> bool:
-    """Whether a key may be missing: files before version 2 of the norms have no ``num_batches_tracked``."""
-    from torch.nn.modules.batchnorm import _NormBase
-
-    if slot.name != "num_batches_tracked" or not isinstance(slot.module, _NormBase):
-        return False
-    version = about.get(key.rpartition(".")[0], {}).get("version")
-    return type(version) is not int or version < 2
 
 
 class _Unbuilt(NamedTuple):
@@ -788,7 +763,7 @@ class State(MutableMapping[str, Any]):
     ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: OpenCheckpoint, goal: Destinations) -> None:
+    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
         self._entries = entries
         self._opened = opened
         self._goal = goal
@@ -871,7 +846,7 @@ class _Loading:
     def __init__(
         self,
         model: torch.nn.Module,
-        opened: OpenCheckpoint,
+        opened: Opened,
         goal: Destinations,
         settings: Settings,
         *,
@@ -893,7 +868,14 @@ class _Loading:
         with no_collecting():
             match = find(checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
             found = fit(match, self._slots, self._opened, cast=self._cast)
-            self._leave_out(found)
+            own = self._own
+            if own:  # what modules load in their own way is left to them
+                found.tasks = [task for task in found.tasks if not own.covers(task.key)]
+                for listed in (found.missing, found.unexpected):
+                    listed[:] = [key for key in listed if not own.covers(key)]
+                for differences in (found.shapes, found.dtypes):
+                    differences[:] = [each for each in differences if not own.covers(each.key)]
+                found.extras = {key: node for key, node in found.extras.items() if not own.covers(key)}
             self._check(match, found)
         # Extra state is what transload.load would make of it.
         extras = {
@@ -913,17 +895,6 @@ class _Loading:
         if match.notes:
             warnings.warn(f"{checkpoint.path}: {'; '.join(match.notes)}", KeysWarning, stacklevel=caller())
         return Loaded(found.missing, found.unexpected, match.branch.name, match.notes)
-
-    def _leave_out(self, found: Fit) -> None:
-        """Leave what modules load in their own way to them."""
-        own = self._own
-        if own:
-            found.tasks = [task for task in found.tasks if not own.covers(task.key)]
-            for listed in (found.missing, found.unexpected):
-                listed[:] = [key for key in listed if not own.covers(key)]
-            for differences in (found.shapes, found.dtypes):
-                differences[:] = [each for each in differences if not own.covers(each.key)]
-            found.extras = {key: node for key, node in found.extras.items() if not own.covers(key)}
 
     def _check(self, match: Match, found: Fit) -> None:
         """Raise for all that can be known before a byte is read."""
@@ -962,15 +933,13 @@ class _Loading:
                     entries[key] = _Unbuilt(*node)
             state = State(entries, self._opened, self._goal)
             self._own.load(state, versions(match, self._opened), (found.missing, found.unexpected, errors))
-            self._keep_ties()
+            # A parameter that a module has made anew goes to the other places of the one that was described.
+            made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
+            for slot in self._slots.values():
+                new = made.get(id(slot.tensor))
+                if slot.tensor is not None and slot.tensor.is_meta and new is not None:
+                    slot.put(new)
         return errors
-
-    def _keep_ties(self) -> None:
-        """Give a parameter that a module has made anew to the other places of the one that was described."""
-        made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
-        for slot in self._slots.values():
-            if slot.tensor is not None and slot.tensor.is_meta and id(slot.tensor) in made:
-                slot.put(made[id(slot.tensor)])
 
     def _read(self, tasks: list[Task]) -> None:
         """Fill every parameter. What was half done when reading failed is said."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,11 +20,10 @@ from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import facts
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch
 
     from transload.checkpoint import Checkpoint
+    from transload.render.lines import Block, Line
 
 __all__ = [
     "AUTO",
@@ -40,6 +38,7 @@ __all__ = [
     "Shortage",
     "devices_here",
     "devices_of",
+    "landing",
     "listed",
     "local_rank",
     "place",
@@ -65,6 +64,7 @@ _WORDS: dict[Reason, str] = {
 }
 _SHOWN = 8
 _LONGEST = 40
+_TAGS = 16
 
 
 _MOVE = ("tag", "device", "reason", "why", "tensors", "nbytes")
@@ -122,6 +122,17 @@ class Shortage:
         """Bytes it lacks."""
         return self.needed - self.free
 
+    def __str__(self) -> str:
+        """What it lacks, in a phrase.
+
+        >>> str(Shortage("cuda:0", 14_000_000_000, 10_000_000_000))
+        'cuda:0 has 10.0 GB free and would need 14.0 GB: 4.00 GB too little'
+        """
+        from transload.render.words import size
+
+        lack = f"{size(self.missing)} too little"
+        return f"{self.device} has {size(self.free)} free and would need {size(self.needed)}: {lack}"
+
 
 @facts(frozen=True)
 class Plan:
@@ -167,9 +178,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
-        from transload.loading.landing import as_text
+        from transload.render.lines import Style, layout, plain
 
-        return as_text(self)
+        return "\n".join(plain(line) for line in layout(landing(self), Style()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -216,13 +227,54 @@ def _told(together: Sequence[Move]) -> str:
     return f"{tensors} saved on {listed(tags)} land on {first.device}: {why}"
 
 
+def landing(plan: Plan) -> Iterator[Block]:
+    """A line for each tag, and what stands against it, as blocks of text."""
+    from transload.render.lines import Prose, Table
+    from transload.render.words import plural, printable, size
+
+    def dim(text: str) -> Block:
+        return Prose(((text, "dim"),), lead=(("  ", ""),))
+
+    def against(text: str) -> Block:
+        return Prose(((printable(text, None), "strong"),), lead=(("✗ ", "bad"),))
+
+    def fix(text: str) -> Block:
+        return Prose(((printable(text, None), ""),), lead=(("  → ", "good"),))
+
+    if not plan.moves:
+        yield dim("there is nothing to place")
+    rows: list[tuple[Line, ...]] = []
+    for move in plan.moves[:_TAGS]:
+        target = "undecided" if move.device == UNDECIDED else printable(move.device, 24) or "nowhere"
+        role = "bad" if not move.device else "trust" if move.moved else "good"
+        rows.append(
+            (
+                ((listed([move.tag]), ""),),
+                (("→ ", "dim"), (target, role)),
+                ((printable(move.why, None), "" if move.moved else "dim"),),
+                ((plural(move.tensors, "tensor"), "dim"),),
+                ((size(move.nbytes), ""),),
+            )
+        )
+    yield Table(rows, right=frozenset({4}), drops=(3, 4))
+    if len(plan.moves) > _TAGS:
+        yield dim(f"… and {len(plan.moves) - _TAGS:,} more devices")
+    if plan.how and plan.ok:
+        yield dim(f"read by {plan.how}")
+    if plan.refused:
+        yield against(plan.refused)
+    for short in plan.shortages:
+        yield against(str(short))
+        yield from map(fix, short.instead)
+    yield from map(fix, plan.fix)
+
+
 AUTO = "auto"
 MapLocation = Any
 """What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), or ``auto``."""
 
 _Chosen = tuple[str, Reason, str]
 """A device, why, and what more is to be said of that."""
-_Chooser = Callable[[str], _Chosen]
 
 _WIDE = frozenset({"float64", "complex128"})
 """What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
@@ -241,16 +293,16 @@ _TAG = _fields(Storage, "device")
 _TENSOR_TAG = _fields(Tensor, "device")
 
 
-@dataclass(slots=True)
 class _Load:
     """What carries one tag."""
 
-    tensors: int = 0
-    nbytes: int = 0
-    slim: int = 0
-    """Bytes it would take with its floats as bfloat16."""
-    wide: bool = False
-    """Whether something of it is too wide for mps."""
+    def __init__(self) -> None:
+        self.tensors = 0
+        self.nbytes = 0
+        self.slim = 0
+        """Bytes it would take with its floats as bfloat16."""
+        self.wide = False
+        """Whether something of it is too wide for mps."""
 
     def add(self, count: int, nbytes: int, dtype: str) -> None:
         """So many more, each of so many bytes."""
@@ -267,31 +319,43 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     other map_location means what it means to ``torch.load``.
     """
     loads = _loads(checkpoint)
-    nonsense = _nonsense(map_location)
-    if nonsense:
+    named = map_location is None or isinstance(map_location, str | bytes | Mapping) or _is_torch_device(map_location)
+    if not named and not callable(map_location):  # torch would not take it either
         moves = tuple(Move(tag, "", "asked", load.tensors, load.nbytes) for tag, load in loads.items())
-        return Plan(moves, refused=nonsense[0], fix=nonsense[1:])
-    choose = _chooser(loads, devices, map_location)
-    chosen = [(tag, load, *choose(tag)) for tag, load in loads.items()]
-    moves = tuple(Move(tag, name, why, load.tensors, load.nbytes, detail) for tag, load, name, why, detail in chosen)
+        kind = type(map_location).__name__
+        meant = "a name such as 'cpu' or 'cuda:0'"
+        if kind == "int" and 0 <= map_location < 256:
+            meant = f"'cuda:{map_location}'"
+        refused = f"map_location is of type {kind}, which does not name a device"
+        return Plan(moves, refused=refused, fix=(f"Pass map_location={meant}.",))
+    automatic = isinstance(map_location, str) and map_location == AUTO
+    if automatic:
+        spread = _spread(loads, devices)
+        chosen = {tag: _automatic(tag, devices, spread, wide=load.wide) for tag, load in loads.items()}
+    elif _is_function(map_location):
+        chosen = dict.fromkeys(loads, (UNDECIDED, "function", ""))
+    else:
+        wanted = map_location if isinstance(map_location, Mapping) else {}
+        if map_location is not None and not isinstance(map_location, Mapping):
+            wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
+        chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
+    moves = tuple(
+        Move(tag, device, why, loads[tag].tensors, loads[tag].nbytes, detail)
+        for tag, (device, why, detail) in chosen.items()
+    )
     lost = [move for move in moves if not move.device]
     if lost:
         fix = "Ask for a device that is here, or leave map_location out."
         if map_location is None:
             fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
-        return Plan(moves, refused=_refusal(lost, devices), fix=(fix,))
-    automatic = isinstance(map_location, str) and map_location == AUTO
+        if lost[0].reason == "float64":
+            return Plan(moves, refused=f"it holds float64, which {lost[0].detail} does not have", fix=(fix,))
+        names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+        here = listed([device.name for device in devices.available])
+        reason = f"; {devices.absent}" if devices.absent else ""
+        return Plan(moves, refused=f"there is no {names} here, only {here}{reason}", fix=(fix,))
     shortages = tuple(_shortages(checkpoint, moves, loads, devices))
     return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
-
-
-def _refusal(lost: list[Move], devices: Devices) -> str:
-    if lost[0].reason == "float64":
-        return f"it holds float64, which {lost[0].detail} does not have"
-    wanted = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
-    here = listed([device.name for device in devices.available])
-    reason = f"; {devices.absent}" if devices.absent else ""
-    return f"there is no {wanted} here, only {here}{reason}"
 
 
 def tags_of(checkpoint: Checkpoint) -> list[str]:
@@ -322,78 +386,41 @@ def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
 # -- wishes
 
 
-def _nonsense(map_location: MapLocation) -> tuple[str, ...]:
-    """What is wrong with a ``map_location`` that torch would not take either, and the fix; empty where nothing is."""
-    named = map_location is None or isinstance(map_location, str | bytes | Mapping)
-    if named or _is_torch_device(map_location) or callable(map_location):
-        return ()
-    kind = type(map_location).__name__
-    meant = "a name such as 'cpu' or 'cuda:0'"
-    if kind == "int" and 0 <= map_location < 256:
-        meant = f"'cuda:{map_location}'"
-    return f"map_location is of type {kind}, which does not name a device", f"Pass map_location={meant}."
-
-
 def _is_torch_device(map_location: MapLocation) -> bool:
-    """Recognised by its name: torch is not imported here. In some releases it is callable, too."""
+    """Recognised by its name: torch is not imported here."""
     return (type(map_location).__module__, type(map_location).__name__) == ("torch", "device")
 
 
-def _chooser(loads: Mapping[str, _Load], devices: Devices, map_location: MapLocation) -> _Chooser:
-    if isinstance(map_location, str) and map_location == AUTO:
-        return _automatic(loads, devices)
-    if map_location is None:
-        return _mapped({}, loads, devices)
-
-    def named(device: object) -> str:
-        return device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
-
-    if isinstance(map_location, Mapping):
-        wanted = {tag: named(device) for tag, device in map_location.items() if isinstance(tag, str)}
-        return _mapped(wanted, loads, devices)
-    if callable(map_location) and not _is_torch_device(map_location):
-        return lambda _: (UNDECIDED, "function", "")
-    name = named(map_location)
-    return _mapped({tag: name for tag in loads if tag != "meta"}, loads, devices)
+def _is_function(map_location: MapLocation) -> bool:
+    """In some releases a ``torch.device`` is callable, too."""
+    named = isinstance(map_location, str | Mapping) or _is_torch_device(map_location)
+    return callable(map_location) and not named
 
 
-def _mapped(wanted: Mapping[str, str], loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
-    """Each tag to what is wanted for it, else to its own device; to nothing where that is not here."""
-
-    def choose(tag: str) -> _Chosen:
-        name = wanted.get(tag, tag)
-        if name == "meta":
-            return name, "asked" if tag in wanted else "saved", ""
-        found = devices.get(name)
-        if found is None:
-            return "", "lost", name
-        if found.name == "mps" and loads[tag].wide:
-            return "", "float64", found.name
-        return found.name, "asked" if tag in wanted else "saved", ""
-
-    return choose
+def _mapped(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool) -> _Chosen:
+    """What is wanted for a tag, else its own device; nothing where that is not here."""
+    device = wanted.get(tag, tag)
+    name = device.decode("ascii", "backslashreplace") if isinstance(device, bytes) else str(device)
+    found = None if name == "meta" else devices.get(name)
+    if found is None and name != "meta":
+        return "", "lost", name
+    if found is not None and found.name == "mps" and wide:
+        return "", "float64", found.name
+    return found.name if found else name, "asked" if tag in wanted else "saved", ""
 
 
-def _automatic(loads: Mapping[str, _Load], devices: Devices) -> _Chooser:
-    spread = _spread(loads, devices)
-
-    def device_of(tag: str) -> _Chosen:
-        here = devices.get(tag)
-        if tag == "meta" or (here and here.name == "cpu"):
-            return here.name if here else tag, "saved", ""
-        if devices.rank is not None and devices.own:
-            return devices.own, "rank", str(devices.rank)
-        if here is not None:
-            return here.name, "here", ""
-        if devices.own:
-            return spread.get(tag, devices.own), "absent", ""
-        return "cpu", "absent", devices.absent
-
-    def choose(tag: str) -> _Chosen:
-        device, reason, detail = device_of(tag)
-        return ("cpu", "float64", "mps") if device == "mps" and loads[tag].wide else (device, reason, detail)
-
-    return choose
+def _automatic(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: bool) -> _Chosen:
+    here = devices.get(tag)
+    chosen: _Chosen = "cpu", "absent", devices.absent
+    if tag == "meta" or (here and here.name == "cpu"):
+        chosen = here.name if here else tag, "saved", ""
+    elif devices.rank is not None and devices.own:
+        chosen = devices.own, "rank", str(devices.rank)
+    elif here is not None:
+        chosen = here.name, "here", ""
+    elif devices.own:
+        chosen = spread.get(tag, devices.own), "absent", ""
+    return ("cpu", "float64", "mps") if chosen[0] == "mps" and wide else chosen
 
 
 def _spread(loads: Mapping[str, _Load], devices: Devices) -> dict[str, str]:
@@ -427,6 +454,7 @@ def _spread(loads: Mapping[str, _Load], devices: Devices) -> dict[str, str]:
 def _shortages(
     checkpoint: Checkpoint, moves: Iterable[Move], loads: Mapping[str, _Load], devices: Devices
 ) -> Iterable[Shortage]:
+    """The devices that have too little memory, each with what would fit instead."""
     if all(device.free < 0 for device in devices.available):
         return
     needed: dict[str, int] = {}
@@ -434,33 +462,25 @@ def _shortages(
     for move in moves:
         needed[move.device] = needed.get(move.device, 0) + move.nbytes
         slim[move.device] = slim.get(move.device, 0) + loads[move.tag].slim
+    total = sum(needed.values())
     for name, nbytes in needed.items():
         device = devices.get(name)
-        if device is not None and 0 <= device.free < nbytes:
-            thinner = slim[name] if slim[name] <= device.free else 0
-            mapped = _is_mapped(checkpoint)
-            instead = tuple(_instead(name, sum(needed.values()), thinner, devices, mapped=mapped))
-            yield Shortage(name, nbytes, device.free, instead)
+        if device is None or not 0 <= device.free < nbytes:
+            continue
+        from transload.render.words import size
 
-
-def _instead(short: str, nbytes: int, thinner: int, devices: Devices, *, mapped: bool) -> Iterable[str]:
-    """What would fit: another device, mapping the file, half the precision."""
-    from transload.render.words import size
-
-    roomy = [device for device in devices.available if device.name != short and device.free >= nbytes]
-    for device in sorted(roomy, key=lambda device: device.name == "cpu"):
-        yield f"map_location='{device.name}', which has {size(device.free)} free"
-    if mapped and not any(device.name == "cpu" for device in roomy):
-        yield "map_location='cpu' with mmap=True, which reads what is touched"
-    if thinner:
-        yield f"as bfloat16 it would take {size(thinner)}"
-
-
-def _is_mapped(checkpoint: Checkpoint) -> bool:
-    """Whether torch could map the file in place of reading it."""
-    return checkpoint.format in _MAPPED and not any(
-        storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
-    )
+        roomy = [other for other in devices.available if other.name != name and other.free >= total]
+        roomy.sort(key=lambda other: other.name == "cpu")
+        instead = [f"map_location='{other.name}', which has {size(other.free)} free" for other in roomy]
+        # Where torch could map the file in place of reading it.
+        mapped = checkpoint.format in _MAPPED and not any(
+            storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
+        )
+        if mapped and not any(other.name == "cpu" for other in roomy):
+            instead.append("map_location='cpu' with mmap=True, which reads what is touched")
+        if 0 < slim[name] <= device.free:
+            instead.append(f"as bfloat16 it would take {size(slim[name])}")
+        yield Shortage(name, nbytes, device.free, tuple(instead))
 
 
 # -- what torch has
@@ -494,7 +514,11 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
         if complete and module.is_available() and module.device_count():
             modules[kind] = module
     here = [f"{kind}:{index}" for kind, module in modules.items() for index in range(module.device_count())]
-    alone = _mps(torch)
+    alone = []
+    if torch.backends.mps.is_available():
+        most = getattr(torch.mps, "recommended_max_memory", None)
+        total = int(most()) if most else -1
+        alone = [Device("mps", total - int(torch.mps.driver_allocated_memory()) if most else -1, total)]
     if not here and not alone:
         why = "CUDA does not work here, and `transload doctor` says why"
         if not torch.version.cuda and not torch.version.hip:
@@ -502,7 +526,11 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
         return Devices((host,), rank=rank, absent=why)
     current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
     silent = Devices((host, *map(Device, here), *alone), current, rank)
-    asked = _asked(names, silent)
+    # The devices whose free memory matters: all of them if what is not here may be laid out over them.
+    found = [silent.get(name) for name in names]
+    asked = {silent.own, *(device.name for device in found if device)}
+    if None in found and len(set(names)) > 1 and rank is None:
+        asked = {device.name for device in silent.accelerators}
     cards = [_card(modules[split(name)[0]], name) if name in asked else Device(name) for name in here]
     return Devices((host, *cards, *alone), current, rank)
 
@@ -513,23 +541,6 @@ def _host() -> Device:
 
     total, free = memory(Host())
     return Device("cpu", free, total)
-
-
-def _mps(torch: ModuleType) -> list[Device]:
-    if not torch.backends.mps.is_available():
-        return []
-    most = getattr(torch.mps, "recommended_max_memory", None)
-    total = int(most()) if most else -1
-    return [Device("mps", total - int(torch.mps.driver_allocated_memory()) if most else -1, total)]
-
-
-def _asked(names: list[str], devices: Devices) -> set[str]:
-    """The devices whose free memory matters: all of them if what is not here may be laid out over them."""
-    absent = any(devices.get(name) is None for name in names)
-    if absent and len(set(names)) > 1 and devices.rank is None:
-        return {device.name for device in devices.accelerators}
-    found = (devices.get(name) for name in names)
-    return {devices.own, *(device.name for device in found if device)}
 
 
 def _card(module: Any, name: str) -> Device:
@@ -616,10 +627,6 @@ class DeviceMap:
     def locations(self) -> dict[str, str]:
         """The plan as torch would take it for map_location."""
         return {} if self._choose else dict(self._devices)
-
-
-def _is_function(map_location: Any) -> bool:
-    return callable(map_location) and not isinstance(map_location, str | Mapping)
 
 
 def wanted_devices(tags: list[str], map_location: Any) -> list[str]:

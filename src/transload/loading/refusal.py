@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allowed",
     "Unknown",
+    "Wrong",
     "loaded_pickles",
     "refuse_program",
     "refuse_unsafe",
@@ -62,6 +63,12 @@ _KNOWN = _PLAIN | _OURS
 
 class Unknown(Exception):  # noqa: N818 - a signal inside this room, never seen outside
     """A name that this torch does not have."""
+
+
+class Wrong(Exception):  # noqa: N818 - the same
+    """A call that no checkpoint makes; the text says what is wrong with it, ``node`` where that was met."""
+
+    node: object = None
 
 
 class Allowed:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.io.sources import Slice, Source
-from transload.loading.build import sparse_tensor, validate
+from transload.loading.rebuild import sparse_tensor, validate
 
 if TYPE_CHECKING:
     import torch
@@ -102,32 +102,33 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
     Its objects get a ``device_of``. The class has none: it is part of a reference cycle, as every class is, and what it
     refers to lives until the garbage collector finds that.
     """
+    import torch
 
     class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
-            kind = _storage_kind(name)
-            if kind is not None:
-                return kind
+            if "Storage" in name:  # a class of storages, whatever module it is said to be in
+                try:
+                    return torch.serialization.StorageType(name)
+                except KeyError:
+                    if name in ("UntypedStorage", "_UntypedStorage"):
+                        return torch.UntypedStorage
             module = _RENAMED.get(module, module)
             if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
                 return _sparse
             found = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(name) if module == "torch._utils" else None
-            return found if at is None else _landing(found, at, self.device_of)
+            if at is None:
+                return found
+            device_of = self.device_of
+
+            def rebuild(*args: Any) -> Any:
+                """The function, with the device among its arguments replaced by the one where it lands."""
+                device = args[at]
+                return found(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
+
+            return rebuild
 
     return Unpickler
-
-
-def _storage_kind(name: str) -> Any:
-    """What torch takes for a class of storages, whatever module it is said to be in; ``None`` if it is none."""
-    import torch
-
-    if "Storage" not in name:
-        return None
-    try:
-        return torch.serialization.StorageType(name)
-    except KeyError:
-        return torch.UntypedStorage if name in ("UntypedStorage", "_UntypedStorage") else None
 
 
 def storage_dtype(kind: Any) -> torch.dtype:
@@ -158,16 +159,6 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
             what = f"the file needs {module}.{name}, and {module} has no {name} here"
             fix = f"Install the version of {module.partition('.')[0]} that the file was saved with."
         raise MissingClassError(what, fix=fix) from error
-
-
-def _landing(function: Callable[..., Any], at: int, device_of: Callable[[str], str]) -> Callable[..., Any]:
-    """The function, with a device among its arguments replaced by the one where it lands."""
-
-    def rebuild(*args: Any) -> Any:
-        device = args[at]
-        return function(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
-
-    return rebuild
 
 
 def _sparse(layout: Any, data: Any) -> Any:
@@ -225,33 +216,28 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
     devices are replaced in a copy of the archive in memory: those of the weights, of the example inputs and in the
     graph. ``path`` is set where the source is a file of the system.
     """
-    import torch
-
-    with _program_errors(checkpoint, "torch.export.load"):
-        if _stays(source, checkpoint, device_of):
-            return torch.export.load(path if path.endswith(".pt2") else as_file(source))
-        return torch.export.load(_moved(source, device_of))
-
-
-# -- an exported program on other devices ------------------------------------------------------------------------------
-
-
-def _stays(source: Source, checkpoint: Checkpoint, device_of: DeviceOf) -> bool:
-    """Whether every device that the weights or the graph name is where it lands."""
     import json
     from zipfile import ZipFile
 
-    asked = {use.device: device_of(use.device) for use in checkpoint.devices}
+    import torch
+
+    landed = {use.device: device_of(use.device) for use in checkpoint.devices}
 
     def note(device: str) -> str:
-        return asked.setdefault(device, device_of(device))
+        return landed.setdefault(device, device_of(device))
 
-    with ZipFile(as_file(source)) as archive:
-        for name in archive.namelist():
-            data = archive.read(name) if name.endswith(".json") else _ZIP
-            if not data.startswith(_ZIP):
-                _moved_json(json.loads(data), note)
-    return all(device == landed for device, landed in asked.items())
+    with _program_errors(checkpoint, "torch.export.load"):
+        with ZipFile(as_file(source)) as archive:
+            for name in archive.namelist():
+                data = archive.read(name) if name.endswith(".json") else _ZIP
+                if not data.startswith(_ZIP):
+                    _moved_json(json.loads(data), note)
+        if any(tag != device for tag, device in landed.items()):
+            return torch.export.load(_moved(source, device_of))
+        return torch.export.load(path if path.endswith(".pt2") else as_file(source))
+
+
+# -- an exported program on other devices ------------------------------------------------------------------------------
 
 
 def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
@@ -271,7 +257,7 @@ def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
             if data.startswith(_ZIP):
                 # Example inputs, and in older files the weights, are checkpoints inside, whatever they are called.
                 inner = io.BytesIO()
-                torch.save(torch.load(io.BytesIO(data), map_location=land, weights_only=False), inner)
+                torch.save(torch.load(io.BytesIO(data), land, weights_only=False), inner)
                 data = inner.getvalue()
             elif name.endswith(".json"):
                 data = json.dumps(_moved_json(json.loads(data), device_of)).encode()
@@ -359,8 +345,20 @@ def load_trusted(
         raise UsageError(str(error)) from error
     arguments.setdefault("encoding", "utf-8")
     load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
-    with _errors_of_ours(checkpoint.path):
+    path = checkpoint.path
+    try:
         return load.run()
+    except TransloadError as error:
+        error.where = error.where or path
+        raise
+    except UnicodeDecodeError as error:
+        what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
+        raise LoadError(what, where=path, fix="Pass encoding='latin1', or encoding='bytes'.") from error
+    except (UnpicklingError, EOFError) as error:
+        raise BrokenFileError(f"its pickle breaks off: {error}", where=path) from error
+    except Exception as error:
+        what = f"code that the file calls failed with {type(error).__name__}: {error}"
+        raise LoadError(what, where=path) from error
 
 
 class _Load:
@@ -392,7 +390,18 @@ class _Load:
             for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
                 self._unpickle(file)
             return self._unpickle(file, self.by_tuple)
-        return self._unpickle(io.BytesIO(_pickle_of(self._source, self._checkpoint)), self.by_tuple)
+        # The record data.pkl, which torch finds without regard to case.
+        from transload.formats.zip import read_payload
+
+        path, records = self._checkpoint.path, self._checkpoint.records
+        named = {**{record.name.lower(): record for record in records}, **{record.name: record for record in records}}
+        if "data.pkl" not in named:
+            raise BrokenFileError("the record data.pkl, which says what the file holds, is missing", where=path)
+        record = named["data.pkl"]
+        payload = read_payload(self._source, record, max(record.size, record.stored))
+        if payload.problem:
+            raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=path)
+        return self._unpickle(io.BytesIO(payload.data), self.by_tuple)
 
     def _unpickle(self, file: Any, persistent: _Persistent | None = None) -> Any:
         """One pickle; the file stands behind it afterwards."""
@@ -436,6 +445,8 @@ class _Load:
     # -- the tar format
 
     def _tar(self) -> Any:
+        import torch
+
         from transload.formats.torch_legacy import members
 
         parts = {
@@ -443,15 +454,7 @@ class _Load:
             for member in members(self._source)[0]
         }
         objects: dict[int, Any] = {}
-        self._tar_storages(as_file(parts["storages"]), objects)
-        self._tar_tensors(as_file(parts["tensors"]), objects)
-
-        def persistent(pid: Any) -> Any:
-            return class_of(*pid) if isinstance(pid, tuple) else objects[int(pid)]
-
-        return self._unpickle(as_file(parts["pickle"]), persistent)
-
-    def _tar_storages(self, file: Any, objects: dict[int, Any]) -> None:
+        file: Any = as_file(parts["storages"])
         for _ in range(self._unpickle(file)):
             key, _, kind = self._unpickle(file)
             dtype = storage_dtype(kind)
@@ -460,10 +463,7 @@ class _Load:
             objects[int(key)] = self._wrapped(_text(key), dtype)
         for key, root, first, count in self._unpickle(file):
             objects[int(key)] = self._part(objects[int(root)], key, first, count)
-
-    def _tar_tensors(self, file: Any, objects: dict[int, Any]) -> None:
-        import torch
-
+        file = as_file(parts["tensors"])
         for _ in range(self._unpickle(file)):
             key, storage_key, _ = self._unpickle(file)
             storage = objects[int(storage_key)]
@@ -471,6 +471,11 @@ class _Load:
             size, stride, (first,) = _numbers(file, rank), _numbers(file, rank), _numbers(file, 1)
             empty = torch.empty(0, dtype=storage.dtype, device=storage.device)
             objects[int(key)] = empty.set_(storage._untyped_storage, first, size, stride)  # noqa: SLF001 - see _typed
+
+        def persistent(pid: Any) -> Any:
+            return class_of(*pid) if isinstance(pid, tuple) else objects[int(pid)]
+
+        return self._unpickle(as_file(parts["pickle"]), persistent)
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
@@ -488,39 +493,3 @@ def _text(value: Any) -> str:
 def _numbers(file: Any, count: int) -> tuple[int, ...]:
     shape = Struct(f"<{count}q")
     return shape.unpack(file.read(shape.size))
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _pickle_of(source: Source, checkpoint: Checkpoint) -> bytes:
-    """The record ``data.pkl``, which torch finds without regard to case."""
-    from transload.formats.zip import read_payload
-
-    named = {record.name.lower(): record for record in checkpoint.records}
-    named |= {record.name: record for record in checkpoint.records}
-    if "data.pkl" not in named:
-        raise BrokenFileError("the record data.pkl, which says what the file holds, is missing", where=checkpoint.path)
-    record = named["data.pkl"]
-    payload = read_payload(source, record, max(record.size, record.stored))
-    if payload.problem:
-        raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=checkpoint.path)
-    return payload.data
-
-
-@contextmanager
-def _errors_of_ours(path: str) -> Iterator[None]:
-    """Whatever goes wrong, as an error of ours that says where."""
-    try:
-        yield
-    except TransloadError as error:
-        error.where = error.where or path
-        raise
-    except UnicodeDecodeError as error:
-        what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
-        raise LoadError(what, where=path, fix="Pass encoding='latin1', or encoding='bytes'.") from error
-    except (UnpicklingError, EOFError) as error:
-        raise BrokenFileError(f"its pickle breaks off: {error}", where=path) from error
-    except Exception as error:
-        what = f"code that the file calls failed with {type(error).__name__}: {error}"
-        raise LoadError(what, where=path) from error

@@ -31,7 +31,7 @@ from transload.rescuing.bitflips import Claim, check_records, repairs_of
 from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome
-from transload.tensors import Content, open_content
+from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
 
 __all__ = ["Rescue", "rescue"]

@@ -1,23 +1,432 @@
-"""The bytes of a tensor, from any open checkpoint.
+"""The bytes of a checkpoint: the file or files behind it, open as long as anybody reads from them.
 
-``files`` opens a checkpoint once for everybody who reads from it; ``content`` gives the elements of a tensor in
-row-major order, through the strided views of ``views``. A load needs the first of these only, so the names of the
-second are imported when they are asked for.
+``OpenCheckpoint`` reads and judges what it is given and keeps it open: what was judged is what is read. ``load`` takes
+the ``pieces`` that are built by themselves; others take the bytes of single storages, by the names that storages give
+to files. The elements of a tensor, in order, are in ``tensors.content``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from transload.errors import BrokenFileError, UsageError
+from transload.frozen import facts
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike, journal_path
+from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
-    from transload.tensors.content import Allowance, Content, ContentError, Run, boxes, open_content
+    from zlib import _Decompress
 
-__all__ = ["Allowance", "Content", "ContentError", "Run", "boxes", "open_content"]
+    from transload.checkpoint import Checkpoint, Key, Record, Storage
+
+__all__ = ["Inflating", "OpenCheckpoint", "PackedStorages", "Piece", "members"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+class OpenCheckpoint:
+    """Everything opened for one checkpoint.
 
-    return getattr(import_module("transload.tensors.content"), name)
+    ``checkpoint`` is the judged whole, ``pieces`` what is built by itself, in order: the one file, or the shards.
+    ``tree`` is as for ``read_source``. As a context manager it closes what it has opened. May be used from several
+    threads.
+    """
+
+    def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
+        from transload.judge import judge
+
+        self.closed = False
+        self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
+        self._tree = tree
+        self._folder: str | None = None  # where the names of files begin, if there are several
+        self._members: dict[int, dict[Key, object]] = {}
+        self._lock = Lock()
+        try:
+            read, self.pieces = self._read(f)
+            others = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
+            if others:  # files that lie beside the checkpoint may be damaged, or anything else
+                problems = tuple(problem for problem in read.problems if not problem.where.startswith(others))
+                pickles = tuple(pickle for pickle in read.pickles if pickle.main)
+                read = replace(read, problems=problems, pickles=pickles)
+            self.checkpoint = judge(read, told=tree)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> OpenCheckpoint:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every file, and put a file object back to where it stood; twice does no harm."""
+        with self._lock:
+            self.closed = True
+            for source, _ in self._open.values():
+                source.close()
+            self._open.clear()
+
+    def check_open(self) -> None:
+        """``UsageError`` if it was closed."""
+        if self.closed:
+            raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
+
+    def check_unchanged(self) -> None:
+        """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
+        for source, _ in self._open.values():
+            if isinstance(source, _File) and source.status() != source.opened_with:
+                fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
+                raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
+
+    def leave_behind_content(self) -> None:
+        """Leave a file object behind what was read of it: several objects can be written one after the other."""
+        source = self._open.get("", (None, None))[0]
+        if isinstance(source, _Object | _Leftovers) and self.checkpoint.format == "torch-legacy":
+            last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
+            source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
+
+    def file(self, name: str = "") -> Source:
+        """One of its files, by the name storages give it; it stays open until all are closed."""
+        with self._lock:
+            self.check_open()
+            if self._folder is None:
+                return self.pieces[0].open(name)
+            path = os.path.join(self._folder, name)  # noqa: PTH118 - pathlib costs ten milliseconds
+            piece = self._by_path.get(path) or self._by_path.get("")
+            return self._beside(path) if piece is None else piece.open(name)
+
+    @cached_property
+    def _by_path(self) -> dict[str, Piece]:
+        return {piece.path: piece for piece in self.pieces}
+
+    @property
+    def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
+        """The files that are a checkpoint by themselves, under the names storages give them."""
+        if self._folder is None:
+            return tuple(("", piece.checkpoint) for piece in self.pieces)
+        folder = self._folder or "."
+        return tuple((os.path.relpath(piece.path, folder), piece.checkpoint) for piece in self.pieces if piece.path)
+
+    def node(self, path: tuple[Key, ...]) -> tuple[Piece, object] | None:
+        """The piece in which a path leads somewhere, and the inert node there; ``None`` if it leads nowhere."""
+        for piece in self.pieces:
+            node = piece.checkpoint.root
+            for step in path:
+                known = self._members.get(id(node))
+                if known is None:  # each container is gone through once
+                    known = self._members[id(node)] = dict(members(node))
+                if step not in known:
+                    break
+                node = known[step]
+            else:
+                return piece, node
+        return None
+
+    # -- opening
+
+    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        if not isinstance(f, str | os.PathLike):
+            return self._single(_from_object(f), "")
+        path = os.fspath(f)
+        _finish_retag(path)
+        is_directory = os.path.isdir(path)  # noqa: PTH112 - pathlib costs ten milliseconds
+        if not is_directory and not path.endswith(".index.json"):
+            return self._single(_File(path), path)
+        from transload.formats import read_source
+        from transload.formats.directory import read_directory, read_sharded
+
+        self._folder = path if is_directory else os.path.dirname(path)  # noqa: PTH120 - the same
+        read = self._read_file
+        checkpoint = read_directory(path, read, read_source) if is_directory else read_sharded(path, read)
+        sharded = not is_directory or checkpoint.format == "sharded"
+        if sharded or "unpacked" not in dict(checkpoint.facts):
+            kind = "shard" if sharded else "weights"
+            files = [_join(self._folder, part.name) for part in checkpoint.parts if part.kind == kind]
+            return checkpoint, tuple(piece for file in files if (piece := self._kept(file)) is not None)
+        index = "data.pkl"
+        if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
+            index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder unzipping has made
+        return checkpoint, (Piece(checkpoint, lambda name: self._beside(_join(path, name)), index=index),)
+
+    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
+        from transload.formats import read_source
+
+        self._open[""] = (source, None)
+        checkpoint = read_source(source, tree=self._tree)
+        return checkpoint, (Piece(checkpoint, lambda _: source, path),)
+
+    def _read_file(self, path: str) -> Checkpoint:
+        """Read a file of a directory, and keep it open."""
+        from transload.formats import read_source
+
+        source = self._beside(path)
+        checkpoint = read_source(source)
+        self._open[path] = (source, checkpoint)
+        return checkpoint
+
+    def _kept(self, path: str) -> Piece | None:
+        """A file of a directory as a piece of its own, if it was read as a checkpoint."""
+        source, checkpoint = self._open[path]
+        return None if checkpoint is None else Piece(checkpoint, lambda _: source, path)
+
+    def _beside(self, path: str) -> Source:
+        """One of many files; kept open, unless so many others are already that the program would have none left."""
+        if path not in self._open:
+            most = 256
+            if sys.platform != "win32":
+                import resource
+
+                # Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256.
+                soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
+            self._open[path] = (_File(path) if len(self._open) < most else _Unkept(path), None)
+        return self._open[path][0]
+
+
+@facts(frozen=True)
+class Piece:
+    """A checkpoint that is built by itself, and where its bytes lie: the whole of it, or a shard.
+
+    ``open`` gives the source for the ``file`` of a storage; ``path`` is set where it is one plain file of the system,
+    ``index`` is the file of its pickle where it is unpacked into many.
+    """
+
+    checkpoint: Checkpoint
+    open: Callable[[str], Source]
+    path: str = ""
+    index: str = ""
+
+
+def members(node: Any) -> list[tuple[Key, object]]:
+    """The children of an inert node that a path can name: entries, attributes, positions."""
+    from transload.formats.tensors import called, short_key
+
+    kind = type(node)
+    if kind is Dict:
+        return [(short_key(key), value) for key, value in node.pairs()]
+    if kind is list or kind is tuple:
+        return list(enumerate(node))
+    if kind is not Call:
+        return []
+    found: list[tuple[Key, object]] = []
+    if called(node) == "collections.OrderedDict":
+        # The pairs it is made of, as Python 2 writes one.
+        pairs = node.args[0] if type(node.args) is tuple and node.args and type(node.args[0]) is list else []
+        found = [(short_key(pair[0]), pair[1]) for pair in pairs if type(pair) in (list, tuple) and len(pair) == 2]
+    elif node.states:
+        found = members(node.states[-1])
+    return [*found, *members(Dict(node.items or [])), *enumerate(node.appended or [])]
+
+
+def _join(folder: str, name: str) -> str:
+    from pathlib import Path
+
+    return str(Path(folder, name))
+
+
+def _finish_retag(path: str) -> None:
+    """Finish or undo a retag of the file that was interrupted."""
+    try:
+        if not os.path.lexists(journal_path(path)):
+            return
+    except ValueError:  # no file can have such a name, which whoever reads it will say
+        return
+    from transload.io.journal import recover
+
+    recover(path)
+
+
+# -- sources
+
+
+class _File(FileSource):
+    """A file of the system."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.opened_with = self.status()
+
+    def status(self) -> tuple[int, int]:
+        """What differs once somebody has written to it."""
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns // 1_000_000  # network file systems round it once it has reached them
+
+    def is_still(self, path: str) -> bool:
+        """Whether the path leads to this very file, and to as much of it."""
+        try:
+            status = os.stat(path)  # noqa: PTH116 - pathlib costs ten milliseconds
+        except OSError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
+
+
+class _Unkept:
+    """A file of the system that is opened for each reading: there are more of them than a process may have open."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        with closing(FileSource(path)) as file:
+            self.size = file.size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        with closing(FileSource(self.name)) as file:
+            return file.read(offset, count)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        with closing(FileSource(self.name)) as file:
+            return file.readinto(offset, buffer)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class _Object(ObjectSource):
+    """A file object, read into memory that exists already where the object can do that."""
+
+    def leave_at(self, position: int) -> None:
+        """Where the file object is left when it is closed here."""
+        self._home = position
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        into = getattr(self._file, "readinto", None)
+        done = 0
+        try:
+            with self._lock:
+                self._file.seek(offset)
+                while into and done < len(buffer) and (count := into(buffer[done:])):
+                    done += count
+        except (OSError, ValueError):
+            into = None
+        return done if into else super().readinto(offset, buffer)  # which also has words for what goes wrong
+
+
+class _Leftovers(Slice):
+    """What follows the position of a file object: the next of several checkpoints in one stream."""
+
+    def leave_at(self, position: int) -> None:
+        """Where the file object is left when it is closed here, counted from where this begins."""
+        cast(_Object, self._base).leave_at(self._offset + position)
+
+    def close(self) -> None:
+        """Put the position back."""
+        self._base.close()
+
+
+def _from_object(f: object) -> Source:
+    """Bytes, or a binary file object: the checkpoint that begins at its position, or else all of it."""
+    if isinstance(f, bytes | bytearray | memoryview):
+        return BytesSource(f)
+    if not (hasattr(f, "read") and hasattr(f, "seek")):
+        raise UsageError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
+    if isinstance(f.read(0), str):
+        raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
+    source = _Object(cast(BinaryIO, f))
+    home = f.tell() if hasattr(f, "tell") else 0
+    if home:
+        from transload.formats.torch_legacy import looks_like_legacy
+        from transload.formats.zip import starts_like_zip
+
+        leftovers = _Leftovers(source, home, source.size - home, source.name)
+        if starts_like_zip(leftovers) or looks_like_legacy(leftovers):
+            return leftovers
+    return source
+
+
+_STEP = 1 << 20
+
+
+class PackedStorages:
+    """The storages of a checkpoint that lie in deflated records."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._records: dict[str, dict[str, Record]] = {}
+
+    def open(self, storage: Storage, source: Source) -> Inflating | None:
+        """The content of a packed storage, of the file ``source``; ``None`` if it is packed in a way torch cannot read.
+
+        Each reader needs its own, since going back begins anew.
+        """
+        from transload.formats.zip import read_index
+
+        if storage.file not in self._records:
+            known = {} if storage.file else {record.name: record for record in self._checkpoint.records}
+            self._records[storage.file] = known or read_index(source).records
+        record = self._records[storage.file].get(storage.record)
+        if record is None or record.offset is None or record.method != 8:  # deflated, as every zip tool does it
+            return None
+        return Inflating(source, record.offset, record.stored, record.size)
+
+
+class Inflating:
+    """The content of a deflated record. Reading on is cheap; going back begins again at the record's first byte."""
+
+    def __init__(self, base: Source, offset: int, stored: int, size: int) -> None:
+        self.name = base.name
+        self.size = size
+        self._base = base
+        self._offset = offset
+        self._stored = stored
+        self._lock = Lock()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        from zlib import decompressobj
+
+        self._machine: _Decompress = decompressobj(-15)
+        self._taken = 0  # packed bytes given to it
+        self._position = 0  # unpacked bytes it has given
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        out = bytearray(max(0, min(count, self.size - offset)))
+        got = self.readinto(offset, memoryview(out))
+        return bytes(out[:got])
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; how many bytes there were."""
+        buffer = buffer[: max(0, self.size - offset)]
+        done = 0
+        with self._lock:
+            try:
+                if offset < self._position:
+                    self._rewind()
+                while self._position < offset and self._next(min(_STEP, offset - self._position)):
+                    pass
+                while done < len(buffer) and (part := self._next(min(_STEP, len(buffer) - done))):
+                    buffer[done : done + len(part)] = part
+                    done += len(part)
+            except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
+                self._rewind()
+                raise
+        return done
+
+    def _next(self, most: int) -> bytes:
+        """The next bytes, ``most`` at most; none at the end."""
+        from zlib import error
+
+        packed = self._machine.unconsumed_tail
+        while True:
+            if not packed and self._taken < self._stored:
+                packed = self._base.read(self._offset + self._taken, min(_STEP, self._stored - self._taken))
+                self._taken += len(packed)
+            try:
+                part = self._machine.decompress(packed, most)
+            except error as reason:
+                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
+            if part or self._machine.eof or (not packed and not self._machine.unconsumed_tail):
+                self._position += len(part)
+                return part
+            packed = self._machine.unconsumed_tail
+
+    def close(self) -> None:
+        """Nothing to give back: the base is closed by its owner."""

@@ -1,40 +1,51 @@
-"""The elements of the tensors of a checkpoint, in row-major order, in pieces; without torch.
+"""The elements of the tensors of a checkpoint, in row-major order; without torch.
 
-``Content.pieces`` is the front. Elements that lie one after the other are read as they are, others are gathered
-(``views``), and those of a tensor whose parts lie in several places are put together from them.
+``Content.pieces`` is the front. ``Content.elements`` finds where the elements of a strided tensor lie, or of a part of
+it. Elements that lie one after the other are read as they are, others are gathered, and those of a tensor whose parts
+lie in several places are put together from them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.checkpoint import Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
 from transload.io.sources import BytesSource, Source, SourceLike
-from transload.tensors.files import OpenCheckpoint, PackedStorages
-from transload.tensors.views import (
-    FORMATS,
-    WINDOW,
-    Axis,
-    EndedError,
-    Gather,
-    View,
-    axes_of,
-    blocks,
-    component,
-    is_run,
-    packed,
-    resolved,
-)
+from transload.tensors import OpenCheckpoint, PackedStorages
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
 
-__all__ = ["Allowance", "Box", "Content", "ContentError", "Run", "as_integers", "boxes", "open_content"]
+__all__ = [
+    "Allowance",
+    "Box",
+    "Content",
+    "ContentError",
+    "Elements",
+    "EndedError",
+    "Index",
+    "Run",
+    "View",
+    "boxes",
+    "open_content",
+    "placed",
+    "select",
+]
+
+WINDOW = 16 << 20
+"""Bytes of a file held at once while its elements are put in another order."""
+
+_PIECE = 4 << 20
+_MOST_PACKED = 1032  # times its size that anything can be deflated
+_LOST = "Fetch the file again; its other tensors can be read."
 
 
 def open_content(f: SourceLike, *, tree: bool = True) -> Content:
@@ -51,11 +62,6 @@ def open_content(f: SourceLike, *, tree: bool = True) -> Content:
     with no_collecting():
         opened = OpenCheckpoint(f, tree=tree)
     return Content(opened.checkpoint, opened.file, opened.close, opened.parts)
-
-
-_PIECE = 4 << 20
-_MOST_PACKED = 1032  # times its size that anything can be deflated
-_LOST = "Fetch the file again; its other tensors can be read."
 
 
 class Run(NamedTuple):
@@ -86,6 +92,7 @@ class Content:
         self._close = close
         self._storages = {storage.id: storage for storage in checkpoint.storages}
         self._packed = PackedStorages(checkpoint)
+        self._last: tuple[str, Source] = ("", BytesSource(b""))
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -129,7 +136,7 @@ class Content:
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
-            self._place(tensor)
+            self.elements(tensor)
         except TransloadError as error:
             return error.what.removeprefix(_not_there(tensor))
         return ""
@@ -142,57 +149,110 @@ class Content:
         if tensor.kind != "strided" or storage is None or storage.offset is None or storage.compressed:
             return None
         try:
-            place = self._place(tensor)
+            elements = self.elements(tensor)
         except ContentError:
             return None
-        nbytes = _nbytes(tensor)
-        first = itemsize(tensor.dtype, tensor.offset)
-        if place.changes(tensor) or not _is_run(tensor) or place.start + first + nbytes > place.source.size:
+        if elements.changes or not elements.is_run or elements.offset + elements.nbytes > elements.source.size:
             return None
-        return Run(storage.file, place.start + first, nbytes)
+        return Run(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
 
-    def _pieces(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
-        if tensor.kind == "sharded":
-            self._refuse_dtype(tensor)
-            return _read_sharded(tensor, ITEMSIZE[tensor.dtype], size, self.pieces)
-        if tensor.kind == "device" and _same(tensor):
-            return self._pieces(tensor.parts[0], size)
-        if tensor.kind != "strided":
-            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
-            parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
-            raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
-        place = self._place(tensor)
-        if not tensor.numel:
-            return iter(())
-        if _is_run(tensor):
-            return _read_run(place, tensor, itemsize(tensor.dtype, tensor.offset), _nbytes(tensor), size)
-        return _read_view(place, tensor, size)
+    def elements(self, tensor: Tensor, view: View | None = None) -> Elements:
+        """Where the elements of a strided tensor lie, or those of a view of its storage.
 
-    def _place(self, tensor: Tensor) -> _Place:
-        """Where to read a strided tensor; ``ContentError`` if it is clear now that its bytes are not all there."""
+        ``ContentError`` if it is clear now that their bytes are not all there.
+        """
         storage = self.storage(tensor)
         self._refuse_dtype(tensor)
         if storage is None:
             raise self._lost(tensor, "the file does not say where they are")
+        view = view or View(tensor.shape, tensor.stride, tensor.offset)
+        source, start = BytesSource(b""), 0
+        if view.extent:
+            if itemsize(tensor.dtype, view.offset + view.extent) > storage.stored:
+                stored = f"{storage.stored:,} of {storage.nbytes:,}"
+                raise self._lost(tensor, f"{stored} bytes of its storage are in the file")
+            source, start = self._source(tensor, storage)
         width = ITEMSIZE.get(tensor.dtype, 1)
-        if not tensor.numel:
-            return _Place(BytesSource(b""), 0, storage, width)
-        end = itemsize(tensor.dtype, tensor.offset + View(tensor.shape, tensor.stride).extent)
-        if end > storage.stored:
-            raise self._lost(tensor, f"{storage.stored:,} of {storage.nbytes:,} bytes of its storage are in the file")
+        swapped = storage.big_endian and _component(tensor.dtype, width) > 1
+        return Elements(source, start, view, tensor.dtype, width, swapped, tensor.flags)
+
+    def _source(self, tensor: Tensor, storage: Storage) -> tuple[Any, int]:
+        """What holds a storage, and where it begins there."""
         if storage.offset is None and not storage.compressed:
             raise self._lost(tensor, "where its record begins, the file does not tell")
         source = self.open_file(storage.file)
         if storage.offset is not None:
-            return _Place(source, storage.offset, storage, width)
-        inflating = self._packed.open(storage, source)
-        if inflating is None:
-            raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
-        return _Place(inflating, 0, storage, width)
+            return source, storage.offset
+        # Tensors that share a storage are often read one after the other: going on is cheap.
+        last, inflating = self._last
+        if last != storage.id:
+            opened = self._packed.open(storage, source)
+            if opened is None:
+                raise self._error(tensor, f"lies in a record that is packed in a way not read here ({storage.record})")
+            inflating = opened
+            self._last = storage.id, inflating
+        return inflating, 0
+
+    def _pieces(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
+        if tensor.kind == "sharded":
+            self._refuse_dtype(tensor)
+            yield from self._sharded(tensor, ITEMSIZE[tensor.dtype], size)
+            return
+        if tensor.kind == "device" and _same(tensor):
+            yield from self._pieces(tensor.parts[0], size)
+            return
+        if tensor.kind != "strided":
+            kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
+            parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
+            raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
+        elements = self.elements(tensor)
+        if not elements.is_run:
+            for box in boxes(tensor.shape, WINDOW // elements.itemsize):
+                done = elements.read(box, memoryview(bytearray(prod(box.shape) * elements.itemsize)))
+                for at in range(0, len(done), size):
+                    yield done[at : at + size]
+            return
+        nbytes = elements.nbytes
+        buffer = memoryview(bytearray(min(size, nbytes)))
+        for at in range(0, nbytes, size):
+            piece = buffer[: min(size, nbytes - at)]
+            came = elements.source.readinto(elements.offset + at, piece)
+            if came < len(piece):
+                raise EndedError(nbytes - at - came)
+            yield elements.resolved(piece)
+
+    def _sharded(self, tensor: Tensor, width: int, size: int) -> Iterator[memoryview]:
+        """The elements of a sharded tensor; ``LookupError`` where parts are missing."""
+        parts = [(placed(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
+        for box in boxes(tensor.shape, WINDOW // width):
+            wanted = prod(box.shape)
+            block, inside = memoryview(bytearray(wanted * width)), []
+            for where, part in parts:
+                shared = box.common(where)
+                if shared is not None:
+                    steps = zip(shared.first, where.first, part.stride, strict=True)
+                    first = part.offset + sum((a - b) * step for a, b, step in steps)
+                    held = b"".join(self.pieces(part._replace(shape=shared.shape, offset=first)))
+                    _lay(held, block, box, shared, width)
+                    inside.append(shared)
+            # Every element must be in just one part: of two that overlap nobody knows which is right.
+            found = sum(prod(part.shape) for part in inside)
+            if found == wanted and len(inside) > 1:
+                marks = memoryview(bytearray(wanted))
+                for shared in inside:
+                    _lay(b"\1" * prod(shared.shape), marks, box, shared, 1)
+                found = bytes(marks).count(1)
+            if found != wanted:
+                raise LookupError(f"{found:,} of {wanted:,} elements")
+            for at in range(0, len(block), size):
+                yield block[at : at + size]
 
     def _refuse_dtype(self, tensor: Tensor) -> None:
         whole = tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]
-        if not whole and (tensor.dtype == "unknown" or tensor.offset or not _is_run(tensor) or tensor.flags):
+        if whole:
+            return
+        scattered = not View(tensor.shape, tensor.stride).is_run
+        if tensor.dtype == "unknown" or tensor.offset or scattered or tensor.flags:
             raise self._error(tensor, f"has elements of {tensor.dtype}, which are not read by themselves")
 
     def _lost(self, tensor: Tensor, why: str) -> ContentError:
@@ -235,71 +295,110 @@ def _not_there(tensor: Tensor) -> str:
     return f"the bytes of {_named(tensor)} are not all there: "
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return itemsize(tensor.dtype, tensor.numel)
-
-
-def _is_run(tensor: Tensor) -> bool:
-    return not tensor.numel or is_run(axes_of(tensor.shape, tensor.stride))
-
-
 def _same(tensor: Tensor) -> bool:
     """Whether a tensor that is rebuilt on a device has the elements of its only part."""
     return len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
 
 
-class _Place(NamedTuple):
-    """Where the storage of a tensor begins, and how its elements lie there."""
+# -- views and boxes: which elements
 
-    source: Source
-    start: int
-    storage: Storage
-    itemsize: int
-
-    def changes(self, tensor: Tensor) -> bool:
-        """Whether the bytes in the file are not those of the numbers."""
-        return bool(tensor.flags) or (self.storage.big_endian and component(tensor.dtype, self.itemsize) > 1)
-
-    def resolved(self, data: memoryview, tensor: Tensor) -> memoryview:
-        """Bytes of the file as those of the numbers."""
-        swapped = self.storage.big_endian
-        return resolved(data, tensor.dtype, self.itemsize, swapped=swapped, flags=tensor.flags)
+Index = Any
+"""What may stand between the brackets: numbers, slices, ``...`` and ``None``, one or a tuple of them."""
 
 
-def as_integers(itemsize: int, view: View) -> tuple[int, View]:
-    """A view as one of integers, which elements are moved as: those wider than any integer are pairs of them.
+class View(NamedTuple):
+    """Sizes, strides and first element, all counted in elements of a storage."""
 
-    >>> as_integers(16, View((3,), (2,), 5))
-    (8, View(shape=(3, 2), stride=(4, 1), offset=10))
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements it shows."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """How many elements of the storage lie between its first and its last, both counted.
+
+        >>> View((2, 3), (10, 1)).extent
+        13
+        """
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def is_run(self) -> bool:
+        """Whether its elements lie one after the other."""
+        axes = axes_of(self.shape, self.stride)
+        return not axes or 0 in self.shape or (len(axes) == 1 and axes[0].step == 1)
+
+    @property
+    def compact(self) -> bool:
+        """Whether it covers its extent without holes and shows no element twice: contiguous, perhaps permuted."""
+        reached = 1
+        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and step != reached:
+                return False
+            reached *= size
+        return True
+
+    def like(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        """Whether those sizes and strides mean the same order in memory; the stride of a single row means nothing."""
+        steps = zip(self.stride, stride, self.shape, strict=False)
+        return self.shape == shape and (0 in shape or all(mine == other for mine, other, size in steps if size > 1))
+
+
+def select(view: View, index: Index) -> View:
+    """The part of a view that basic indexing names, as torch would give it.
+
+    >>> select(View((10, 4), (4, 1)), (slice(2, 4), ..., 3))
+    View(shape=(2,), stride=(4,), offset=11)
+
+    ``IndexError`` for what lies outside or names too many dimensions, ``TypeError`` for what is no basic index,
+    ``ValueError`` for a step that is not positive: torch has none.
     """
-    if itemsize in FORMATS:
-        return itemsize, view
-    stride = (*(2 * step for step in view.stride), 1)
-    return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
-
-
-def _read_run(place: _Place, tensor: Tensor, offset: int, nbytes: int, size: int) -> Iterator[memoryview]:
-    """Elements that lie one after the other, from byte ``offset`` of the storage on."""
-    buffer = memoryview(bytearray(min(size, nbytes)))
-    changes = place.changes(tensor)
-    for at in range(0, nbytes, size):
-        piece = buffer[: min(size, nbytes - at)]
-        came = place.source.readinto(place.start + offset + at, piece)
-        if came < len(piece):
-            raise EndedError(nbytes - at - came)
-        yield place.resolved(piece, tensor) if changes else piece
-
-
-def _read_view(place: _Place, tensor: Tensor, size: int) -> Iterator[memoryview]:
-    """Elements that lie anywhere in their storage."""
-    width, view = as_integers(place.itemsize, View(tensor.shape, tensor.stride, tensor.offset))
-    gather = Gather(place.source, place.start, width)
-    for axes, first in blocks(axes_of(view.shape, view.stride), WINDOW // width, view.offset):
-        block = memoryview(bytearray(prod(axis.size for axis in axes) * width))
-        gather.fill(packed(axes), first, block.cast(FORMATS[width]))
-        done = place.resolved(block, tensor)
-        for at in range(0, len(done), size):
-            yield done[at : at + size]
+    if type(index) is tuple and not index:
+        return view
+    given = list(index) if isinstance(index, tuple) else [index]
+    for step in given:
+        # A number is whatever Python takes as an index; True would be one, and means another thing to torch.
+        number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not isinstance(step, bool)
+        if not (number or step is None or step is ... or isinstance(step, slice)):
+            raise TypeError(f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}")
+    rank = len(view.shape)
+    named = sum(step is not None and step is not ... for step in given)
+    dots = [place for place, step in enumerate(given) if step is ...]
+    if named > rank or len(dots) > 1:
+        raise IndexError(f"too many indices: {named} for {rank} dimensions")
+    # ``...`` and dimensions left out are full slices.
+    at = dots[0] if dots else len(given)
+    shape: list[int] = []
+    stride: list[int] = []
+    offset, dim = view.offset, 0
+    for step in (*given[:at], *[slice(None)] * (rank - named), *given[at + 1 :]):
+        if step is None:
+            shape.append(1)
+            stride.append(0)
+            continue
+        size, apart = view.shape[dim], view.stride[dim]
+        if isinstance(step, slice):
+            first, last, every = step.indices(size)
+            if every < 1:
+                raise ValueError("a step must be positive, as in torch")
+            count = max(0, -(-(last - first) // every))
+            shape.append(count)
+            stride.append(apart * every)
+            offset += apart * first if count else 0
+        else:
+            number = step.__index__()
+            if not -size <= number < size:
+                raise IndexError(f"index {number} is out of range for dimension {dim} of size {size}")
+            offset += apart * (number % size)
+        dim += 1
+    return View(tuple(shape), tuple(stride), offset)
 
 
 class Box(NamedTuple):
@@ -307,6 +406,11 @@ class Box(NamedTuple):
 
     first: tuple[int, ...]
     shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the whole."""
+        return tuple(slice(first, first + size) for first, size in zip(self.first, self.shape, strict=True))
 
     def common(self, other: Box) -> Box | None:
         """What it shares with another."""
@@ -334,58 +438,256 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
 
 
-def _read_sharded(
-    tensor: Tensor, itemsize: int, size: int, pieces: Callable[[Tensor], Iterator[memoryview]]
-) -> Iterator[memoryview]:
-    """The elements of a sharded tensor, of whose parts ``pieces`` gives those; ``LookupError`` where parts are missing.
-
-    The path of a part ends in the position of its first element.
-    """
-    rank = len(tensor.shape)
-    parts = [(_placed(part, rank), part) for part in tensor.parts if part.numel]
-    for box in boxes(tensor.shape, WINDOW // itemsize):
-        block, inside = memoryview(bytearray(prod(box.shape) * itemsize)), []
-        for where, part in parts:
-            shared = box.common(where)
-            if shared is not None:
-                held = b"".join(pieces(_cut(part, where, shared)))
-                _lay(held, block, box, shared, itemsize)
-                inside.append(shared)
-        _refuse_gaps(box, inside)
-        for at in range(0, len(block), size):
-            yield block[at : at + size]
-
-
-def _refuse_gaps(box: Box, inside: list[Box]) -> None:
-    """Every element of a box must be in just one part: of two that overlap nobody knows which is right."""
-    found, wanted = sum(prod(part.shape) for part in inside), prod(box.shape)
-    if found == wanted and len(inside) > 1:
-        marks = memoryview(bytearray(wanted))
-        for part in inside:
-            _lay(b"\1" * prod(part.shape), marks, box, part, 1)
-        found = bytes(marks).count(1)
-    if found != wanted:
-        raise LookupError(f"{found:,} of {wanted:,} elements")
-
-
-def _placed(part: Tensor, rank: int) -> Box:
+def placed(part: Tensor, rank: int) -> Box:
+    """Where a part of a sharded tensor belongs: its path ends in the position of its first element."""
     at = part.path[len(part.path) - rank :] if rank else ()
     if len(at) != rank or len(part.shape) != rank or not all(type(step) is int for step in at):
         raise LookupError("a part without a place")
     return Box(at, part.shape)  # type: ignore[arg-type]
 
 
-def _cut(part: Tensor, where: Box, shared: Box) -> Tensor:
-    """What a box shares with a part, as a view of the part's storage."""
-    steps = zip(shared.first, where.first, part.stride, strict=True)
-    return part._replace(shape=shared.shape, offset=part.offset + sum((a - b) * step for a, b, step in steps))
+# -- reading elements in order
+
+FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+"""What ``memoryview.cast`` calls elements of these sizes."""
+
+_PAGE = 4096
+_SPARSE = 4
+_COPIED = 16  # moving a run of so many elements takes as long as moving one that stands alone
+_LINE = 64  # of a processor's cache: rows a power of two apart would all fall into the same few of them
+_LONG = 1024
+_MANY = 1 << 18
+_OTHER_SIGN = bytes(value ^ 0x80 for value in range(256))
+_COMPLEX = {"complex32", "bcomplex32", "complex64", "complex128"}
+
+
+class EndedError(Exception):
+    """A file ends before the elements do; so many bytes are missing."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__(missing)
+        self.missing = missing
+
+
+class Elements(NamedTuple):
+    """The elements of a view of a storage, which begins at ``start`` of a source."""
+
+    source: Source
+    start: int
+    view: View
+    dtype: str
+    itemsize: int
+    swapped: bool
+    """Whether its numbers are big-endian."""
+    flags: tuple[str, ...]
+
+    @property
+    def offset(self) -> int:
+        """Position of the first element in the source."""
+        return self.start + self.view.offset * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the last."""
+        return itemsize(self.dtype, self.view.extent)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie one after the other."""
+        return self.view.is_run
+
+    @property
+    def changes(self) -> bool:
+        """Whether the bytes in the file are not those of the numbers."""
+        return self.swapped or bool(self.flags)
+
+    def read(self, box: Box, out: memoryview) -> memoryview:
+        """The elements of a box of the view, in row-major order, as plain little-endian numbers.
+
+        They are read into ``out``, of their size in bytes, which is also what comes back unless they have to change.
+        """
+        view = select(self.view, box.slices)
+        if view.is_run:
+            came = self.source.readinto(self.start + view.offset * self.itemsize, out)
+            if came < len(out):
+                raise EndedError(len(out) - came)
+        else:
+            width, view = _as_integers(self.itemsize, view)
+            gather = _Gather(self.source, self.start, width)
+            gather.fill(axes_of(view.shape, view.stride), view.offset, out.cast(FORMATS[width]))
+        return self.resolved(out)
+
+    def resolved(self, data: memoryview) -> memoryview:
+        """Bytes of the file as plain little-endian numbers; ``data`` may be changed for it."""
+        if not self.changes:
+            return data
+        flags, dtype, width = self.flags, self.dtype, _component(self.dtype, self.itemsize)
+        if self.swapped:
+            turned = array(FORMATS[width], data.tobytes())
+            turned.byteswap()
+            data = memoryview(turned).cast("B")
+        if dtype in _COMPLEX:
+            if "neg" in flags:
+                _change_sign(data, width - 1, 2 * width)
+            if ("neg" in flags) != ("conj" in flags):
+                _change_sign(data, 2 * width - 1, 2 * width)
+        elif "neg" in flags and dtype.startswith(("float", "bfloat")):
+            _change_sign(data, width - 1, width)
+        elif "neg" in flags:
+            mask = (1 << 8 * width) - 1
+            values = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
+            data = memoryview(bytearray().join((-value & mask).to_bytes(width, "little") for value in values))
+        return data
+
+
+def _component(dtype: str, itemsize: int) -> int:
+    """Bytes of one number: a complex element is two of them."""
+    return itemsize // 2 if dtype in _COMPLEX else itemsize
+
+
+def _change_sign(data: memoryview, first: int, every: int) -> None:
+    """The sign is the highest bit of the last byte of a number."""
+    data[first::every] = data[first::every].tobytes().translate(_OTHER_SIGN)
+
+
+def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
+    """A view as one of integers, which elements are moved as: those wider than any integer are pairs of them.
+
+    >>> _as_integers(16, View((3,), (2,), 5))
+    (8, View(shape=(3, 2), stride=(4, 1), offset=10))
+    """
+    if itemsize in FORMATS:
+        return itemsize, view
+    stride = (*(2 * step for step in view.stride), 1)
+    return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
 def _lay(held: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
     """Elements in row-major order to their places in a box."""
     apart = contiguous(box.shape)
     first = sum((a - b) * step for a, b, step in zip(shared.first, box.first, apart, strict=True))
-    width, here = as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
-    _, there = as_integers(itemsize, View(shared.shape, apart, first))
+    width, here = _as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
+    _, there = _as_integers(itemsize, View(shared.shape, apart, first))
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
-    Gather(BytesSource(held), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
+    _Gather(BytesSource(held), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
+
+
+class Axis(NamedTuple):
+    """A dimension: how many, and how far apart in the storage and in the result, in elements."""
+
+    size: int
+    step: int
+    apart: int
+
+
+_ONE = Axis(1, 1, 1)
+
+
+def axes_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Axis]:
+    """A view of row-major order with as few dimensions as it can be said with.
+
+    >>> axes_of((4, 1, 5), (5, 7, 1))
+    [Axis(size=20, step=1, apart=1)]
+    """
+    axes: list[Axis] = []
+    apart = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 1:
+            continue
+        last = axes[-1] if axes else None
+        if last is not None and step == last.step * last.size:
+            axes[-1] = Axis(last.size * size, last.step, last.apart)
+        else:
+            axes.append(Axis(size, step, apart))
+        apart *= size
+    return axes[::-1]
+
+
+class _Gather:
+    """Reads views of a storage, which begins at ``start`` of a source, into memory where their elements lie in order.
+
+    ``itemsize`` is one of ``FORMATS``. What lies between the elements is read with them, unless it is much.
+    """
+
+    def __init__(self, source: Source, start: int, itemsize: int) -> None:
+        self._source = source
+        self._start = start
+        self._itemsize = itemsize
+        self._format = FORMATS[itemsize]
+
+    def fill(self, axes: list[Axis], first: int, out: memoryview, at: int = 0) -> None:
+        """Put the elements of a view, from ``first`` of the storage on, into ``out``, from its element ``at`` on."""
+        width = self._itemsize
+        outer = max(axes, key=lambda axis: axis.step, default=_ONE)
+        rest = [axis for axis in axes if axis is not outer]
+        most, inner = WINDOW // width, _span(rest)
+        scattered = outer.step * width >= _PAGE and inner * _SPARSE <= outer.step
+        if not scattered and _span(axes) <= most:
+            count = _span(axes) * width
+            data = self._source.read(self._start + first * width, count)
+            if len(data) < count:
+                raise EndedError(count - len(data))
+            self._copy(axes, memoryview(data).cast(self._format), out, at)
+            return
+        many = most // inner if scattered else (most - inner) // outer.step + 1
+        for index in range(0, outer.size, max(1, many)):
+            few = outer._replace(size=max(1, min(many, outer.size - index)))
+            start, into = first + index * outer.step, at + index * outer.apart
+            if many < 1:
+                self.fill(rest, start, out, into)
+            elif scattered:
+                self._copy_rows(few, rest, start, out, into)
+            else:
+                self.fill([few, *rest] if few.size > 1 else rest, start, out, into)
+
+    def _copy_rows(self, rows: Axis, rest: list[Axis], first: int, out: memoryview, at: int) -> None:
+        """Read what is wanted of each row, with little between the rows, and copy that."""
+        width, step = _span(rest) * self._itemsize, _span(rest) + _LINE // self._itemsize
+        apart = step * self._itemsize
+        held = memoryview(bytearray(rows.size * apart))
+        for row in range(rows.size):
+            position = self._start + (first + row * rows.step) * self._itemsize
+            came = self._source.readinto(position, held[row * apart : row * apart + width])
+            if came < width:
+                raise EndedError(width - came)
+        self._copy([rows._replace(step=step), *rest], held.cast(self._format), out, at)
+
+    def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
+        """Run by run: of a dimension that is one on both sides, or of the longest there is."""
+        if not axes:
+            out[at] = held[0]
+            return
+        longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.apart == 1 else 1))
+        long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
+        if not long_runs and prod(axis.size for axis in axes) >= _MANY and (numpy := _numpy()) is not None:
+            # Run by run this would be slow, and it is so much that numpy is worth its import.
+            shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
+            source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
+            target = numpy.ndarray(shape, kind, out[at:], 0, [axis.apart * width for axis in axes])
+            target[...] = source
+            return
+        size, step, apart = longest
+        reach, into = (size - 1) * step + 1, (size - 1) * apart + 1
+        others = [axis for axis in axes if axis is not longest]
+        for index in product(*(range(axis.size) for axis in others)):
+            here = sum(number * axis.step for number, axis in zip(index, others, strict=True))
+            there = at + sum(number * axis.apart for number, axis in zip(index, others, strict=True))
+            if step:
+                run = held[here : here + reach : step]
+            else:
+                run = memoryview(held[here : here + 1].tobytes() * size).cast(self._format)
+            out[there : there + into : apart] = run
+
+
+@cache
+def _numpy() -> Any:
+    """numpy, where it is installed: it moves elements ten times as fast."""
+    try:
+        return import_module("numpy")
+    except Exception:  # noqa: BLE001 - not there, or broken
+        return None
+
+
+def _span(axes: list[Axis]) -> int:
+    """Elements of the storage from the first of a view to its last, both counted."""
+    return 1 + sum((axis.size - 1) * axis.step for axis in axes)

@@ -19,11 +19,11 @@ from transload.errors import CannotReadError, TransloadError
 from transload.findings import Problem
 from transload.formats.verify import Lost, checksums, mismatch
 from transload.formats.zip import read_index, starts_like_zip
-from transload.tensors import Allowance
+from transload.tensors.content import Allowance
 
 if TYPE_CHECKING:
     from transload.checkpoint import Storage, Tensor
-    from transload.tensors import Content
+    from transload.tensors.content import Content
 
 __all__ = ["Damage", "Key", "Records", "damages", "key_of", "misplaced", "records_of", "sum_records"]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
-from transload import tensors
 from transload._version import __version__
 from transload.checkpoint import FORMATS
 from transload.errors import CannotReadError, ManifestError, UsageError
@@ -29,6 +28,7 @@ from transload.judge.problems import RESCUED, RULES, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Line, Prose, Style, Table, heading, layout, note, plain
 from transload.render.words import count, plural, printable, size
+from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
 from transload.verifying.hashing import plan_of, sum_tensors, tensor_count, with_aliases
 from transload.verifying.manifest import (
@@ -167,14 +167,14 @@ def verify(
     hashes = hashes or manifest is not None
     # Tensors are listed only if they are asked for, or if something is wrong and they have to be named.
     found = result = None
-    with tensors.open_content(f, tree=hashes or values) as content:
+    with open_content(f, tree=hashes or values) as content:
         number = tensor_count(content.checkpoint)
         if number is not None:
             found = _Found(content, progress, hashes=hashes, values=values)
             if not (content.checkpoint.counted and found.bad):
                 result = found.verification(content, number)
     if result is None:
-        with tensors.open_content(f) as content:
+        with open_content(f) as content:
             found = found or _Found(content, progress, hashes=hashes, values=values)
             result = found.verification(content, len(content.checkpoint.tensors))
     if manifest is not None:
@@ -191,7 +191,7 @@ class _Found:
 
     def __init__(
         self,
-        content: tensors.Content,
+        content: Content,
         progress: bool | Callable[[int, int], object] | None,
         *,
         hashes: bool,
@@ -218,7 +218,7 @@ class _Found:
         finally:
             line.end()
 
-    def verification(self, content: tensors.Content, number: int) -> Verification:
+    def verification(self, content: Content, number: int) -> Verification:
         """The verdict, and the tensors it concerns."""
         every = [record for records in self._records.values() for record in records]
         compared = sum(record.crc32 is not None for record in every)

@@ -20,7 +20,7 @@ from transload.formats.verify import Lost, mismatch
 from transload.io.checksums import fastest_crc32
 from transload.io.pool import each, threads
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors import Allowance, Content, ContentError
+from transload.tensors.content import Allowance, Content, ContentError
 from transload.tensors.damage import Key, Records, key_of
 from transload.verifying.manifest import TensorSum
 

@@ -8,7 +8,6 @@ import pytest
 from tests.loading.transfer.fake import FakeDriver
 
 from transload.io import cuda_driver as driver
-from transload.loading import cuda_lanes as ring
 from transload.loading import engine
 
 NBYTES = (40 << 20) + 12_345
@@ -48,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
     monkeypatch.setattr(driver, "cuda_driver", lambda: fake)
     monkeypatch.setattr(engine.Transfer, "_fence", fence)
-    monkeypatch.setattr(ring._idle, "lanes", [])
+    monkeypatch.setattr(engine._idle, "lanes", [])
     yield fake
     left = fake.pending
     fake.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transload.loading.engine import LITTLE, Choice, Facts, Settings, choose
+from transload.loading.engine import Choice, Facts, choose
+from transload.loading.jobs import LITTLE, Settings
 
 GB = 1 << 30
 NONE = Settings()

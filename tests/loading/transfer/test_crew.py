@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import transload
-from transload.loading import engine as crew
-from transload.loading.engine import Job, Run, Take, work
+from transload.loading import engine
+from transload.loading.engine import work
+from transload.loading.jobs import Job, Run, Take
 
 DEADLINE = 20.0  # seconds after which a test that hangs gives up
 
@@ -131,7 +132,7 @@ def test_all_is_told_though_the_lanes_are_done_before_anyone_looks() -> None:
 
 
 def test_bytes_are_told_while_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "_TOLD_EVERY", 0.001)
+    monkeypatch.setattr(engine, "_TOLD_EVERY", 0.001)
     told: list[int] = []
     go_on = threading.Event()
 
@@ -216,7 +217,7 @@ def test_an_error_while_jobs_are_prepared(lanes: int) -> None:
 def test_an_error_of_the_one_who_is_told(
     lanes: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_TOLD_EVERY", 0.001)
+    monkeypatch.setattr(engine, "_TOLD_EVERY", 0.001)
 
     def tell(_: int) -> None:
         raise error
@@ -258,7 +259,8 @@ def test_an_error_does_not_keep_itself_alive() -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, time
-from transload.loading.engine import Job, Run, work
+from transload.loading.engine import work
+from transload.loading.jobs import Job, Run
 
 told, times = sys.argv[1] == "told", int(sys.argv[2])
 taken, written = [], []
@@ -335,7 +337,7 @@ class Refused:
 
 @pytest.mark.parametrize("given", [0, 1, 2])
 def test_with_fewer_threads_than_wanted_all_is_done_all_the_same(given: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "Thread", Refused(given))
+    monkeypatch.setattr(engine, "Thread", Refused(given))
     lanes = [Lane() for _ in range(4)]
     told: list[int] = []
     work(jobs(9), lanes, told.append)
@@ -368,7 +370,7 @@ made: list[Late] = []
 
 def test_a_thread_that_comes_too_late_does_not_touch_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another load may have the lane by then."""
-    monkeypatch.setattr(crew, "Thread", Late)
+    monkeypatch.setattr(engine, "Thread", Late)
     lanes = [Lane(), Lane()]
     with pytest.raises(KeyboardInterrupt):
         work(jobs(3), lanes)

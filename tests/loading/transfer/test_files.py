@@ -12,7 +12,7 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, view
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.engine import CELL, Ended, File, Job, ReadRequest, Run, jobs
+from transload.loading.jobs import CELL, Ended, File, Job, ReadRequest, Run, jobs
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from tests.loading.transfer.fake import Goal
 
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Source
-from transload.loading.engine import CELL, Ended, HostLane, ReadRequest, Run, Settings, Sums, bring
+from transload.loading.engine import bring
+from transload.loading.jobs import CELL, Ended, HostLane, ReadRequest, Run, Settings, Sums
 
 SEEDS = range(4)
 
@@ -200,7 +201,7 @@ def test_sums_come_in_any_order(blob: bytes) -> None:
 
 
 def test_a_lane_counts_what_it_has_brought(blob: bytes, blob_path: Path) -> None:
-    from transload.loading.engine import File, jobs
+    from transload.loading.jobs import File, jobs
 
     wants = [ReadRequest(0, 100, CELL), ReadRequest(0, 3 * CELL, 10)]
     goal = Goal(wants)

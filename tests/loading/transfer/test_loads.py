@@ -21,7 +21,7 @@ import transload
 from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
 from transload.io import cuda_driver as driver
 from transload.loading import engine
-from transload.loading.engine import LITTLE
+from transload.loading.jobs import LITTLE
 
 if TYPE_CHECKING:
     from tests.loading.transfer.fake import FakeDriver
@@ -334,7 +334,7 @@ for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
 sys.platform = "darwin"
 import transload
 from transload.io.cuda_driver import cuda_driver
-from transload.loading import cuda_lanes
+from transload.loading import engine
 assert cuda_driver() is None
 made = transload.load(sys.argv[1], threads=3, direct=True, verify=True)
 true = torch.load(sys.argv[1])

@@ -13,10 +13,9 @@ from tests.loading.transfer.fake import FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
-from transload.loading import cuda_lanes as mapped
-from transload.loading import cuda_lanes as ring
 from transload.loading import engine
-from transload.loading.engine import CELL, Choice, Ended, ReadRequest, Sums, bring
+from transload.loading.engine import Choice, bring
+from transload.loading.jobs import CELL, Ended, ReadRequest, Sums
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins pages of files")
 
@@ -43,7 +42,7 @@ def count(request: pytest.FixtureRequest, set_cores: Callable[[int], None], monk
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of one job each: there are many."""
-    monkeypatch.setattr(mapped, "_TOGETHER", 1)
+    monkeypatch.setattr(engine, "_TOGETHER", 1)
 
 
 def brought(path: Path, blob: bytes, wants: list[ReadRequest], cuda: FakeDriver, sums: Sums | None = None) -> Choice:
@@ -95,13 +94,13 @@ def test_two_parts_are_under_way_at_once(
 ) -> None:
     """A part waits for its own event only: the next one is fetched while a third is pinned."""
     waited: list[tuple[int, int]] = []
-    true_wait = mapped.MappedLane._fetched
+    true_wait = engine.MappedLane._fetched
 
-    def fetched(lane: mapped.MappedLane) -> None:
+    def fetched(lane: engine.MappedLane) -> None:
         waited.append((lane._parts[0].event, lane._parts[-1].event if len(lane._parts) > 1 else 0))
         true_wait(lane)
 
-    monkeypatch.setattr(mapped.MappedLane, "_fetched", fetched)
+    monkeypatch.setattr(engine.MappedLane, "_fetched", fetched)
     brought(blob_path, blob, LARGE, cuda)
     assert len(waited) > 2 * count
     assert all(first != last for first, last in waited)
@@ -134,7 +133,7 @@ def test_pages_that_cannot_be_mapped_are_read(
     class Libc:
         mmap = staticmethod(lambda *_: 2**64 - 1)
 
-    monkeypatch.setattr(mapped, "_libc", Libc)
+    monkeypatch.setattr(engine, "_libc", Libc)
     brought(blob_path, blob, MIXED, cuda)
     assert cuda.calls["pin read-only"] == 0
 
@@ -199,7 +198,7 @@ def test_a_call_that_fails(call: str, number: int, count: int, blob: bytes, blob
     source.close()
     assert cuda.pending == 0
     assert let_go(blob_path, cuda)
-    assert len(ring._idle.lanes) == count - 1
+    assert len(engine._idle.lanes) == count - 1
     cuda.fails.clear()
     brought(blob_path, blob, MIXED, cuda)
 

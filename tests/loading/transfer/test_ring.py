@@ -15,8 +15,9 @@ from tests.loading.transfer.fake import CONTEXT, FakeDriver, Goal
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
-from transload.loading import cuda_lanes as ring
-from transload.loading.engine import CELL, Ended, ReadRequest, Settings, Sums, bring
+from transload.loading import engine
+from transload.loading.engine import bring
+from transload.loading.jobs import CELL, Ended, ReadRequest, Settings, Sums
 
 SetCores = Callable[[int], None]
 LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
@@ -115,11 +116,11 @@ def test_the_thread_of_the_caller_keeps_its_device(
 
 def test_lanes_are_kept_and_used_again(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    kept = list(ring._idle.lanes)
+    kept = list(engine._idle.lanes)
     assert len(kept) == 3
     for _ in range(3):
         brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert set(ring._idle.lanes) == set(kept)
+    assert set(engine._idle.lanes) == set(kept)
     assert cuda.calls["pin"] <= 6
     assert (cuda.calls["unpin"], cuda.calls["discard"]) == (0, 0)
     assert cuda.calls["stream"] <= 3
@@ -138,14 +139,14 @@ def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path
     del source, goal
     gc.collect()
     assert [each() for each in held] == [None, None]
-    assert len(ring._idle.lanes) == 2
+    assert len(engine._idle.lanes) == 2
 
 
 def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring.returned, "__defaults__", (2,))
+    monkeypatch.setattr(engine.returned, "__defaults__", (2,))
     cuda.at(77)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=5))
-    assert len(ring._idle.lanes) == 2
+    assert len(engine._idle.lanes) == 2
     assert pinned_slots(cuda) <= 4
     assert cuda.streams <= 2
     assert cuda.current() == 77
@@ -153,13 +154,13 @@ def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, mon
 
 def test_a_child_process_begins_with_none(cuda: FakeDriver, blob: bytes, blob_path: Path) -> None:
     brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
-    ring._idle.lock.acquire()  # as if another thread had it at that moment
-    before = ring._idle.lock
+    engine._idle.lock.acquire()  # as if another thread had it at that moment
+    before = engine._idle.lock
     try:
-        ring._idle.forget()
-        assert ring._idle.lanes == []
-        assert ring._idle.lock is not before
-        assert not ring._idle.lock.locked()
+        engine._idle.forget()
+        assert engine._idle.lanes == []
+        assert engine._idle.lock is not before
+        assert not engine._idle.lock.locked()
     finally:
         before.release()
 
@@ -171,11 +172,11 @@ def test_forking_says_so() -> None:
 
     program = (
         "import os\n"
-        "from transload.loading import cuda_lanes as ring\n"
-        "ring._idle.lanes.append(object())\n"
+        "from transload.loading import engine\n"
+        "engine._idle.lanes.append(object())\n"
         "child = os.fork()\n"
-        "if not child: os._exit(len(ring._idle.lanes))\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(ring._idle.lanes))\n"
+        "if not child: os._exit(len(engine._idle.lanes))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(engine._idle.lanes))\n"
     )
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert made.stdout.split() == ["0", "1"], made.stderr
@@ -198,7 +199,7 @@ def test_several_loads_at_once(blob: bytes, blob_path: Path, cuda: FakeDriver) -
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(ring._idle.lanes) <= 8
+    assert len(engine._idle.lanes) <= 8
     assert pinned_slots(cuda) <= 16
 
 
@@ -225,17 +226,17 @@ def test_a_call_that_fails(
     assert cuda.pending == 0
     cuda.fails.clear()
     brought(blob_path, blob, LARGE, cuda, Settings(threads=threads))
-    assert len(ring._idle.lanes) == threads
+    assert len(engine._idle.lanes) == threads
 
 
 def test_a_lane_that_cannot_tell_whether_it_is_done_is_given_up(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
     cuda.fails["finish"] = [1]
     with pytest.raises(DriverError, match="finish"):
         brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
-    assert ring._idle.lanes == []
+    assert engine._idle.lanes == []
     cuda.fails.clear()
     brought(blob_path, blob, [ReadRequest(0, 5, 1000, "cuda:0")], cuda)
-    assert len(ring._idle.lanes) == 1
+    assert len(engine._idle.lanes) == 1
 
 
 def test_all_devices_are_waited_for_though_one_has_failed(blob: bytes, blob_path: Path, cuda: FakeDriver) -> None:
@@ -249,10 +250,10 @@ def test_a_device_that_has_failed_keeps_nobody_from_going_on(
     blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lanes that are too many are closed as far as that goes."""
-    monkeypatch.setattr(ring.returned, "__defaults__", (0,))
+    monkeypatch.setattr(engine.returned, "__defaults__", (0,))
     cuda.fails["unpin"] = range(1, 99)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert ring._idle.lanes == []
+    assert engine._idle.lanes == []
 
 
 @pytest.mark.parametrize("refused", [range(1, 99), [1], [2]], ids=["all", "first", "second"])
@@ -278,7 +279,7 @@ def test_there_is_no_place(threads: int, blob: bytes, blob_path: Path, cuda: Fak
     with pytest.raises(MemoryError, match="full"):
         bring([source], wants, place, settings=Settings(threads=threads))
     assert cuda.pending == 0
-    assert len(ring._idle.lanes) == threads
+    assert len(engine._idle.lanes) == threads
     source.close()
     brought(blob_path, blob, wants, cuda, Settings(threads=threads))
 
@@ -314,15 +315,15 @@ def test_lanes_are_not_lost_when_there_is_no_memory_for_more(
     blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
-    kept = set(ring._idle.lanes)
+    kept = set(engine._idle.lanes)
 
     def full(_: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(ring, "Pages", full)
+    monkeypatch.setattr(engine, "Pages", full)
     with pytest.raises(OSError, match="Cannot allocate"):
         brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
-    assert set(ring._idle.lanes) == kept
+    assert set(engine._idle.lanes) == kept
     brought(blob_path, blob, LARGE, cuda, Settings(threads=2))
 
 

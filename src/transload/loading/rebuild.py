@@ -1,0 +1,613 @@
+"""What is not ordinary in a pickle: tensors as torch's rebuild functions make them, and rarer plain values.
+
+A ``Rebuilder`` does what torch's rebuild functions do after their arguments have been checked. torch trusts those
+arguments. Here a view that reaches beyond its storage (which torch would silently enlarge), parts of a nested tensor
+beyond its buffer, or scales that are fewer than the channels are damage, and are reported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from transload.dtypes import ITEMSIZE, itemsize
+from transload.loading.refusal import Unknown, Wrong
+from transload.nodes import Persistent
+
+if TYPE_CHECKING:
+    import torch
+
+    from transload.loading.placement import DeviceMap
+    from transload.tensors import Piece
+
+__all__ = ["BUILDERS", "Rebuilder", "sparse_tensor", "validate"]
+
+
+Args = tuple[Any, ...]
+Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
+"""A storage as ``build.entries`` has it."""
+
+_LATIN = ("latin1", "latin-1")
+_MAX_RANK = 1024
+_MAX_SIZE = 1 << 63
+
+
+# -- values
+
+
+def _counter(args: Args) -> Counter[Any]:
+    made: Counter[Any] = Counter()
+    dict.update(made, _content(args, "a Counter"))
+    return made
+
+
+def _content(args: Args, what: str) -> Any:
+    """Nothing, a dictionary, or a list of pairs as Python 2 writes it."""
+    if not args:
+        return ()
+    content = args[0] if len(args) == 1 else None
+    pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
+    if type(content) is dict or pairs:
+        return content
+    raise Wrong(f"{what} that is made from what is no dictionary")
+
+
+def _set(args: Args) -> set[Any]:
+    if len(args) > 1 or any(type(arg) not in (list, tuple) for arg in args):
+        raise Wrong("a set that is made from what is no list")
+    try:
+        return set(*args)
+    except TypeError as error:
+        raise Wrong(f"a set of what cannot be in one: {error}") from error
+
+
+def _bytearray(args: Args) -> bytearray:
+    match args:
+        case ():
+            return bytearray()
+        case (bytes() as data,):
+            return bytearray(data)
+        case (str() as text, str() as codec) if codec in _LATIN:
+            return bytearray(_latin(text))
+    raise Wrong("a byte array that is made from what are no bytes")
+
+
+def _bytes(args: Args) -> bytes:
+    if args:  # protocol 2 writes only the empty ones so
+        raise Wrong("bytes that are made from something")
+    return b""
+
+
+def _defaultdict(args: Args) -> defaultdict[Any, Any]:
+    if len(args) > 1 or any(factory is not None and factory not in _FACTORIES for factory in args):
+        raise Wrong("a defaultdict that makes something else than plain values")
+    return defaultdict(*args)
+
+
+_FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
+
+
+def _version(args: Args) -> Any:
+    from torch.torch_version import TorchVersion
+
+    if len(args) != 1 or type(args[0]) is not str:
+        raise Wrong("a version that is no text")
+    return TorchVersion(args[0])
+
+
+def _encode(args: Args) -> bytes:
+    match args:
+        case (str() as text, str() as codec) if codec in _LATIN:
+            return _latin(text)
+    raise Wrong("a call of _codecs.encode for another codec than latin1")
+
+
+def _latin(text: str) -> bytes:
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        raise Wrong("bytes that are written as text which latin1 does not have") from None
+
+
+def _complex(args: Args) -> complex:
+    if len(args) > 2 or any(type(arg) not in (float, int) for arg in args):
+        raise Wrong("a complex number that is made from what are no numbers")
+    return complex(*args)
+
+
+def _size(args: Args) -> Any:
+    import torch
+
+    if len(args) > 1 or any(type(arg) is not tuple or len(arg) > _MAX_RANK for arg in args):
+        raise Wrong("a torch.Size that is made from what is no tuple")
+    if args and any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in args[0]):
+        raise Wrong("a torch.Size of what are no numbers")
+    return torch.Size(*args)
+
+
+def _device(args: Args) -> Any:
+    import torch
+
+    match args:
+        case (str() | int(),) | (str(), int()):
+            return torch.device(*args)
+    raise Wrong("a torch.device that is made from what is no name and index")
+
+
+def _layout(args: Args) -> Any:
+    import torch
+
+    if len(args) != 1 or type(args[0]) is not str:
+        raise Wrong("a layout without its name")
+    found = getattr(torch, args[0].removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise Wrong(f"the layout {args[0][:80]}, which there is not")
+    return found
+
+
+BUILDERS: dict[str, Callable[[Args], Any]] = {
+    "_codecs.encode": _encode,
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": _bytes,
+    "builtins.complex": _complex,
+    "builtins.frozenset": lambda args: frozenset(_set(args)),
+    "builtins.set": _set,
+    "collections.Counter": _counter,
+    "collections.OrderedDict": lambda args: OrderedDict(_content(args, "an OrderedDict")),
+    "collections.defaultdict": _defaultdict,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _layout,
+    "torch.torch_version.TorchVersion": _version,
+}
+
+
+# -- tensors
+
+
+def _meta(maker: Rebuilder, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
+    if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
+        raise Wrong("a meta tensor whose size or stride is no number")
+    kind = maker.dtype(dtype)
+    return maker.torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
+
+
+def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
+    """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
+    kind, dtype, size, stride, offset, layout, device, grad = args
+    if not isinstance(kind, type) or not issubclass(kind, maker.torch.Tensor):
+        raise Wrong("a wrapper of a class that is none of tensors")
+    if not are_sizes(size) or not are_sizes(stride):
+        raise Wrong("a wrapper whose size or stride is no number")
+    made: torch.Tensor = maker.torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
+        kind,
+        size,
+        strides=stride,
+        dtype=maker.dtype(dtype),
+        storage_offset=offset,
+        layout=layout,
+        device=maker.device_map.device(str(device)),
+        requires_grad=grad is True,
+    )
+    return made
+
+
+# -- quantized
+
+
+def _quantized(maker: Rebuilder, *args: Any) -> Any:
+    """(storage, offset, size, stride, quantizer, requires_grad, hooks)."""
+    storage, offset, size, stride, quantizer, grad, hooks = args
+    held, dtype = maker.storage(storage)
+    device = maker.check(held, dtype, offset, size, stride)
+    if type(quantizer) is not tuple or not quantizer:
+        raise Wrong("a quantized tensor without a quantizer")
+    if quantizer[0] == maker.torch.per_tensor_affine:
+        if len(quantizer) != 3 or type(quantizer[1]) is not float or type(quantizer[2]) is not int:
+            raise Wrong("a quantized tensor whose scale is no number")
+        empty: Any = maker.torch._empty_affine_quantized  # noqa: SLF001 - as torch.load does
+        made = empty(size, scale=quantizer[1], zero_point=quantizer[2], dtype=dtype, device=device)
+    else:
+        made = _by_channel(maker, size, quantizer, dtype, device)
+    made.set_(held, offset, size, stride)
+    return maker.finish(made, grad, hooks)
+
+
+def _by_channel(maker: Rebuilder, size: Any, quantizer: Args, dtype: Any, device: Any) -> Any:
+    """(scheme, scales, zero points, axis)."""
+    torch = maker.torch
+    kinds = {
+        torch.per_channel_affine: (torch.double, torch.long),
+        torch.per_channel_affine_float_qparams: (torch.float, torch.float),
+    }.get(quantizer[0])
+    if kinds is None or len(quantizer) != 4:
+        raise Wrong("a quantized tensor of no known scheme")
+    axis = quantizer[3]
+    if type(axis) is not int or not 0 <= axis < len(size):
+        raise Wrong("a quantized tensor whose axis is none of its dimensions")
+    parts: list[Any] = []  # scales and zero points: tensors, or lists as older releases wrote them
+    for part, kind in zip(quantizer[1:3], kinds, strict=True):
+        if type(part) is list and all(type(number) in (int, float) for number in part):
+            parts.append(torch.tensor(part, dtype=kind, device=device))
+        else:
+            parts.append(maker.tensor(part, "a quantized tensor with a scale"))
+    if any(part.numel() != size[axis] for part in parts):
+        raise Wrong("a quantized tensor with more or fewer scales than channels")
+    empty: Any = torch._empty_per_channel_affine_quantized  # noqa: SLF001 - as torch.load does
+    return empty(size, scales=parts[0], zero_points=parts[1], axis=axis, dtype=dtype, device=device)
+
+
+# -- sparse
+
+
+def _sparse(maker: Rebuilder, layout: Any, data: Any) -> Any:
+    parts = 2 if layout == maker.torch.sparse_coo else 3
+    most = 4  # of a COO tensor perhaps also whether it is coalesced
+    if type(data) is not tuple or not parts < len(data) <= most or not are_sizes(data[parts]):
+        raise Wrong("a sparse tensor whose parts are missing")
+    for part in data[:parts]:
+        maker.tensor(part, "a sparse tensor with a part")
+    try:
+        made = sparse_tensor(layout, data)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+    maker.to_check.append(made)
+    return made
+
+
+def _sparse_csr(maker: Rebuilder, rows: object, columns: object, values: object, size: Any, _: object = None) -> Any:
+    return _sparse(maker, maker.torch.sparse_csr, (rows, columns, values, size))
+
+
+# -- nested
+
+
+def _nested(maker: Rebuilder, buffer: object, sizes: object, strides: object, offsets: object) -> Any:
+    held = maker.tensor(buffer, "a nested tensor with a buffer")
+    numbers = [maker.tensor(part, "a nested tensor with sizes") for part in (sizes, strides, offsets)]
+    if held.device.type != "meta":
+        try:
+            for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
+                last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+                negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
+                if negative or (0 not in size and last >= held.numel()):
+                    raise Wrong("a nested tensor that reaches beyond its buffer")
+        except (TypeError, ValueError) as error:
+            raise Wrong("a nested tensor whose parts do not fit together") from error
+    view: Any = getattr(maker.torch, "_nested_view_from_buffer", None)
+    if view is None:
+        raise Unknown("torch.nested: a nested tensor")
+    return view(held, *numbers)
+
+
+# -- other devices
+
+
+def _from_cpu(maker: Rebuilder, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
+    where = maker.device_map.device(str(device))
+    made = maker.tensor(data, "a device tensor made of something").to(dtype=maker.dtype(dtype), device=where)
+    made.requires_grad = grad is True
+    return made
+
+
+def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
+    try:
+        held = maker.torch.from_numpy(data)
+    except TypeError as error:
+        raise Wrong(f"a device tensor that is made of no array: {error}") from error
+    return _from_cpu(maker, held, dtype, device, grad)
+
+
+class Rebuilder:
+    """Makes tensors and values for one load; ``make`` by the name of the function, ``persistent`` by an id.
+
+    ``known`` are the storages that were read, by key. A tar archive also describes tensors beside its pickle.
+    """
+
+    def __init__(self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
+        import torch
+
+        self.torch = torch
+        self.device_map = device_map
+        self._known = known
+        self._typed: dict[object, Any] = {}
+        self._made: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+        # What torch does with a tensor it loads while tensors are only pretended.
+        self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
+        self.to_check: list[torch.Tensor] = []
+        """Sparse tensors: their indices can be checked only when their bytes are there."""
+        self._tar_tensors: Mapping[str, Any] = {}
+        self._tar_storages: Mapping[str, Any] = {}
+        if piece.checkpoint.format == "torch-tar":
+            from transload.formats.torch_legacy import TarReader
+
+            reader = TarReader(piece.open(""))  # the same walk that found its tensors
+            reader.read_tables()
+            self._tar_tensors, self._tar_storages = reader.tensor_args, reader.storage_ids
+
+    def has(self, name: str) -> bool:
+        """Whether something is made by that name."""
+        return name in _MAKERS or name in BUILDERS
+
+    def make(self, name: str, args: Args) -> Any:
+        """What the function of that name makes of arguments that are built already."""
+        if name in BUILDERS:
+            return BUILDERS[name](args)
+        maker, least, most = _MAKERS[name]
+        if not least <= len(args) <= most:
+            raise Wrong(f"{name} is called with {len(args)} arguments")
+        return maker(self, *args)
+
+    # -- persistent ids
+
+    def is_described(self, node: Persistent) -> bool:
+        """Whether an id names a storage, or a tensor that is described beside the pickle."""
+        pid: Any = node.id
+        return _is_storage(pid) if type(pid) is tuple else str(pid) in self._tar_tensors
+
+    def persistent(self, node: Persistent) -> Any:
+        """The storage of an id, as torch gives it to a program, or a tensor; the same one each time."""
+        pid: Any = node.id
+        if type(pid) is not tuple and str(pid) in self._tar_tensors:
+            name = str(pid)
+            if name not in self._made:
+                storage, *rest = self._tar_tensors[name]
+                self._made[name] = _v1(self, self._storage_of(storage), *rest)
+            return self._made[name]
+        return self._storage_of(node)
+
+    def _storage_of(self, node: Any) -> Any:
+        if type(node) is Persistent and not _is_storage(node.id):
+            node = self._tar_storages.get(str(node.id))
+        if type(node) is not Persistent or not _is_storage(node.id):
+            raise Wrong("an id that names no storage")
+        pid: Any = node.id
+        key = str(pid[2])
+        if key not in self._known:
+            raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
+        storage, nbytes, (*_, dtype, name) = self._known[key]
+        if dtype is None:
+            raise Wrong(f"a storage of {name}, which this torch does not have")
+        view = pid[5] if len(pid) == 6 else None
+        if view is None:
+            if nbytes and key in self._typed:
+                return self._typed[key]
+            made = self._typed[key] = self._wrapped(self.own(self._known[key]), dtype)
+            return made
+        match view:  # a part of a storage: key, first element, elements
+            case (str() as part, int() as first, int() as count) if first >= 0 and count >= 0:
+                width = self.torch.empty((), dtype=dtype, device="meta").element_size()
+                if (first + count) * width > storage.nbytes():
+                    raise Wrong("a part of a storage that reaches beyond it")
+                if ("view", part) not in self._typed:
+                    held = storage[first * width : (first + count) * width]
+                    self._typed["view", part] = self._wrapped(held, dtype)
+                return self._typed["view", part]
+        raise Wrong("a part of a storage that is none")
+
+    def own(self, entry: Entry) -> Any:
+        """The storage for one tensor: torch makes an empty one anew for each that has one."""
+        storage, nbytes, _ = entry
+        return storage if nbytes else self.torch.UntypedStorage(0, device=storage.device)
+
+    def _wrapped(self, storage: Any, dtype: Any) -> Any:
+        return self.torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    # -- checked arguments
+
+    def storage(self, storage: object) -> tuple[torch.UntypedStorage, torch.dtype]:
+        """A storage and the dtype it has."""
+        if not isinstance(storage, self.torch.storage.TypedStorage):
+            raise Wrong("a tensor without a storage")
+        return storage._untyped_storage, storage.dtype  # noqa: SLF001 - the public way warns
+
+    def dtype(self, dtype: object) -> torch.dtype:
+        """A dtype."""
+        if not isinstance(dtype, self.torch.dtype):
+            raise Wrong("a tensor whose dtype is none")
+        return dtype
+
+    def tensor(self, value: object, what: str) -> torch.Tensor:
+        """A tensor."""
+        if not isinstance(value, self.torch.Tensor):
+            raise Wrong(f"{what} that is no tensor")
+        return value
+
+    def check(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
+    ) -> torch.device:
+        """That a view lies in a storage; the device of that."""
+        if type(offset) is not int or offset < 0 or not are_sizes(size) or not are_sizes(stride):
+            raise Wrong("a tensor whose offset, size or stride is no number")
+        if len(size) != len(stride):
+            raise Wrong(f"a tensor with {len(size)} sizes and {len(stride)} strides")
+        end, numel = offset + 1, 1
+        for count, step in zip(size, stride, strict=True):
+            numel *= count
+            end += (count - 1) * step
+        if numel >= _MAX_SIZE:
+            raise Wrong("a tensor with more elements than torch can count")
+        device = storage.device
+        # A meta storage has no memory, and older releases of torch change its size with every view of it.
+        if numel and self._nbytes(dtype, end) > storage.nbytes() and device.type != "meta":
+            raise Wrong(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
+        return device
+
+    def _nbytes(self, dtype: torch.dtype, count: int) -> int:
+        """The bytes of so many elements; of a dtype that is newer than our list, as torch counts them."""
+        name = self._names.get(dtype)
+        if name is None:
+            name = self._names[dtype] = str(dtype).removeprefix("torch.")
+        return itemsize(name, count) if name in ITEMSIZE else count * self.torch.empty((), dtype=dtype).element_size()
+
+    # -- strided tensors
+
+    def strided(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: object, size: Any, stride: Any
+    ) -> torch.Tensor:
+        """A view of a storage, none of it outside."""
+        empty = self.torch.empty((0,), dtype=dtype, device=self.check(storage, dtype, offset, size, stride))
+        return empty.set_(storage, offset, size, stride)
+
+    def finish(self, made: Any, grad: object, hooks: object, flags: object = None) -> Any:
+        """Gradients, hooks, and the conjugate and negative bits."""
+        if grad is True:
+            if not (made.is_floating_point() or made.is_complex()):
+                raise Wrong(f"a tensor of {made.dtype} that asks for gradients")
+            made.requires_grad = True
+        elif grad is not False:
+            raise Wrong("a tensor that does not say whether it wants gradients")
+        if flags:
+            if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
+                raise Wrong("a tensor with flags that are none")
+            self.torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
+        made._backward_hooks = hooks  # noqa: SLF001 - the same
+        return made if self._faked is None else self._faked(made)
+
+    # -- attributes and classes
+
+    def with_state(self, made: Any, state: object) -> Any:
+        """Attributes of a tensor: a dictionary, or a pair of them where its class has slots."""
+        parts = state if type(state) is tuple else (state,)
+        if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
+            raise Wrong("a tensor that is given a state which names no attributes")
+        names = [name for part in parts if part for name in part]
+        odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
+        if odd is not None:
+            raise Wrong(f"a tensor that is given the attribute {str(odd)[:60]!r}")
+        return self.torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
+
+    def as_type(self, made: Any, kind: Any, state: object) -> Any:
+        """A tensor as one of a subclass, with its state: ``torch._tensor._rebuild_from_type_v2``."""
+        tensor: Any = self.torch.Tensor
+        if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
+            raise Wrong("a tensor of a class that is none of tensors")
+        if type(made) is not kind:
+            made = made.as_subclass(kind)
+        if getattr(kind, "__setstate__", tensor.__setstate__) is not tensor.__setstate__:
+            made.__setstate__(state)
+            return made
+        return self.with_state(made, state)
+
+    def build(self, made: Any, state: Any) -> None:
+        """The state that releases before 0.4 gave to a tensor or parameter."""
+        if type(state) is not tuple or len(state) not in (3, 4, 5):
+            raise Wrong("a tensor that is given a state no tensor has")
+        if len(state) == 4:
+            storage, dtype = self.storage(state[0])
+            self.check(storage, dtype, *state[1:])
+            made.set_(storage, *state[1:])
+            return
+        if len(state) == 5:
+            made.data = self.tensor(state[0], "the data of a variable")
+            state = (state[3], state[4], state[2])
+        made.requires_grad = False
+        self.finish(made, state[0], state[2])
+
+    def check_sparse(self) -> None:
+        """That the indices of all sparse tensors lie inside them."""
+        if self._faked is not None:
+            return
+        try:
+            for made in self.to_check:
+                validate(made)
+        except RuntimeError as error:
+            raise Wrong(f"a sparse tensor that makes no sense: {error}") from error
+
+
+def _v1(maker: Rebuilder, storage: object, offset: object, size: Any, stride: Any) -> torch.Tensor:
+    return maker.strided(*maker.storage(storage), offset, size, stride)
+
+
+def _v2(maker: Rebuilder, *args: Any) -> Any:
+    """(storage, offset, size, stride, requires_grad, hooks), and perhaps flags."""
+    return maker.finish(_v1(maker, *args[:4]), *args[4:])
+
+
+def _v3(maker: Rebuilder, *args: Any) -> Any:
+    """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
+    made = maker.strided(maker.storage(args[0])[0], maker.dtype(args[6]), *args[1:4])
+    return maker.finish(made, *args[4:6], *args[7:])
+
+
+def _plain_parameter(maker: Rebuilder, data: object, grad: object = True) -> Any:
+    return maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), grad is not False)
+
+
+def _parameter(maker: Rebuilder, data: object, grad: object, hooks: object, state: object = None) -> Any:
+    made = maker.torch.nn.Parameter(maker.tensor(data, "a Parameter made of something"), requires_grad=False)
+    return maker.with_state(maker.finish(made, grad, hooks), state)
+
+
+_MAKERS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    # function: ours, least and most arguments
+    "torch._utils._rebuild_tensor": (_v1, 4, 4),
+    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
+    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
+    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
+    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
+    "torch.nn.parameter.Parameter": (_plain_parameter, 1, 2),
+    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
+    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
+    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
+    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
+    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
+    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
+    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
+}
+
+
+def sparse_tensor(layout: Any, data: Any) -> Any:
+    """What ``torch._utils._rebuild_sparse_tensor`` makes, without the list of the whole process that it puts it on.
+
+    ``check_invariants`` is as the program has it: any other value turns a switch of the whole process for a while, and
+    two loads at a time would leave it so; left out, torch warns of that.
+    """
+    import torch
+
+    switch = data[0].device.type != "meta" and torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    if layout == torch.sparse_coo:
+        coalesced = data[3] if len(data) > 3 else None
+        return torch.sparse_coo_tensor(*data[:3], check_invariants=switch, is_coalesced=coalesced)
+    return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=switch)
+
+
+def validate(made: Any) -> None:
+    """``RuntimeError`` for a sparse tensor whose parts do not go together; torch has no public way to ask."""
+    import torch
+
+    if made.device.type == "meta":
+        return
+    if made.layout == torch.sparse_coo:
+        look = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - the same
+        indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
+        rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
+    else:
+        look = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - the same
+        rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
+        indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
+        rest = (made.values(), made.size(), made.layout)
+    try:
+        look(*indices, *rest, check_pinning=False)  # which would start CUDA
+    except TypeError:  # older releases have no such argument
+        look(*indices, *rest)
+
+
+def _is_storage(pid: object) -> bool:
+    """Whether an id names a storage."""
+    return type(pid) is tuple and len(pid) in (5, 6) and pid[0] in ("storage", b"storage")
+
+
+def are_sizes(value: Any) -> bool:
+    """A tuple of numbers from 0 on (``torch.Size`` is one)."""
+    if not isinstance(value, tuple) or len(value) > _MAX_RANK:
+        return False
+    for number in value:  # noqa: SIM110 - this runs twice for each tensor, and all() takes twice as long
+        if type(number) is not int or not 0 <= number < _MAX_SIZE:
+            return False
+    return True
