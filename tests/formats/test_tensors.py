@@ -172,8 +172,8 @@ def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) 
     ours = only(told)
     assert (ours.kind, ours.cls) == ("nested", "NestedTensor")
     assert {part.name: part.shape for part in ours.parts if part.numel} == {"values": (6, 3), "offsets": (3,)}
-    rebuilt = "torch.nested._internal.nested_tensor._rebuild_njt"  # as torch 2.15 writes it, from tensors alone
-    known = any(use.full_name == rebuilt for use in told.globals)
+    # torch 2.15 writes nothing but data; before, there are classes of the compiler's symbols in it.
+    known = all(use.verdict == "data" for use in told.globals)
     assert told.safety == ("data-only" if known else "needs-trust")
 
 

@@ -26,7 +26,7 @@ def told(data: bytes | Path) -> dict[str, Any]:
 def told_by_list(data: bytes | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The same when every tensor is listed first."""
     with monkeypatch.context() as patch:
-        patch.setattr(content, "open_content", lambda f, **_: LISTED(f))
+        patch.setattr("transload.verifying.open_content", lambda f, **_: LISTED(f))
         return told(data)
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_listed_that_is_ordinary(state: str, monkeypatch: pytest.Monk
         asked.append(tree)
         return LISTED(f, tree=tree)
 
-    monkeypatch.setattr(content, "open_content", opened)
+    monkeypatch.setattr("transload.verifying.open_content", opened)
     assert told(data) == wanted
     assert asked == [False]
     assert verify(data).integrity == "whole"
