@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,14 @@ def test_rooms_import_only_what_they_may(modules: dict[Path, ast.Module], import
         if ours and not allowed:
             offenders.append((module, found))
     assert offenders == []
+
+
+def test_no_modules_import_one_another() -> None:
+    """Directly or not, also inside functions and for types only."""
+    metrics = runpy.run_path(str(ROOT / "scripts" / "metrics.py"))
+    cycles = metrics["cycles"]
+    assert cycles(metrics["imports"](metrics["modules"]())) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
 def test_the_import_finder_finds() -> None:
