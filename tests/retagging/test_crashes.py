@@ -23,7 +23,8 @@ from tests.retagging.power import Noting, World, worlds
 import transload
 from transload.errors import CannotWriteError
 from transload.io.journal import Disk, apply, names_of, recover, undo_changes
-from transload.retagging import has_journal, retag, undo
+from transload.io.sources import has_journal
+from transload.retagging import retag, undo
 
 # How the file is saved, and where it goes: in as many bytes, behind its records, over what was appended, in a stream.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

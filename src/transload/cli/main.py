@@ -152,10 +152,14 @@ def _run(command: str, rest: list[str]) -> Outcome:
     arguments = parser_of(command).parse_args(rest)
     if command != "retag":  # which recovers a file itself, and tells more
         for path in filter(None, getattr(arguments, "paths", None) or [getattr(arguments, "path", None)]):
-            from transload.io.journal import has_journal, recover
+            from transload.io.sources import has_journal
 
+            if not has_journal(path):
+                continue
             # An interrupted retag is put right before anything looks at the file.
-            if has_journal(path) and (outcome := recover(path)):
+            from transload.io.journal import recover
+
+            if outcome := recover(path):
                 from transload.render.words import printable
 
                 print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)

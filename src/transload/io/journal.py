@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, UsageError, cannot_write
 from transload.frozen import facts
-from transload.io.sources import Assembly, BytesSource, Part, Source, journal_path
+from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path
 
 __all__ = [
     "Change",
@@ -28,7 +28,6 @@ __all__ = [
     "Journal",
     "apply",
     "copy_changed",
-    "has_journal",
     "journal_of",
     "names_of",
     "recover",
@@ -90,14 +89,6 @@ def names_of(path: str) -> Names:
     real, journal = os.path.realpath(path), journal_path(path)
     folder = os.path.dirname(real)  # noqa: PTH120 - pathlib costs ten milliseconds to import
     return Names(real, folder, journal, f"{journal}-new", journal.removesuffix("retag") + "undo")
-
-
-def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
-    try:
-        return os.path.lexists(journal_path(os.fspath(path)))
-    except ValueError:  # no file can have such a name, which is reported when it is read
-        return False
 
 
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)

@@ -21,6 +21,7 @@ __all__ = [
     "Source",
     "SourceLike",
     "copied",
+    "has_journal",
     "inflated",
     "journal_path",
     "open_source",
@@ -315,6 +316,14 @@ class Assembly:
 
 
 _LONGEST_NAME = 200  # file systems take names of 255 bytes
+
+
+def has_journal(path: str | os.PathLike[str]) -> bool:
+    """Whether a change of this file was interrupted, or is in progress. Cheap: it looks for one name."""
+    try:
+        return os.path.lexists(journal_path(os.fspath(path)))
+    except ValueError:  # no file can have such a name, which is reported when it is read
+        return False
 
 
 def journal_path(path: str) -> str:

@@ -23,8 +23,8 @@ from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX
 from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
 from transload.formats.torch_legacy import looks_like_legacy
-from transload.io.journal import has_journal, journal_of, names_of, state_of
-from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source
+from transload.io.journal import journal_of, names_of, state_of
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, has_journal
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,

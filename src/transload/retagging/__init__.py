@@ -17,7 +17,6 @@ from transload.frozen import facts
 from transload.io.journal import (
     apply,
     copy_changed,
-    has_journal,
     recover,
     refuse_in_place,
     refuse_target,
@@ -31,7 +30,7 @@ from transload.render.lines import Block, Line, Prose, Style, Table, layout, pla
 from transload.render.words import plural, printable, size
 from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
 
-__all__ = ["OTHERS", "Retag", "TagMap", "has_journal", "recover", "report", "retag", "tag_map_of", "undo"]
+__all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "tag_map_of", "undo"]
 
 
 @facts(frozen=True)
