@@ -22,7 +22,8 @@ import transload
 from transload.cli.main import main
 from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, TransloadError, UsageError
 from transload.io.journal import Disk, apply, names_of
-from transload.retagging import has_journal, recover, retag, undo
+from transload.io.sources import has_journal
+from transload.retagging import recover, retag, undo
 
 H200 = Path(__file__).parent.parent / "data" / "h200"
 

@@ -20,8 +20,9 @@ from tests.retagging.makers import fresh, same, save, state
 from transload.checkpoint import Checkpoint
 from transload.errors import RetagError, UsageError
 from transload.io.journal import names_of
+from transload.io.sources import has_journal
 from transload.judge import inspect
-from transload.retagging import has_journal, recover, retag, undo
+from transload.retagging import recover, retag, undo
 
 DATA = Path(__file__).parent.parent / "data"
 FILES = [
