@@ -25,13 +25,21 @@ if TYPE_CHECKING:
         CannotReadError,
         CannotWriteError,
         ConvertError,
+        DirectoryError,
         DoesNotFitError,
+        FileWarning,
+        ForbiddenFileError,
+        ForbiddenWriteError,
+        FullDiskError,
         LandingWarning,
         LoadError,
         ManifestError,
+        MissingFileError,
         NoDeviceError,
+        NoDirectoryError,
         NotACheckpointError,
         NoTorchError,
+        OverflowRefusedError,
         RescueError,
         RetagError,
         SaveError,
@@ -67,17 +75,25 @@ __all__ = [
     "Conversion",
     "ConvertError",
     "Diagnosis",
+    "DirectoryError",
     "DoesNotFitError",
     "Explanation",
+    "FileWarning",
     "Finding",
+    "ForbiddenFileError",
+    "ForbiddenWriteError",
+    "FullDiskError",
     "LandingWarning",
     "LoadError",
     "Machine",
     "ManifestError",
     "MismatchError",
+    "MissingFileError",
     "NoDeviceError",
+    "NoDirectoryError",
     "NoTorchError",
     "NotACheckpointError",
+    "OverflowRefusedError",
     "Plan",
     "Rescue",
     "RescueError",
@@ -121,9 +137,11 @@ _NAMES = {
     "transload.diagnose": "doctor",
     "transload.diagnose.report": "Diagnosis",
     "transload.errors": """
-        BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError ConvertError
-        DoesNotFitError LandingWarning LoadError ManifestError NoDeviceError NoTorchError NotACheckpointError
-        RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
+        BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError
+        ConvertError DirectoryError DoesNotFitError FileWarning ForbiddenFileError ForbiddenWriteError
+        FullDiskError LandingWarning LoadError ManifestError MissingFileError NoDeviceError NoDirectoryError
+        NoTorchError NotACheckpointError OverflowRefusedError RescueError RetagError SaveError SaveWarning
+        TransloadError UnsafeError UsageError
     """,
     "transload.explaining": "explain",
     "transload.explaining.result": "Explanation",

@@ -48,7 +48,39 @@ class _SystemError(TransloadError, OSError):
 
 
 class CannotReadError(_SystemError):
-    """The operating system did not give us the bytes; ``errno`` is its number for the reason."""
+    """The operating system did not give us the bytes; ``errno`` is its number for the reason.
+
+    As ``OSError`` does, it becomes the class that stands for the number:
+
+    >>> raise CannotReadError("no such file", errno=numbers.ENOENT)
+    Traceback (most recent call last):
+    transload.errors.MissingFileError: no such file
+    """
+
+    def __new__(cls, *_: object, errno: int | None = None, **__: object) -> CannotReadError:  # noqa: PYI034 - not of the class that was called
+        """The class that ``open`` would raise for this number."""
+        kind = _UNREADABLE.get(errno or 0, cls) if cls is CannotReadError else cls
+        return super().__new__(kind)
+
+
+class MissingFileError(CannotReadError, FileNotFoundError):
+    """There is no such file."""
+
+
+class ForbiddenFileError(CannotReadError, PermissionError):
+    """The system does not let us read the file."""
+
+
+class DirectoryError(CannotReadError, IsADirectoryError):
+    """There is a directory where a file was expected."""
+
+
+_UNREADABLE: dict[int, type[CannotReadError]] = {
+    numbers.ENOENT: MissingFileError,
+    numbers.EACCES: ForbiddenFileError,
+    numbers.EPERM: ForbiddenFileError,
+    numbers.EISDIR: DirectoryError,
+}
 
 
 class CannotWriteError(_SystemError, RuntimeError):
@@ -173,32 +205,12 @@ class NoTorchError(LoadError, ImportError):
     """torch itself cannot be imported."""
 
 
-class MissingFileError(CannotReadError, FileNotFoundError):
-    """There is no such file."""
-
-
-class ForbiddenFileError(CannotReadError, PermissionError):
-    """The system does not let us read the file."""
-
-
 class LandingWarning(UserWarning):
     """Something was loaded onto another device than it was saved on, though nobody had asked for that."""
 
 
 class FileWarning(UserWarning):
     """The file was loaded, and something in it is not as it should be."""
-
-
-def os_error(error: CannotReadError) -> CannotReadError:
-    """The same error as the class that ``open`` would have raised.
-
-    >>> from errno import ENOENT
-    >>> isinstance(os_error(CannotReadError("no such file", errno=ENOENT)), FileNotFoundError)
-    True
-    """
-    forbidden = dict.fromkeys((numbers.EACCES, numbers.EPERM), ForbiddenFileError)
-    kind = {numbers.ENOENT: MissingFileError, **forbidden}.get(error.errno or 0)
-    return kind(error.what, where=error.where, fix=error.fix, errno=error.errno) if kind else error
 
 
 class SaveError(TransloadError, RuntimeError):

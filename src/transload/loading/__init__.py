@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Storage
 from transload.errors import (
     BrokenFileError,
-    CannotReadError,
     DoesNotFitError,
     FileWarning,
     LandingWarning,
@@ -25,7 +24,6 @@ from transload.errors import (
     NoDeviceError,
     NoTorchError,
     UsageError,
-    os_error,
 )
 from transload.formats import no_collecting
 from transload.io.memory import view
@@ -99,7 +97,7 @@ def load(
     settings = check_settings(threads, pinned_mb, direct)
     # Ordinary tensors are counted first, without a tree of the pickle; what is wrong in it is found with the tree.
     for tree in (True,) if trusted else (False, True):
-        with no_collecting(strangers=trusted), _open(f, tree=tree) as opened:
+        with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
             checkpoint = opened.checkpoint
             _refuse(checkpoint, trusted=trusted)
             plan = _plan(checkpoint, map_location, mapped=mapped)
@@ -183,13 +181,6 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
 
 
 # -- before bytes are read
-
-
-def _open(f: SourceLike, *, tree: bool) -> OpenCheckpoint:
-    try:
-        return OpenCheckpoint(f, tree=tree)
-    except CannotReadError as error:
-        raise os_error(error) from error.__cause__
 
 
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:

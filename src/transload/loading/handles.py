@@ -21,7 +21,6 @@ from weakref import proxy
 
 from transload.errors import (
     BrokenFileError,
-    CannotReadError,
     ContentError,
     DoesNotFitError,
     LandingWarning,
@@ -30,7 +29,6 @@ from transload.errors import (
     NotACheckpointError,
     UnsafeError,
     UsageError,
-    os_error,
 )
 from transload.formats import no_collecting
 from transload.formats.safetensors import header_metadata
@@ -250,11 +248,8 @@ def open_checkpoint(f: SourceLike) -> Opened:
 
     ``NotACheckpointError`` if it is none; a damaged one opens: what is left of it can be read.
     """
-    try:
-        with no_collecting():
-            opened = Opened(f)
-    except CannotReadError as error:
-        raise os_error(error) from error
+    with no_collecting():
+        opened = Opened(f)
     checkpoint = opened.checkpoint
     if checkpoint.integrity == "not-a-checkpoint":
         opened.close()
