@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import mmap
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from tests.each import each
 
+import transload
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
 
 
@@ -28,3 +35,57 @@ def test_readinto_fills_as_much_as_there_is(kind: str, offset: int, room: int, t
     assert count == len(data[offset : offset + room])
     assert bytes(buffer) == data[offset : offset + room].ljust(room, b".")
     source.close()
+
+
+class Plain:
+    """What torch asks of a file object, and no more; its ``seek`` returns nothing, as that of ``mmap`` did."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+        self.read, self.tell, self.readline = self._file.read, self._file.tell, self._file.readline
+
+    def seek(self, position: int, whence: int = 0) -> None:
+        self._file.seek(position, whence)
+
+
+def spooled(data: bytes) -> object:
+    file = tempfile.SpooledTemporaryFile()  # noqa: SIM115 - closed with the test
+    file.write(data)
+    file.seek(0)
+    return file
+
+
+def mapped(path: Path) -> object:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+OBJECTS: dict[str, Callable[[Path], Any]] = {
+    "BytesIO": lambda path: io.BytesIO(path.read_bytes()),
+    "BufferedReader": lambda path: path.open("rb"),
+    "FileIO": lambda path: path.open("rb", buffering=0),
+    "gzip": lambda path: gzip.GzipFile(fileobj=io.BytesIO(gzip.compress(path.read_bytes()))),
+    "mmap": mapped,
+    "nothing more": lambda path: Plain(path.read_bytes()),
+    "spooled": lambda path: spooled(path.read_bytes()),
+}
+
+
+@each("kind", OBJECTS)
+def test_objects_that_torch_takes(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(3)}, path)
+    for ask in (torch.load, transload.load):
+        file = OBJECTS[kind](path)
+        assert ask(file)["w"].tolist() == [0, 1, 2]
+        getattr(file, "close", bool)()
+    for look in (transload.inspect, transload.verify):
+        file = OBJECTS[kind](path)
+        assert look(file).ok
+        getattr(file, "close", bool)()
+
+
+@each("ask", ["inspect", "load", "open", "verify"])
+def test_a_file_that_is_open_as_text(ask: str) -> None:
+    with pytest.raises(transload.UsageError, match="gives text"):
+        getattr(transload, ask)(io.StringIO("abc"))

@@ -162,8 +162,10 @@ class ObjectSource:
         self._lock = Lock()
         self.name = str(getattr(file, "name", "<file object>"))
         try:
+            text = isinstance(file.read(0), str)
             self._home = file.tell()
-            self.size = file.seek(0, os.SEEK_END)
+            file.seek(0, os.SEEK_END)
+            self.size = file.tell()  # what seek returns is None for some, such as mmap before Python 3.13
             file.seek(self._home)
         except (OSError, ValueError, AttributeError) as error:
             raise CannotReadError(
@@ -171,6 +173,8 @@ class ObjectSource:
                 where=self.name,
                 fix="Read it into io.BytesIO first and pass that.",
             ) from error
+        if text:
+            raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
