@@ -200,3 +200,14 @@ def test_a_file_name_that_is_no_text(program: Transload, tmp_path: Path) -> None
     assert "\\udcff\\x1b[2J.pt" in done.stdout
     document = json.loads(program("inspect", name, "--json").stdout)
     assert document["path"] == name
+
+
+def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
+    path = data / "h200" / "state_dict_cuda1.pt"
+    command = [sys.executable, "-m", "transload", "inspect", "--json", "-"]
+    with path.open("rb") as file:
+        redirected = subprocess.run(command, stdin=file, capture_output=True, check=True).stdout
+    piped = subprocess.run(command, input=path.read_bytes(), capture_output=True, check=True).stdout
+    named = subprocess.run([*command[:-1], path], capture_output=True, check=True).stdout
+    assert piped == redirected
+    assert json.loads(piped) == {**json.loads(named), "path": "<stdin>"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from transload.cli.output import as_bug, complain, show, write
 from transload.errors import TransloadError, UsageError
@@ -59,7 +59,7 @@ exit codes:
   2  a file could not be read
 """
     option = parser.add_argument
-    option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one")
+    option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
     option("--tensors", action="store_true", help="list every tensor, one a line")
     option("--globals", action="store_true", help="list every class and function the file asks for")
     option("--tree", action="store_true", help="show the whole structure of the saved object")
@@ -70,7 +70,7 @@ def run_inspect(arguments: Namespace) -> int:
     """Inspect all files, show what there is to show, return the worst exit code."""
     from transload.judge import inspect
 
-    results = _each(arguments.paths, lambda path: inspect(path, verify=arguments.verify))
+    results = _each(arguments.paths, lambda path: inspect(_named(path), verify=arguments.verify))
     read = [result for result in results if not isinstance(result, TransloadError)]
     if arguments.json:
         _write_json(arguments.paths, results)
@@ -91,6 +91,20 @@ def run_inspect(arguments: Namespace) -> int:
     if len(read) < len(results):
         return 2
     return int(any(not checkpoint.ok for checkpoint in read))
+
+
+def _named(path: str) -> str | BinaryIO:
+    """What a path names; ``-`` is standard input, which is kept in memory where it is a pipe."""
+    if path != "-":
+        return path
+    import io
+    import sys
+
+    class Piped(io.BytesIO):
+        name = "<stdin>"
+
+    stdin = sys.stdin.buffer
+    return stdin if stdin.seekable() else Piped(stdin.read())
 
 
 # -- verify
