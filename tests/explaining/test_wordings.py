@@ -38,6 +38,13 @@ def test_each_wording_is_explained_by_its_row() -> None:
     for_each(WORDINGS, check)
 
 
+def test_the_last_full_stop_may_be_missing() -> None:
+    def check(wording: Wording) -> None:
+        assert codes(wording.text.removesuffix(".")) == [wording.code]
+
+    for_each([each for each in WORDINGS if each.text.endswith(".")], check)
+
+
 def is_exception(wording: Wording) -> bool:
     return re.match(r"[\w.]+(?:Error|Exception): ", wording.text) is not None
 

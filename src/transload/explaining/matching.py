@@ -67,7 +67,7 @@ class Wording:
     def __init__(self, text: str) -> None:
         self.parts = list(Formatter().parse(text))
         literals = [literal for literal, *_ in self.parts]
-        self.anchor = max(literals, key=len)
+        self.anchor = max((*literals[:-1], literals[-1].removesuffix(".")), key=len)
         self.weight = sum(map(len, literals))
 
     @property
@@ -86,6 +86,8 @@ class Wording:
                 blank = _BLANKS[kind or ""]
                 pieces.append(f"(?:{blank})" if name in seen else f"(?P<{name}>{blank})")
                 seen.add(name)
+        if pieces[-1].endswith(r"\."):  # people leave out the last full stop when they copy a sentence
+            pieces[-1] = f"{pieces[-1][:-2]}(?:\\.|(?<!\\.)$)"
         edge = r"(?!\d)" if pieces[-1].endswith(r"\d{1,20})") else ""
         return re.compile("".join(pieces) + edge)
 
