@@ -32,7 +32,7 @@ from transload.formats.zip_writer import Record, Sink, opening_records, write_ch
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
 from transload.io.pool import telling
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import Snapshot, bloat_words, records_of, rings_for
+from transload.saving.storages import Copy, bloat_words, copied_records, records_of, rings_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -116,7 +116,7 @@ def save_async(
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
-    prepared.snapshot, prepared.storages = snapshot_of(prepared.storages), []
+    prepared.copies, prepared.storages = snapshot_of(prepared.storages), []
     fastest_crc32()  # it imports a package, which must not happen in a thread while the program ends
     return background.submit(prepared.path or f, prepared.write)
 
@@ -171,7 +171,7 @@ class _Save:
             what = "torch.serialization.skip_data() is in force"
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
-        self.snapshot: Snapshot | None = None  # copies of the storages, to be written instead
+        self.copies: list[Copy] | None = None  # of the storages, to be written instead
         with no_collecting(strangers=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(obj, module, int(protocol), portable=portable, compact=compact)
@@ -210,7 +210,7 @@ class _Save:
     def _write_into(self, sink: Sink) -> None:
         rings = rings_for(self.storages)
         with ExitStack() as last:
-            if self.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
+            if self.copies is None:  # the program is waiting: nothing else makes garbage meanwhile
                 last.enter_context(no_collecting(strangers=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
@@ -218,7 +218,7 @@ class _Save:
             write_checkpoint(
                 sink,
                 opening,
-                self.snapshot.records() if self.snapshot else records_of(self.storages, rings),
+                records_of(self.storages, rings) if self.copies is None else copied_records(self.copies),
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
