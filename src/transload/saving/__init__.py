@@ -79,7 +79,6 @@ def save(
     path = _path(f)
     background.settle(path or f)
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared.warn()
     prepared.write()
 
 
@@ -112,7 +111,6 @@ def save_async(
     background.raise_unnoticed()
     background.make_room()
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared.warn()
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
@@ -134,7 +132,10 @@ def _path(f: Any) -> str | None:
 
 
 class _Save:
-    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``."""
+    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``.
+
+    The caller of ``save`` is warned of a name that torch mistakes, and of bytes that nobody uses.
+    """
 
     def __init__(
         self,
@@ -154,9 +155,7 @@ class _Save:
             raise UsageError(what, fix="`transload retag` writes other tags into a file.")
         if protocol is None or protocol == -1:  # the two that pickle has names for
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
-        elif protocol not in range(
-            2, pickle.HIGHEST_PROTOCOL + 1
-        ):  # protocol 2 is the first with binary persistent ids
+        elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids
             what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
             raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
         if module is not None and not callable(getattr(module, "Pickler", None)):
@@ -175,21 +174,15 @@ class _Save:
         with no_collecting(strangers=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(obj, module, int(protocol), portable=portable, compact=compact)
-            self.warning = "" if compact else bloat_words(obj, self.storages)
+            bloat = "" if compact else bloat_words(obj, self.storages)
             self.origin = b"" if origin is False or origin is None else _origin_of(origin, self.storages)
             self.nbytes = sum(each.nbytes for each in self.storages)
             self.alignment = _alignment()
-
-    def warn(self) -> None:
-        """Warn the caller of ``save`` of a name that torch mistakes, and of bytes that nobody uses."""
-        path = self.path
         if path and path.lower().endswith(".safetensors"):
-            what = (
-                f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
-            )
-            warnings.warn(what, SaveWarning, stacklevel=3)
-        if self.warning:
-            warnings.warn(f"{path}: {self.warning}" if path else self.warning, SaveWarning, stacklevel=3)
+            what = "torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
+            warnings.warn(f"{path}: {what}", SaveWarning, stacklevel=3)
+        if bloat:
+            warnings.warn(f"{path}: {bloat}" if path else bloat, SaveWarning, stacklevel=3)
 
     def write(self) -> None:
         """Write the file."""
