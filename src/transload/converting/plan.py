@@ -21,7 +21,6 @@ from transload.converting.to_torch import (
     Structure,
     byte_span,
     carried_calls,
-    flat,
     lay_out,
     overlapping,
     pickled,
@@ -31,6 +30,7 @@ from transload.converting.transfer import FLOATING, Entry, Job, cast_dtype
 from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.formats.zip_writer import Record, opening_records
+from transload.nodes import Dict
 from transload.tensors import Allowance, Content
 
 if TYPE_CHECKING:
@@ -380,9 +380,10 @@ class Plan:
                 structure = None
         if structure is not None:
             made, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
-        else:
-            carried = (entry for entry in selected if entry.tensor.path in calls)
-            made, self.slots = flat((*self.entries, *carried), calls)
+        else:  # tensors by their names
+            entries = [*self.entries, *(entry for entry in selected if entry.tensor.path in calls)]
+            self.slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
+            made = Dict([part for slot in self.slots for part in (slot.entry.name, slot)])
             self._drop_everything(selected)
         self.storages = lay_out(self.slots, content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)

@@ -1,9 +1,9 @@
 """What is in a torch zip, made without torch: ``torch.load`` takes it with ``weights_only=True``.
 
 A ``Structure`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
-``weights_only`` would refuse; a pickled module becomes its state dict. ``flat`` is for sources without such an object.
-``lay_out`` decides which bytes become storages, and ``pickled`` makes the pickle that refers to them. Tensors that only
-this format holds (sparse, quantized, nested) are carried over by the calls that make them.
+``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
+and ``pickled`` makes the pickle that refers to them. Tensors that only this format holds (sparse, quantized, nested)
+are carried over by the calls that make them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Path = tuple[Key, ...]
     Span = tuple[int, int, Any]
 
-__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "flat", "lay_out", "overlapping", "pickled", "tie_of"]
+__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "lay_out", "overlapping", "pickled", "tie_of"]
 
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
@@ -123,12 +123,6 @@ class Slot:
         self.storage = -1
         self.offset = 0
         self.stride = contiguous(entry.tensor.shape)
-
-
-def flat(entries: Iterable[Entry], calls: dict[Path, Call]) -> tuple[Dict, list[Slot]]:
-    """A dictionary of tensors by their names; ``calls`` are those of tensors that are carried over."""
-    slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
-    return Dict([part for slot in slots for part in (slot.entry.name, slot)]), slots
 
 
 class Structure(BoundedWalk):

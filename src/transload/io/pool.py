@@ -86,7 +86,7 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
                 helper.join()
     if errors:
         try:
-            raise errors[0]
+            raise min(errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
         finally:
             errors.clear()  # an error refers to this frame: it must not refer back, and hold what all frames refer to
 
