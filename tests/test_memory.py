@@ -22,13 +22,14 @@ import torch
 
 import transload
 from transload.checkpoint import Storage
-from transload.converting.transfer import Chunk as Buffer
-from transload.converting.transfer import ChunkPool
+from transload.converting import transfer
+from transload.converting.transfer import Job
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Checksums, Chunk
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
 from transload.saving.background import background
+from transload.tensors.content import open_content
 
 OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # the one in Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)
@@ -242,13 +243,12 @@ def test_a_conversion_that_fails_holds_no_memory() -> None:
 
     def pour() -> None:
         reading = os.open(os.devnull, os.O_RDONLY)  # not for writing
-        try:
-            with ChunkPool(reading, 64 << 20, "x", lambda _: None) as pool:
-                pool.put(bytes(16 << 20), 0)
-                pool.finish()
-        finally:
-            os.close(reading)
+        with open_content(b"\2" + bytes(7) + b"{}") as content:
+            try:
+                transfer.pour(reading, bytes(64 << 20), [], Job(content), "x")
+            finally:
+                os.close(reading)
 
     threads = threading.active_count()
-    assert left_in_cycles(pour, ChunkPool, Buffer) == []
+    assert left_in_cycles(pour, transfer.PouredFile, transfer.Chunk) == []
     assert threading.active_count() == threads

@@ -22,7 +22,7 @@ from transload.io.cuda_driver import DriverError
 from transload.saving import storages as contents
 from transload.saving import storages as snapshot
 from transload.saving.pickling import Stored
-from transload.saving.storages import CudaFetcher, Ring, Span, records_of
+from transload.saving.storages import CudaFetcher, Ring, records_of
 
 
 class Device(CudaFetcher):
@@ -39,7 +39,7 @@ class Device(CudaFetcher):
         made = bytearray(nbytes)
         return memoryview(made), ctypes.addressof(ctypes.c_char.from_buffer(made))
 
-    def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
+    def fetch(self, slot: Any, parts: Sequence[tuple[Any, int, int]]) -> Any:
         self.copies += 1
         self.asked.append(len(parts))
         data = b"".join(storage.data[start : start + nbytes] for storage, start, nbytes in parts)
@@ -159,7 +159,7 @@ def test_a_snapshot_of_a_device_has_its_bytes_later(block: int, monkeypatch: pyt
         [run for each in copies for run in each.runs]
     )
     held = io.BytesIO()
-    write_archive(FileObject(held), b"archive", snapshot.Snapshot(copies).records(), lambda _: [], threads=2)
+    write_archive(FileObject(held), b"archive", snapshot.copied_records(copies), lambda _: [], threads=2)
     with zipfile.ZipFile(held) as archive:
         assert [archive.read(f"archive/data/{number}") for number in range(12)] == expected
 

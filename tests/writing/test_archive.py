@@ -26,7 +26,7 @@ class Parts:
     def __init__(self, data: bytes, step: int, log: list[str] | None = None) -> None:
         self._data, self._step, self._log = data, step, log
 
-    def chunks(self) -> Iterator[Chunk]:
+    def __call__(self) -> Iterator[Chunk]:
         for start in range(0, len(self._data), self._step):
             part = memoryview(self._data)[start : start + self._step]
             if self._log is None:
@@ -120,13 +120,12 @@ def test_chunks_that_are_borrowed_are_given_back_in_time(threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_error_in_a_thread_is_raised(threads: int) -> None:
-    class Failing:
-        def chunks(self) -> Iterator[Chunk]:
-            yield Chunk(b"x" * 10)
-            yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
+    def failing() -> Iterator[Chunk]:
+        yield Chunk(b"x" * 10)
+        yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
 
     with pytest.raises(ZeroDivisionError):
-        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Failing())], lambda _: [], threads=threads)
+        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, failing)], lambda _: [], threads=threads)
 
 
 def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:

@@ -1,8 +1,8 @@
 """``transload.convert``: a checkpoint of any format written as another, without torch, and read back to be sure.
 
-``convert_content`` is the whole way: a ``Plan`` decides what is written; ``writers`` or ``to_torch`` write it into a
-``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what else there was.
-``report`` is what ``transload convert`` says about a ``Conversion``.
+``convert_content`` is the whole way: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers``
+write it into a ``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what
+else there was. ``report`` is what ``transload convert`` says about a ``Conversion``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from transload.converting.objects import Leftovers, Omission
 from transload.converting.output import Bundle, file_identity, refuse_existing, write_text
 from transload.converting.plan import Candidate, Options, Plan, candidates, dtype_of, format_of, notes, size_of
-from transload.converting.to_torch import write_torch
 from transload.converting.transfer import Job, check_source, compare
-from transload.converting.writers import write_npz, write_raw, write_safetensors
+from transload.converting.writers import WRITERS
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
@@ -198,14 +197,11 @@ def convert_content(
     with no_collecting():
         plan = Plan(content, format_, options)
     checkpoint = content.checkpoint
-    tell = telling(progress, plan.nbytes * (2 if verify else 1), "converting")
+    tell = telling(progress, plan.total(verify=verify), "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = Job(content, dst, bundle, allow_inf=options.allow_inf, verify=verify, progress=tell)
-        if format_ == "torch":
-            locations = write_torch(job, plan.root, plan.slots, plan.storages)
-        else:
-            locations = {"npz": write_npz, "raw": write_raw, "safetensors": write_safetensors}[format_](job, plan)
+        locations = WRITERS[format_](job, plan)
         if verify:
             check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
             compare(locations, job)

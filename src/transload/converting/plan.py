@@ -21,14 +21,16 @@ from transload.converting.to_torch import (
     Structure,
     byte_span,
     carried_calls,
-    flat,
     lay_out,
     overlapping,
+    pickled,
     tie_of,
 )
 from transload.converting.transfer import FLOATING, Entry, Job, cast_dtype
 from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
+from transload.formats.zip_writer import Record, opening_records
+from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
 
 if TYPE_CHECKING:
@@ -200,7 +202,8 @@ class Plan:
     key. ``renamed`` have another name than in the source; ``unmatched`` are prefixes to strip that no name begins with.
     ``metadata`` is what safetensors files say besides second names. ``dropped`` is what else there was, by its path.
 
-    Of a torch zip, ``root`` is the object, ``slots`` are the places of its tensors and ``storages`` their bytes.
+    Of a torch zip, ``opening`` are the records with the object, ``slots`` the places of its tensors and ``storages``
+    their bytes.
     """
 
     def __init__(self, content: Content, format_: str, options: Options) -> None:
@@ -214,7 +217,7 @@ class Plan:
         self.renamed: list[tuple[str, str]] = []
         self.unmatched: list[str] = []
         self.dropped: list[tuple[tuple[Key, ...], Any]] = []
-        self.root: object = None
+        self.opening: list[Record] = []
         self.slots: list[Slot] = []
         self.storages: list[Entry] = []
         self._modules = _module_paths(self.checkpoint.tensors)
@@ -230,6 +233,7 @@ class Plan:
                 spelled = [(entry.name, member_name(entry.name)) for entry in self.entries]
                 self.renamed += [pair for pair in spelled if pair[0] != pair[1]]
             self._drop_everything(selected)
+            self.nbytes = sum(entry.nbytes for entry in self.entries)  # of tensors that are written
         if not self.entries and not self.carried:
             name, why, _ = self.omitted[before]
             raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=self.checkpoint.path)
@@ -239,11 +243,11 @@ class Plan:
         """Tensors that a torch zip takes over by the calls that make them."""
         return [slot.entry for slot in self.slots if slot.call is not None]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that are written."""
+    def total(self, *, verify: bool) -> int:
+        """Bytes that progress counts: those that are written, and those that are then compared."""
         entries = self.storages if self.format == "torch" else self.entries
-        return sum(entry.nbytes for entry in entries) + sum(entry.tensor.nbytes for entry in self.carried)
+        nbytes = sum(entry.nbytes for entry in entries)
+        return sum(record.size for record in self.opening) + (2 * nbytes if verify else nbytes)
 
     def _select(self) -> list[Entry]:
         """The tensors that are asked for, as ``state_dict()`` would name them."""
@@ -375,12 +379,15 @@ class Plan:
             if len(structure.slots) != len(kept):
                 structure = None
         if structure is not None:
-            self.root, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
-        else:
-            carried = (entry for entry in selected if entry.tensor.path in calls)
-            self.root, self.slots = flat((*self.entries, *carried), calls)
+            made, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
+        else:  # tensors by their names
+            entries = [*self.entries, *(entry for entry in selected if entry.tensor.path in calls)]
+            self.slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
+            made = Dict([part for slot in self.slots for part in (slot.entry.name, slot)])
             self._drop_everything(selected)
         self.storages = lay_out(self.slots, content)
+        self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
+        self.opening = opening_records(pickled(made, self.storages, checkpoint))
 
     def _drop_everything(self, selected: list[Entry]) -> None:
         """Drop all of the source's object, or what is below the key; its tensors are kept elsewhere."""

@@ -1,9 +1,9 @@
-"""A torch zip, as ``torch.save`` writes it, without torch: ``torch.load`` takes it with ``weights_only=True``.
+"""What is in a torch zip, made without torch: ``torch.load`` takes it with ``weights_only=True``.
 
 A ``Structure`` keeps the source's own dictionaries and lists, with a ``Slot`` for each tensor, and drops what
-``weights_only`` would refuse; a pickled module becomes its state dict. ``flat`` is for sources without such an object.
-``lay_out`` decides which bytes become storages. ``write_torch`` then writes the pickle and the storages. Tensors that
-only this format holds (sparse, quantized, nested) are carried over by the calls that make them.
+``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
+and ``pickled`` makes the pickle that refers to them. Tensors that only this format holds (sparse, quantized, nested)
+are carried over by the calls that make them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from transload.converting.objects import (
     node_at,
     tensor_attributes,
 )
-from transload.converting.transfer import Descriptor, Entry, Job, Location
+from transload.converting.transfer import Entry
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
-from transload.errors import ConvertError
 from transload.formats.tensors import called, short_key
-from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, opening_records, write_checkpoint
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.tensors.content import Allowance, Content
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     Path = tuple[Key, ...]
     Span = tuple[int, int, Any]
 
-__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "flat", "lay_out", "overlapping", "tie_of", "write_torch"]
+__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "lay_out", "overlapping", "pickled", "tie_of"]
 
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
@@ -125,12 +123,6 @@ class Slot:
         self.storage = -1
         self.offset = 0
         self.stride = contiguous(entry.tensor.shape)
-
-
-def flat(entries: Iterable[Entry], calls: dict[Path, Call]) -> tuple[Dict, list[Slot]]:
-    """A dictionary of tensors by their names; ``calls`` are those of tensors that are carried over."""
-    slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
-    return Dict([part for slot in slots for part in (slot.entry.name, slot)]), slots
 
 
 class Structure(BoundedWalk):
@@ -333,6 +325,13 @@ def _shares_storage(tensor: Tensor, content: Content) -> bool:
 # -- the pickle
 
 
+def pickled(root: object, storages: list[Entry], checkpoint: Checkpoint) -> bytes:
+    """The pickle of an object with slots. The storages of tensors that are carried over are added to ``storages``."""
+    from transload.formats.pickle_writer import dumps
+
+    return dumps(root, expand=(Slot, _TensorCalls(storages, checkpoint).tensor))
+
+
 class _TensorCalls:
     """Makes the call for each slot. Storages that are carried over are added to ``storages`` when they are needed."""
 
@@ -395,65 +394,3 @@ class _TensorCalls:
             self._carried[key] = str(len(self._storages))
             self._storages.append(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
         return Persistent(("storage", pid[1], self._carried[key], "cpu", pid[4]), 0)
-
-
-# -- the archive
-
-_MAX_BUNCH = 1000
-
-
-class _Stream:
-    """The bytes of an entry, for a writer that looks some pieces ahead."""
-
-    def __init__(self, entry: Entry, job: Job) -> None:
-        self._entry, self._job = entry, job
-
-    def chunks(self) -> Iterator[Chunk]:
-        for piece in self._job.pieces(self._entry, PIECE):
-            yield Chunk(bytes(piece))
-
-
-def write_torch(job: Job, root: object, slots: list[Slot], storages: list[Entry]) -> list[Location]:
-    """Write the object and its storages; where a reader finds them, which must be just as they were written."""
-    from transload.formats import read_source
-    from transload.formats.pickle_writer import dumps
-    from transload.io.atomic import SystemFile
-
-    storages = [*storages]  # the plan stays as it is
-    pickled = dumps(root, expand=(Slot, _TensorCalls(storages, job.content.checkpoint).tensor))
-
-    def records() -> Iterator[Record | Bunch]:
-        small: list[tuple[bytes, bytes]] = []
-        for number, entry in enumerate(storages):
-            name, size = b"data/%d" % number, entry.nbytes
-            if size <= SMALL:
-                small.append((name, b"".join(map(bytes, job.pieces(entry)))))
-            if small and (size > SMALL or len(small) >= _MAX_BUNCH):
-                yield Bunch(small)
-                small = []
-            if size > SMALL:
-                yield Record(name, size, _Stream(entry, job))
-        if small:
-            yield Bunch(small)
-
-    file = job.bundle.add(job.dst)
-    nbytes = sum(entry.nbytes for entry in storages)
-    sink = SystemFile(file.descriptor, push=True)
-    write_checkpoint(sink, opening_records(pickled), records(), nbytes, tell=job.progress)
-
-    source = Descriptor(file.descriptor, file.path)
-    read = read_source(source)
-    problems = [problem for problem in read.problems if problem.code != "leaves-uncounted"]  # a long history of losses
-    if len(read.tensors) != len(slots) or problems:
-        raise ConvertError("it does not read back as it was written", where=source.name)
-    for tensor, slot in zip(read.tensors, slots, strict=True):
-        before = slot.entry.tensor
-        if slot.call is not None:
-            same = (tensor.kind, tensor.dtype, tensor.shape) == (before.kind, before.dtype, before.shape)
-        else:
-            found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
-            same = found == (slot.entry.dtype, slot.offset, before.shape, slot.stride, str(slot.storage))
-        if not same:
-            raise ConvertError(f"{slot.entry.name} does not read back as it was written", where=source.name)
-    offsets = {storage.key: storage.offset or 0 for storage in read.storages}
-    return [Location(entry, source.read, offsets[str(number)]) for number, entry in enumerate(storages) if entry.nbytes]

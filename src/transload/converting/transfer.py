@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
 from functools import cache
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.converting.output import Bundle
@@ -45,6 +44,7 @@ __all__ = [
 ]
 
 _PIECE = 4 << 20
+_CAST_PIECE = 256 << 10  # numpy makes several arrays of each: larger ones are fresh memory every time
 _DIFFERENT = "the bytes read back differ from those written"
 _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this machine is failing."
 
@@ -70,9 +70,9 @@ class Entry(NamedTuple):
 class Job:
     """A conversion under way: the source, the target, and what the writers report back.
 
-    ``progress`` is called with bytes that were written or compared. ``copied`` counts the bytes that the kernel copied
-    by itself; ``infinite`` are finite numbers that became infinite, by the name of the tensor; ``checksums`` are the
-    CRC-32 of entries, by their ``id``, where they are known.
+    ``progress`` is called with bytes of tensors that were written or compared. ``copied`` counts the bytes that the
+    kernel copied by itself; ``infinite`` are finite numbers that became infinite, by the name of the tensor;
+    ``checksums`` are the CRC-32 of entries, by their ``id``, where they are known.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Job:
         return None if entry.is_cast else self.content.run(entry.tensor)
 
     def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
-        """The bytes, in pieces that are valid until the next is asked for."""
-        pieces = self.content.pieces(entry.tensor, size)
+        """The bytes, in pieces of ``size`` at most that are valid until the next is asked for."""
+        pieces = self.content.pieces(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
         if not entry.is_cast:
             yield from pieces
             return
@@ -127,7 +127,7 @@ _AT_ONCE = 64 << 20  # between two copies of this size progress is reported, and
 
 
 class Writer:
-    """Writes a file of a job by its descriptor."""
+    """Writes a file of a job by its descriptor. ``written`` is where it ends so far."""
 
     def __init__(self, descriptor: int, job: Job) -> None:
         from transload.io.atomic import SystemFile
@@ -141,6 +141,7 @@ class Writer:
 
     def write(self, data: Any) -> None:
         """Write bytes, which may change afterwards; small ones are gathered as copies until ``flush``."""
+        self.written += len(data)
         if len(data) >= _GATHERED:
             self.flush()
             self._sink.write([data])
@@ -149,7 +150,6 @@ class Writer:
             self._nbytes += len(data)
             if self._nbytes >= _GATHERED:
                 self.flush()
-        self._count(len(data))
 
     def flush(self) -> None:
         """Write what was gathered."""
@@ -159,34 +159,35 @@ class Writer:
 
     def put(self, entry: Entry) -> None:
         """Write the bytes of an entry; the kernel copies them if a file of the source holds them as they are."""
-        job, begin = self._job, self.written
+        job, done = self._job, 0
         run = job.run(entry) if entry.nbytes >= _LARGE and self._kernel_copies else None
         source: Any = job.content.open_file(run.file) if run is not None else None
         if run is None or not hasattr(source, "descriptor"):
             for piece in job.pieces(entry):
                 self.write(piece)
-            if self.written - begin != entry.nbytes:
-                raise ContentError(f"{entry.name} has {self.written - begin:,} bytes, not {entry.nbytes:,}")
+                job.progress(len(piece))
+                done += len(piece)
+            if done != entry.nbytes:
+                raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
             return
         self.flush()
-        while (done := self.written - begin) < run.nbytes:
+        while done < run.nbytes:
             count = 0
             if self._kernel_copies:
                 most = min(_AT_ONCE, run.nbytes - done)
                 with suppress(OSError):  # between file systems, or on a network; a full disk fails again in write()
                     count = os.copy_file_range(source.descriptor, self._descriptor, most, run.offset + done)
-                job.copied += count
-                self._count(count)
                 self._kernel_copies = count > 0
+                self.written += count
+                job.copied += count
             if not count:
                 piece = source.read(run.offset + done, min(_GATHERED, run.nbytes - done))
                 if not piece:
                     raise ContentError(f"the file became shorter while it was being read: {source.name}")
                 self.write(piece)
-
-    def _count(self, nbytes: int) -> None:
-        self.written += nbytes
-        self._job.progress(nbytes)
+                count = len(piece)
+            job.progress(count)
+            done += count
 
 
 class Descriptor(FileSource):
@@ -205,43 +206,45 @@ class Descriptor(FileSource):
 # -- written and read back in one pass
 
 CHUNK = 4 << 20
-_SPARE_CHUNKS = 4  # besides those that are being written: one is filled, the others wait
-_THREADS = 4  # perhaps more than cores: most of the time they wait for the disk
+_THREADS = 5  # perhaps more than cores: most of the time they wait for the disk
 _PAST_THE_CACHE = 64 << 20  # bytes from which it is worth it; smaller files may as well stay in memory
 CAN_POUR = hasattr(os, "pwrite") and hasattr(os, "preadv")
 
 
 def pour(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> list[int]:
-    """Write a file of ``head`` and the bytes of entries; the CRC-32 of each entry.
+    """Write a file of ``head`` and the bytes of entries, and read it back; the CRC-32 of each entry.
 
-    ``ConvertError`` if the file does not hold what was written. Progress counts each byte twice: it is also compared.
+    Chunks are filled in the order of the file, by one thread at a time; the same thread then sums, writes, reads back
+    and compares its chunk, while others fill the next. ``ConvertError`` if the file does not hold what was written.
+    Progress counts the bytes of each entry twice: they are also compared.
     """
     from transload.io.checksums import combined
+    from transload.io.pool import each
 
     size = len(head) + sum(entry.nbytes for entry in entries)
-    with ChunkPool(descriptor, size, where, lambda nbytes: job.progress(2 * nbytes)) as pool:
-        pool.put(head, -1)
-        for index, entry in enumerate(entries):
-            run, done = job.run(entry), 0
-            if run is None:
-                for piece in job.pieces(entry):
-                    pool.put(piece, index)
-                    done += len(piece)
-                if done != entry.nbytes:
-                    raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
-                continue
-            source = job.content.open_file(run.file)
-            while done < run.nbytes:  # straight into the chunk
-                count = source.readinto(run.offset + done, pool.room(run.nbytes - done))
-                if not count:
-                    raise ContentError("the file became shorter while it was being read", where=source.name)
-                pool.add(index, count)
-                done += count
-        pool.finish()
+    nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
+    count = _THREADS if size > CHUNK else 1
+    free = [Chunk(nbytes) for _ in range(count)]
+    file = PouredFile(descriptor, size, where)
+
+    def worker() -> Callable[[Chunk], None]:
+        again = Chunk(nbytes)
+
+        def process(chunk: Chunk) -> None:
+            file.write(chunk, again)
+            free.append(chunk)
+
+        return process
+
+    try:
+        each(_filled(head, entries, job, free), worker, count)
+        file.finish()
+    finally:
+        file.close()
     checksums = [0] * len(entries)
-    for index, _, nbytes, checksum in sorted(pool.sums):
+    for index, _, length, checksum in sorted(file.sums):
         before = checksums[index]
-        checksums[index] = combined(before, checksum, nbytes) if before else checksum
+        checksums[index] = combined(before, checksum, length) if before else checksum
     return checksums
 
 
@@ -251,123 +254,68 @@ class Chunk:
     def __init__(self, nbytes: int) -> None:
         self.pages = Pages(nbytes)
         self.view = view(self.pages.address, nbytes)
-        self.offset = self.filled = 0
+        self.begin(0)
+
+    def begin(self, offset: int) -> None:
+        """Make it empty, for bytes from that place on."""
+        self.offset = offset
+        self.filled = 0
         self.parts: list[tuple[int, int, int]] = []
 
 
-class ChunkPool:
-    """Fills chunks in the order of the file, while threads sum, write, read back and compare them, in any order.
+def _filled(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a file, in order. They are taken from ``free``, where they must be again when they are written."""
+    chunk = free.pop()
+    for index, entry in enumerate((None, *entries), -1):
+        name, nbytes = ("the header", len(head)) if entry is None else (entry.name, entry.nbytes)
+        run = None if entry is None else job.run(entry)
+        if run is not None:  # straight into the chunk
+            source = job.content.open_file(run.file)
+        else:
+            pieces = filter(len, [head] if entry is None else job.pieces(entry))
+            left = memoryview(b"")
+        done = 0
+        while True:
+            if chunk.filled == len(chunk.view):
+                end = chunk.offset + chunk.filled
+                yield chunk
+                chunk = free.pop()
+                chunk.begin(end)
+            room = chunk.view[chunk.filled :]
+            if run is not None:
+                count = source.readinto(run.offset + done, room[: nbytes - done])
+            else:
+                left = left or memoryview(next(pieces, b""))
+                count = min(len(left), len(room))
+                room[:count] = left[:count]
+                left = left[count:]
+            if not count:
+                break
+            chunk.filled += count
+            if entry is not None:
+                chunk.parts.append((index, chunk.filled - count, count))
+                job.progress(2 * count)
+            done += count
+        if done != nbytes:
+            raise ContentError(f"{name} has {done:,} bytes, not {nbytes:,}", where=job.content.checkpoint.path)
+    yield chunk
+
+
+class PouredFile:
+    """A file by its descriptor, whose chunks several threads write and compare, in any order.
 
     On Linux the bytes go to the disk and come back from it past the page cache, where the file system allows it: what
     is compared is then what the disk holds, no flush is left to wait for, and no other file is pushed out of memory.
-    ``sums`` are index of the entry, place in the file, bytes and checksum of each part. Left with an error, the threads
-    stop as soon as they can.
+    ``sums`` are index of the entry, place in the file, bytes and checksum of each part.
     """
 
-    def __init__(self, descriptor: int, size: int, where: str, progress: Callable[[int], object]) -> None:
-        self._descriptor, self._where, self._progress = descriptor, where, progress
-        self._count = _THREADS if size > CHUNK else 1
-        self._nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
-        self._free: SimpleQueue[Chunk | BaseException] = SimpleQueue()
-        self._full: SimpleQueue[Chunk | None] = SimpleQueue()
-        for _ in range(_SPARE_CHUNKS + self._count):
-            self._free.put(Chunk(self._nbytes))
-        self._threads: list[Thread] = []
+    def __init__(self, descriptor: int, size: int, where: str) -> None:
+        self._descriptor, self._where = descriptor, where
         self._direct = size >= _PAST_THE_CACHE and _set_direct(descriptor, on=True)
-        self._stopped = False
         self._tail = (0, b"")
-        self._chunk = self._taken()
         self.sums: list[tuple[int, int, int, int]] = []
 
-    def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
-        for _ in range(self._count):
-            thread = Thread(target=self._work, name="transload pour", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system has no more threads
-                break
-            self._threads.append(thread)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stopped = kind is not None
-        for _thread in self._threads:
-            self._full.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._free = SimpleQueue()  # errors that nobody has taken out would hold the chunks
-        if self._direct:
-            _set_direct(self._descriptor, on=False)
-
-    def put(self, data: Any, index: int) -> None:
-        """Add bytes of the entry with this index; -1 for none."""
-        left = memoryview(data)
-        while left:
-            room = self.room(len(left))
-            room[:] = left[: len(room)]
-            self.add(index, len(room))
-            left = left[len(room) :]
-
-    def room(self, nbytes: int) -> memoryview:
-        """Where to put the next bytes, so many at most; ``add`` tells how many there were."""
-        chunk = self._chunk
-        if chunk.filled == len(chunk.view):
-            end = chunk.offset + chunk.filled
-            self._give(chunk)
-            chunk = self._chunk = self._taken()
-            chunk.offset = end
-        return chunk.view[chunk.filled : chunk.filled + nbytes]
-
-    def add(self, index: int, nbytes: int) -> None:
-        """Count bytes of an entry that were put where ``room`` is."""
-        if index >= 0:
-            self._chunk.parts.append((index, self._chunk.filled, nbytes))
-        self._chunk.filled += nbytes
-
-    def finish(self) -> None:
-        """Write the last chunk, and wait for all."""
-        self._give(self._chunk)
-        for _ in range(_SPARE_CHUNKS + self._count):
-            self._taken()
-        offset, data = self._tail
-        if data:
-            _set_direct(self._descriptor, on=False)
-            os.pwrite(self._descriptor, data, offset)
-            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
-
-    def _taken(self) -> Chunk:
-        """An empty chunk; the error of a thread, if there was one."""
-        chunk = self._free.get()
-        if isinstance(chunk, BaseException):
-            try:
-                raise chunk
-            finally:
-                del chunk  # an error that holds itself by its frames would hold the chunks, too
-        if chunk.filled:
-            self._progress(chunk.filled)
-        chunk.filled, chunk.parts = 0, []
-        return chunk
-
-    def _give(self, chunk: Chunk) -> None:
-        """Have a chunk written."""
-        if self._threads:
-            self._full.put(chunk)
-        else:
-            self._process(chunk, Chunk(self._nbytes))
-            self._free.put(chunk)
-
-    def _work(self) -> None:
-        try:
-            again = Chunk(self._nbytes)
-            while (chunk := self._full.get()) is not None:
-                if self._stopped:
-                    return
-                self._process(chunk, again)
-                self._free.put(chunk)
-        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
-            self._free.put(error)
-
-    def _process(self, chunk: Chunk, again: Chunk) -> None:
+    def write(self, chunk: Chunk, again: Chunk) -> None:
         """Sum a chunk, write it, read it into another and compare."""
         from transload.io.checksums import fastest_crc32
 
@@ -387,6 +335,19 @@ class ChunkPool:
             self._require(count > 0, "the file is shorter than what was written")
             done += count
         self._require(is_equal(chunk.pages.address, again.pages.address, whole), _DIFFERENT)
+
+    def finish(self) -> None:
+        """Write what is left of the end."""
+        offset, data = self._tail
+        if data:
+            self.close()
+            os.pwrite(self._descriptor, data, offset)
+            self._require(os.pread(self._descriptor, len(data), offset) == data, _DIFFERENT)
+
+    def close(self) -> None:
+        """Leave the descriptor as it was."""
+        if self._direct:
+            _set_direct(self._descriptor, on=False)
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:

@@ -63,20 +63,15 @@ class Chunk(NamedTuple):
     done: Callable[[], object] | None = None
 
 
-class Payload(Protocol):
-    """The bytes of a record that is not small."""
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All of them in order, in chunks of ``PIECE`` at most. A chunk with ``done`` has a write for itself."""
-        ...
-
-
 class Record(NamedTuple):
-    """A name in the archive, without its folder, and what is there: bytes, or where to get them."""
+    """A name in the archive, without its folder, and what is there: bytes, or a function that gives them.
+
+    It gives all of them in order, in chunks of ``PIECE`` at most. A chunk with ``done`` has a write for itself.
+    """
 
     name: bytes
     size: int
-    content: bytes | Payload
+    content: bytes | Callable[[], Iterator[Chunk]]
 
 
 class Bunch(NamedTuple):
@@ -161,7 +156,7 @@ class _Archive:
             self.checksums.append(0)
             self.end += len(header) + entry.size + descriptor_size(entry.size, entry.offset)
             left = record.size
-            for chunk in record.content.chunks():
+            for chunk in record.content():
                 nbytes = len(chunk.view)
                 left -= nbytes
                 write.buffers.append(chunk.view)

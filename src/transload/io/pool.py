@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from threading import Lock, Thread
-from typing import Generic, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 __all__ = ["Progress", "cores", "each", "telling", "threads"]
 
@@ -46,56 +46,49 @@ def threads() -> int:
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
     """Do all tasks, in any order; ``worker`` makes for each thread the function that does one.
 
-    The first error is raised when all threads have stopped. An interrupt stops them, too.
+    Tasks are taken by one thread at a time. The first error is raised when all threads have stopped. An interrupt stops
+    them, too.
     """
-    pool = _Pool(tasks, worker)
-    helpers = [Thread(target=pool.work, daemon=True) for _ in range(count - 1)]
+    left = iter(tasks)
+    lock = Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        nonlocal left
+        try:
+            do = worker()
+            while True:
+                try:
+                    with lock:
+                        task = next(left)
+                except StopIteration:
+                    return
+                do(task)
+        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+            with lock:
+                left = iter(())
+            errors.append(error)
+
+    helpers = [Thread(target=work, daemon=True) for _ in range(count - 1)]
     try:
         for helper in helpers:
             try:
                 helper.start()
             except RuntimeError:  # noqa: PERF203 - no more to be had: those that are there do it
                 break
-        pool.work()
+        work()
     except BaseException:
-        pool.stop()
+        left = iter(())
         raise
     finally:
         for helper in helpers:
             if helper.ident is not None:
                 helper.join()
-    if pool.error is not None:
-        raise pool.error
-
-
-class _Pool(Generic[_Task]):
-    def __init__(self, tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]]) -> None:
-        self._tasks: Iterator[_Task] = iter(tasks)
-        self._worker = worker
-        self._lock = Lock()
-        self.error: BaseException | None = None
-
-    def work(self) -> None:
-        """Take tasks until there are none, or somebody has failed."""
+    if errors:
         try:
-            do = self._worker()
-            while (task := self._next()) is not None:
-                do(task[0])
-        except Exception as error:  # noqa: BLE001 - raised again by the one who waits
-            with self._lock:
-                self.error = self.error or error
-            self.stop()
-
-    def stop(self) -> None:
-        """Hand out no more."""
-        with self._lock:
-            self._tasks = iter(())
-
-    def _next(self) -> tuple[_Task] | None:
-        with self._lock:
-            for task in self._tasks:
-                return (task,)
-        return None
+            raise min(errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
+        finally:
+            errors.clear()  # an error refers to this frame: it must not refer back, and hold what all frames refer to
 
 
 # -- progress, reported to the caller's function or on a terminal

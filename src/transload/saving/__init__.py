@@ -32,7 +32,7 @@ from transload.formats.zip_writer import Record, Sink, opening_records, write_ch
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
 from transload.io.pool import telling
 from transload.saving.pickling import Stored, pickled
-from transload.saving.storages import Snapshot, bloat_words, records_of, rings_for
+from transload.saving.storages import Copy, bloat_words, copied_records, records_of, rings_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -79,7 +79,6 @@ def save(
     path = _path(f)
     background.settle(path or f)
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared.warn()
     prepared.write()
 
 
@@ -112,11 +111,10 @@ def save_async(
     background.raise_unnoticed()
     background.make_room()
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
-    prepared.warn()
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
-    prepared.snapshot, prepared.storages = snapshot_of(prepared.storages), []
+    prepared.copies, prepared.storages = snapshot_of(prepared.storages), []
     fastest_crc32()  # it imports a package, which must not happen in a thread while the program ends
     return background.submit(prepared.path or f, prepared.write)
 
@@ -134,7 +132,10 @@ def _path(f: Any) -> str | None:
 
 
 class _Save:
-    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``."""
+    """What is written for an object, to a path or to the file object ``f``. Nothing is written before ``write``.
+
+    The caller of ``save`` is warned of a name that torch mistakes, and of bytes that nobody uses.
+    """
 
     def __init__(
         self,
@@ -154,9 +155,7 @@ class _Save:
             raise UsageError(what, fix="`transload retag` writes other tags into a file.")
         if protocol is None or protocol == -1:  # the two that pickle has names for
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
-        elif protocol not in range(
-            2, pickle.HIGHEST_PROTOCOL + 1
-        ):  # protocol 2 is the first with binary persistent ids
+        elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids
             what = f"pickle_protocol={protocol!r}: it is a number from 2 to {pickle.HIGHEST_PROTOCOL}"
             raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
         if module is not None and not callable(getattr(module, "Pickler", None)):
@@ -171,25 +170,19 @@ class _Save:
             what = "torch.serialization.skip_data() is in force"
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
-        self.snapshot: Snapshot | None = None  # copies of the storages, to be written instead
+        self.copies: list[Copy] | None = None  # of the storages, to be written instead
         with no_collecting(strangers=True):
             portable = device == "cpu"
             self.data, self.storages = pickled(obj, module, int(protocol), portable=portable, compact=compact)
-            self.warning = "" if compact else bloat_words(obj, self.storages)
+            bloat = "" if compact else bloat_words(obj, self.storages)
             self.origin = b"" if origin is False or origin is None else _origin_of(origin, self.storages)
             self.nbytes = sum(each.nbytes for each in self.storages)
             self.alignment = _alignment()
-
-    def warn(self) -> None:
-        """Warn the caller of ``save`` of a name that torch mistakes, and of bytes that nobody uses."""
-        path = self.path
         if path and path.lower().endswith(".safetensors"):
-            what = (
-                f"{path}: torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
-            )
-            warnings.warn(what, SaveWarning, stacklevel=3)
-        if self.warning:
-            warnings.warn(f"{path}: {self.warning}" if path else self.warning, SaveWarning, stacklevel=3)
+            what = "torch from 2.13 on takes it for safetensors by its name, and does not load it. Name it .pt."
+            warnings.warn(f"{path}: {what}", SaveWarning, stacklevel=3)
+        if bloat:
+            warnings.warn(f"{path}: {bloat}" if path else bloat, SaveWarning, stacklevel=3)
 
     def write(self) -> None:
         """Write the file."""
@@ -210,7 +203,7 @@ class _Save:
     def _write_into(self, sink: Sink) -> None:
         rings = rings_for(self.storages)
         with ExitStack() as last:
-            if self.snapshot is None:  # the program is waiting: nothing else makes garbage meanwhile
+            if self.copies is None:  # the program is waiting: nothing else makes garbage meanwhile
                 last.enter_context(no_collecting(strangers=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
@@ -218,7 +211,7 @@ class _Save:
             write_checkpoint(
                 sink,
                 opening,
-                self.snapshot.records() if self.snapshot else records_of(self.storages, rings),
+                records_of(self.storages, rings) if self.copies is None else copied_records(self.copies),
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,

@@ -19,21 +19,10 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from transload.checkpoint import contiguous
+from transload.dtypes import ITEMSIZE, STORAGES
 from transload.errors import CannotPickleError, SaveError
 
 __all__ = ["Stored", "merged", "pickled"]
-
-
-class Run(NamedTuple):
-    """Bytes of a storage, from ``start`` up to ``end``."""
-
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Their number."""
-        return self.end - self.start
 
 
 class Geometry(NamedTuple):
@@ -45,16 +34,16 @@ class Geometry(NamedTuple):
     stride: tuple[int, ...]
 
     @property
-    def run(self) -> Run:
-        """From its first byte to its last; empty for a tensor without elements.
+    def run(self) -> tuple[int, int]:
+        """Its first byte, and the end of its last; the same for a tensor without elements.
 
         >>> Geometry(4, 10, (2, 3), (100, 2)).run
-        Run(start=40, end=460)
+        (40, 460)
         """
         if 0 in self.size:
-            return Run(0, 0)
+            return 0, 0
         last = self.offset + sum((count - 1) * step for count, step in zip(self.size, self.stride, strict=True))
-        return Run(self.offset * self.itemsize, (last + 1) * self.itemsize)
+        return self.offset * self.itemsize, (last + 1) * self.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -64,26 +53,27 @@ class Geometry(NamedTuple):
     @property
     def is_sparse(self) -> bool:
         """Whether it leaves out at least half of the bytes between its first and its last."""
-        return 2 * self.nbytes <= self.run.nbytes
+        start, end = self.run
+        return 2 * self.nbytes <= end - start
 
 
-def merged(runs: Iterable[Run], step: int = 1) -> list[Run]:
-    """Runs with those that overlap or touch joined; each begins at a multiple of ``step``.
+def merged(views: Iterable[Geometry], step: int = 1) -> list[tuple[int, int]]:
+    """The runs of bytes that views use; each begins at a multiple of ``step``.
 
-    Runs that do not overlap share no memory, so they can be written separately.
+    Runs do not overlap, so they share no memory and can be written separately.
 
-    >>> merged([Run(80, 100), Run(0, 10), Run(90, 120), Run(10, 12)])
-    [Run(start=0, end=12), Run(start=80, end=120)]
+    >>> merged([Geometry(1, 80, (20,), (1,)), Geometry(1, 0, (10,), (1,)), Geometry(1, 90, (30,), (1,))])
+    [(0, 10), (80, 120)]
     """
-    out: list[Run] = []
-    for start, end in sorted(runs):
+    out: list[tuple[int, int]] = []
+    for start, end in sorted(view.run for view in views):
         if end == start:
             continue
         first = start - start % step
-        if out and first <= out[-1].end:
-            out[-1] = Run(out[-1].start, max(end, out[-1].end))
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
         else:
-            out.append(Run(first, end))
+            out.append((first, end))
     return out
 
 
@@ -115,14 +105,7 @@ class Stored(_Ref):
         self.start = start
         self.nbytes = nbytes
         self.whole = True
-        self.views: list[Geometry] | None = None
-
-
-class _NoHooks:
-    """Is pickled as the empty ``OrderedDict`` in which old releases of torch kept the hooks of a tensor."""
-
-    __slots__ = ()
-    reduced = OrderedDict, ()
+        self.views: list[Geometry] = []
 
 
 # -- the front
@@ -133,134 +116,101 @@ def pickled(
 ) -> tuple[bytes, list[Stored]]:
     """The pickle of an object, and the storages it refers to, in the order of their keys.
 
-    ``portable`` tags every storage ``cpu``; ``compact`` cuts views out of their storages.
+    ``portable`` tags every storage ``cpu``; ``compact`` cuts views out of their storages. The error names the part that
+    cannot be pickled.
     """
-    reducer = _Reducer(protocol, None, portable=portable, exact=compact)
-    data = _dump(obj, reducer, pickle_module)
-    if compact:
-        cuts = _Cuts(reducer.storages)
-        reducer = _Reducer(protocol, cuts, portable=portable)
-        data = _dump(obj, reducer, pickle_module)
-    return data, reducer.storages
-
-
-def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
-    """The pickle; the error names the part that cannot be pickled."""
     try:
-        return _stream(obj, reducer, pickle_module)
+        reducer = _Reducer(protocol, None, portable=portable, exact=compact)
+        data = _dump(obj, reducer, pickle_module)
+        if compact:
+            reducer = _Reducer(protocol, _Cuts(reducer.storages), portable=portable)
+            data = _dump(obj, reducer, pickle_module)
     except SaveError:
         raise
     except (pickle.PickleError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
 
         def attempt(part: Any) -> None:
-            _stream(part, _Reducer(reducer.protocol, None, portable=True), pickle_module)
+            _dump(part, _Reducer(protocol, None, portable=True), pickle_module)
 
         place, fix = _culprit(obj, attempt, error)
         raise CannotPickleError(f"{place} cannot be pickled: {error}", fix=fix) from error
+    return data, reducer.storages
 
 
-def _stream(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
-    out = io.BytesIO()
-    quick = pickle_module is None or pickle_module is pickle
-    pickler = (_Pickler if quick else _any_pickler(pickle_module))(out, protocol=reducer.protocol)
-    # On the pickler and not on its class: every class is part of a reference cycle, so what a class refers to, here the
-    # storages, lives until the garbage collector runs.
-    pickler.transload = reducer, _plain_reducer(reducer)
-    if quick:
-        pickler.dispatch_table = _Table(reducer)
-    pickler.dump(obj)
-    return out.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    """The pickler of the standard library, with a table of how to reduce tensors."""
-
-    __slots__ = ("transload",)
-    transload: tuple[_Reducer, Callable[[Any], Any]]
-
-    def persistent_id(self, obj: Any) -> Any:
-        reducer = self.transload[0]
-        return reducer.persistent_id(obj) if type(obj) in reducer.storage_classes else None
-
-
-class _Table(dict[type, Callable[[Any], Any]]):
-    """How each class is reduced: as the program has registered it, as here, or as the class itself says."""
-
-    def __init__(self, reducer: _Reducer) -> None:
-        self._tensor = _torch_names().tensor
-        super().__init__({self._tensor: _plain_reducer(reducer), **copyreg.dispatch_table})
-        self[_NoHooks] = attrgetter("reduced")
-        self._slow = reducer.reduce
-        self._itself = methodcaller("__reduce_ex__", reducer.protocol)
-
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        if issubclass(kind, type):  # a class with a metaclass is pickled by name
-            raise KeyError(kind)
-        self[kind] = self._slow if issubclass(kind, self._tensor) else self._itself
-        return self[kind]
-
-
-def _any_pickler(pickle_module: Any) -> Any:
-    """The pickler of another module, which may treat everything but tensors in its own way."""
-    base: Any = pickle_module.Pickler
+def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
+    """The pickle by a module's own pickler, which may treat everything but tensors in its own way."""
+    base: Any = (pickle_module or pickle).Pickler
     inherited = getattr(base, "reducer_override", None)
-    tensor = _torch_names().tensor
 
     class Pickler(base):  # type: ignore[misc]
         __slots__ = ("transload",)
 
         def persistent_id(self, obj: Any) -> Any:
-            reducer = self.transload[0]
+            reducer = self.transload
             return reducer.persistent_id(obj) if type(obj) in reducer.storage_classes else None
 
-        def reducer_override(self, obj: Any) -> Any:
-            kind = type(obj)
-            if kind is _NoHooks:
-                return _NoHooks.reduced
-            reducer, plain = self.transload
-            reduced = plain(obj) if kind is tensor else reducer.reduce(obj)
-            return inherited(self, obj) if reduced is NotImplemented and inherited else reduced
+    def reducer_override(self: Any, obj: Any) -> Any:
+        reduced = self.transload.reduce(obj)
+        return inherited(self, obj) if reduced is NotImplemented and inherited else reduced
 
-    return Pickler
+    out = io.BytesIO()
+    pickler = Pickler(out, protocol=reducer.protocol)
+    # On the pickler and not on its class: every class is part of a reference cycle, so what a class refers to, here the
+    # storages, lives until the garbage collector runs.
+    pickler.transload = reducer
+    if base is pickle.Pickler:
+        pickler.dispatch_table = _Table(reducer)
+    else:
+        Pickler.reducer_override = reducer_override
+    pickler.dump(obj)
+    return out.getvalue()
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """How the standard library's pickler reduces each class. It asks faster here than by ``reducer_override``."""
+
+    def __init__(self, reducer: _Reducer) -> None:
+        super().__init__({reducer.tensor: reducer.plain, **copyreg.dispatch_table})
+        self[_NoHooks] = attrgetter("reduced")
+        self._tensor, self._reduce = reducer.tensor, reducer.reduce
+        self._itself = methodcaller("__reduce_ex__", reducer.protocol)
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        if issubclass(kind, type):  # a class with a metaclass is pickled by name
+            raise KeyError(kind)
+        self[kind] = self._reduce if issubclass(kind, self._tensor) else self._itself
+        return self[kind]
+
+
+class _NoHooks:
+    """Is pickled as the empty ``OrderedDict`` in which old releases of torch kept the hooks of a tensor."""
+
+    __slots__ = ()
+    reduced = OrderedDict, ()
 
 
 # -- tensors and storages
 
+_WITH_STORAGE = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
+"""Functions whose arguments begin with storage, offset, size, stride."""
 
-class _TorchNames(NamedTuple):
-    """Parts of torch that are needed for each tensor."""
-
-    kinds: dict[Any, tuple[Any, int]]  # dtype → the storage class that files name, bytes of an element
-    tensor: Any
-    parameter: Any
-    strided: Any
-    typed: Any
-    untyped: Any
-    parts: frozenset[Any]  # functions whose arguments begin with storage, offset, size, stride
-    utils: Any
-    cpu: Any
-
-
-_CLASSES = {
-    "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int",
-    "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
-}  # fmt: skip
-"""Complex tensors may be conjugated, so torch reduces them."""
+_FROM_OTHER_DEVICES = frozenset(
+    {"_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy", "_rebuild_xla_tensor"}
+)
+"""Functions of tensors on devices without storages; their arguments name the device, which may not exist elsewhere."""
 
 
 @cache
-def _torch_names() -> _TorchNames:
+def _kinds() -> dict[Any, tuple[Any, int]]:
+    """By the dtype of a plain tensor: the storage class that files name, and the bytes of an element."""
     import torch
 
-    dtypes = {getattr(torch, name): getattr(torch, f"{word}Storage") for name, word in _CLASSES.items()}
-    kinds = {dtype: (kind, torch.empty(0, dtype=dtype).element_size()) for dtype, kind in dtypes.items()}
-    utils: Any = torch._utils  # noqa: SLF001 - the functions that files name
-    names = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
-    parts = frozenset(getattr(utils, name) for name in names if hasattr(utils, name))
-    storages = torch.storage.TypedStorage, torch.storage.UntypedStorage
-    return _TorchNames(
-        kinds, torch.Tensor, torch.nn.Parameter, torch.strided, *storages, parts, utils, torch.device("cpu")
-    )
+    plain = {dtype: name for name, dtype in STORAGES.items() if not name.endswith("UntypedStorage")}
+    return {
+        getattr(torch, dtype): (getattr(torch, name), ITEMSIZE[dtype])
+        for dtype, name in plain.items()
+        if not dtype.startswith(("complex", "q"))  # complex tensors may be conjugated, so torch reduces them
+    }
 
 
 class _Reducer:
@@ -270,16 +220,20 @@ class _Reducer:
     """
 
     def __init__(self, protocol: int, cuts: _Cuts | None, *, portable: bool, exact: bool = False) -> None:
+        import torch
+
         self.storages: list[Stored] = []
-        self.by_data: dict[Any, Stored] = {}
-        self.dtypes: dict[int, Any] = {}
-        self.cuts = cuts
-        self.exact = exact  # whether each use of a storage is noted, since views are to be cut out of it
+        self._by_data: dict[Any, Stored] = {}
+        self._dtypes: dict[int, Any] = {}
+        self._cuts = cuts
+        self._exact = exact  # whether each use of a storage is noted, since views are to be cut out of it
         self.protocol = protocol
-        self.portable = portable
-        self._torch = t = _torch_names()
+        self._portable = portable
+        self._torch: Any = torch
+        self.tensor, self._strided, self._kinds = torch.Tensor, torch.strided, _kinds()
+        self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
         self.storage_classes: set[type] = {_Ref, Stored}
-        todo = [t.typed, t.untyped]
+        todo: list[type] = [torch.storage.TypedStorage, torch.storage.UntypedStorage]
         while todo:
             kind = todo.pop()
             self.storage_classes.add(kind)
@@ -287,171 +241,138 @@ class _Reducer:
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...]:
         """What the pickle has in place of a storage."""
-        import torch
-
         ref = obj if isinstance(obj, _Ref) else self._use_of_torch(obj, None)[0]
-        tag = "cpu" if self.portable else torch.serialization.location_tag(ref.storage)
+        tag = "cpu" if self._portable else self._torch.serialization.location_tag(ref.storage)
         return ("storage", ref.kind, ref.key, tag, ref.numel)
 
     def _use_of_torch(self, obj: Any, geometry: Geometry | None) -> tuple[_Ref, int, tuple[int, ...]]:
-        """As ``use``, for a storage as torch reduces a tensor to it."""
-        import torch
-
+        """As ``_use``, for a storage as torch reduces a tensor to it."""
+        torch = self._torch
         if obj.device.type == "meta":
             what = "a storage on the meta device has no bytes to save"
             raise CannotPickleError(what, fix="Save the tensor instead of its storage.")
-        if isinstance(obj, self._torch.typed):
+        if isinstance(obj, torch.storage.TypedStorage):
             kind = getattr(torch, obj._pickle_storage_type())  # noqa: SLF001 - as torch.save asks
-            return self.use(obj._untyped_storage, obj.dtype, kind, obj.element_size(), geometry)  # noqa: SLF001 - as above
-        return self.use(obj, torch.uint8, self._torch.untyped, 1, geometry)
+            return self._use(obj._untyped_storage, obj.dtype, kind, obj.element_size(), geometry)  # noqa: SLF001 - as above
+        return self._use(obj, torch.uint8, torch.storage.UntypedStorage, 1, geometry)
 
-    def use(
+    def _use(
         self, storage: Any, dtype: Any, kind: Any, itemsize: int, geometry: Geometry | None
     ) -> tuple[_Ref, int, tuple[int, ...]]:
         """The reference to a storage; and the offset and stride of the tensor in what is written of it."""
-        piece = self.cuts.piece(storage, geometry) if self.cuts else None
-        if piece is None:
-            offset, stride = (geometry.offset, geometry.stride) if geometry else (0, ())
-            data = storage._cdata  # noqa: SLF001 - torch's identity of a storage
-            stored = self.by_data.get(data) or self._add(data, Stored("", kind, itemsize, storage, 0, storage.nbytes()))
-            if not stored.whole and stored.views is not None:
-                if geometry is None or (geometry.nbytes == stored.nbytes == geometry.run.nbytes):
-                    stored.whole = True
-                else:
-                    stored.views.append(geometry)
-        else:
-            name, part, start, nbytes, offset, stride = piece
-            stored = self.by_data.get(name) or self._add(name, Stored("", kind, itemsize, part, start, nbytes))
+        name = storage._cdata  # noqa: SLF001 - torch's identity of a storage
+        start, nbytes = 0, storage.nbytes()
+        offset, stride = (geometry.offset, geometry.stride) if geometry else (0, ())
+        piece = self._cuts.piece(storage, geometry) if self._cuts else None
+        if piece is not None:
+            name, storage, start, nbytes, offset, stride = piece
+        stored = self._by_data.get(name)
+        if stored is None:
+            stored = Stored(str(len(self.storages)), kind, itemsize, storage, start, nbytes)
+            stored.whole = False
+            self._by_data[name] = stored
+            self.storages.append(stored)
+        if not stored.whole and piece is None:
+            if geometry is None or (geometry.nbytes == nbytes and geometry.run == (0, nbytes)):
+                stored.whole = True
+            else:
+                stored.views.append(geometry)
         if stored.nbytes:
-            self.check(stored.storage.data_ptr(), dtype)
+            self._check(stored.storage.data_ptr(), dtype)
         if stored.kind is kind:
             return stored, offset, stride
         return _Ref(stored.key, kind, stored.nbytes // itemsize, stored.storage), offset, stride
 
-    def _add(self, name: Any, stored: Stored) -> Stored:
-        stored.key = str(len(self.storages))
-        stored.whole, stored.views = False, []
-        self.by_data[name] = stored
-        self.storages.append(stored)
-        return stored
-
-    def check(self, address: int, dtype: Any) -> None:
+    def _check(self, address: int, dtype: Any) -> None:
         """Refuse memory that is missing, or is used with two dtypes: a file has one for each storage."""
         if not address:
             raise SaveError("a storage says it has bytes, and has no memory", fix="Save a clone() of its tensor.")
-        if self.dtypes.setdefault(address, dtype) != dtype:
-            what = f"one storage is used as {self.dtypes[address]} and as {dtype}, which a file cannot hold"
+        if self._dtypes.setdefault(address, dtype) != dtype:
+            what = f"one storage is used as {self._dtypes[address]} and as {dtype}, which a file cannot hold"
             raise SaveError(what, fix="Save a clone() of one of the two tensors.")
 
     def reduce(self, obj: Any) -> Any:
-        """How pickle must reduce an object that is not a plain tensor; ``NotImplemented``: as it does by itself."""
+        """How pickle must reduce an object; ``NotImplemented``: as it does by itself."""
         kind = type(obj)
-        t = self._torch
-        if kind in copyreg.dispatch_table:
+        if kind in copyreg.dispatch_table:  # the program has registered how
             return NotImplemented
-        if kind is t.parameter and not obj.__dict__:
-            return t.utils._rebuild_parameter, (obj.data, obj.requires_grad, _NoHooks())  # noqa: SLF001 - in files
-        if isinstance(obj, t.tensor):
+        if kind is self.tensor:
+            return self.plain(obj)
+        if kind is _NoHooks:
+            return _NoHooks.reduced
+        if kind is self._torch.nn.Parameter and not obj.__dict__:
+            return self._torch._utils._rebuild_parameter, (obj.data, obj.requires_grad, _NoHooks())  # noqa: SLF001 - in files
+        if issubclass(kind, self.tensor):
             return self._adapted(obj.__reduce_ex__(self.protocol))
         return NotImplemented
 
-    def _adapted(self, reduced: Any) -> Any:
-        """A tensor as torch reduced it, with devices and large storages replaced."""
-        if not isinstance(reduced, tuple) or len(reduced) < 2 or not isinstance(reduced[1], tuple):
-            return reduced
-        function, arguments, *rest = reduced
-        t = self._torch
-        if function in t.parts:
-            storage, offset, size, stride, *more = arguments
-            itemsize = storage.element_size() if isinstance(storage, t.typed) else _itemsize(more)
-            geometry = Geometry(itemsize, offset, tuple(size), tuple(stride))
-            ref, offset, stride = self._use_of_torch(storage, geometry)
-            return function, (ref, offset, size, stride, *more), *rest
-        name = getattr(function, "__name__", "")
-        if name == "_rebuild_from_type_v2" and len(arguments) == 4:
-            inner, kind, inside, state = arguments
-            inner, inside = self._adapted((inner, inside))
-            return function, (inner, kind, inside, state), *rest
-        if self.portable and name == "_rebuild_wrapper_subclass":
-            cpu, device = t.cpu, type(t.cpu)
-            moved = (cpu if isinstance(each, device) and each.type != "meta" else each for each in arguments)
-            return function, tuple(moved), *rest
-        if self.portable and name in _FROM_OTHER_DEVICES and len(arguments) == 4:
-            return self._adapted(_FROM_OTHER_DEVICES[name](*arguments).__reduce_ex__(self.protocol))
-        return reduced
+    def plain(self, tensor: Any) -> Any:
+        """Reduce a tensor, without torch's help if it is nothing but numbers in memory.
 
-
-def _itemsize(rest: list[Any]) -> int:
-    """The size of the dtype that is among the arguments of a tensor whose storage has none."""
-    import torch
-
-    return next((torch.empty(0, dtype=each).element_size() for each in rest if isinstance(each, torch.dtype)), 1)
-
-
-def _from_cpu(tensor: Any, dtype: Any, device: Any, requires_grad: bool) -> Any:  # noqa: ARG001 - as the file has them
-    return tensor.detach().to(dtype).requires_grad_(requires_grad)
-
-
-def _from_numpy(array: Any, dtype: Any, device: Any, requires_grad: bool) -> Any:
-    import torch
-
-    return _from_cpu(torch.from_numpy(array), dtype, device, requires_grad)
-
-
-_FROM_OTHER_DEVICES = {
-    "_rebuild_device_tensor_from_cpu_tensor": _from_cpu,
-    "_rebuild_device_tensor_from_numpy": _from_numpy,
-    "_rebuild_xla_tensor": _from_numpy,
-}
-"""Functions of tensors on devices without storages; their arguments name the device, which may not exist elsewhere."""
-
-
-def _plain_reducer(reducer: _Reducer) -> Callable[[Any], Any]:
-    """A function that reduces a tensor, without torch's help if it is nothing but numbers in memory.
-
-    It runs for each tensor: saving 10,000 small ones takes three times as long without it.
-    """
-    kinds, tensor_class, _, strided, *_ = t = _torch_names()
-    rebuild = t.utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
-    by_data, dtypes, storages = reducer.by_data, reducer.dtypes, reducer.storages
-    cuts, exact, overridden = reducer.cuts, reducer.exact, tensor_class in copyreg.dispatch_table
-    slow = reducer.reduce
-
-    def plain(tensor: Any) -> Any:
+        It runs for each tensor: saving 10,000 small ones takes three times as long without it.
+        """
         dtype, requires_grad = tensor.dtype, tensor.requires_grad
         if (
-            dtype not in kinds
-            or tensor.layout is not strided
+            dtype not in self._kinds
+            or tensor.layout is not self._strided
             or tensor.__dict__
             or (requires_grad and tensor._backward_hooks is not None)  # noqa: SLF001 - torch warns of them
             or tensor.is_nested
             or tensor.is_neg()
             or not (tensor.is_cpu or tensor.is_cuda)
-            or overridden
         ):
-            return slow(tensor)
-        kind, itemsize = kinds[dtype]
+            return self._adapted(tensor.__reduce_ex__(self.protocol))
+        kind, itemsize = self._kinds[dtype]
         storage = tensor.untyped_storage()
         data, nbytes = storage._cdata, storage.nbytes()  # noqa: SLF001 - torch's identity of a storage
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         ref: _Ref
         if (
-            data not in by_data
+            data not in self._by_data
             and tensor.nbytes == nbytes
-            and cuts is None
-            and not (exact and not tensor.is_contiguous())
+            and self._cuts is None
+            and (not self._exact or tensor.is_contiguous())
         ):
             address = storage.data_ptr()
-            if (not address or dtypes.setdefault(address, dtype) is not dtype) and nbytes:
-                reducer.check(address, dtype)
-            ref = by_data[data] = Stored(str(len(storages)), kind, itemsize, storage, 0, nbytes)
-            storages.append(ref)
+            if (not address or self._dtypes.setdefault(address, dtype) is not dtype) and nbytes:
+                self._check(address, dtype)
+            ref = self._by_data[data] = Stored(str(len(self.storages)), kind, itemsize, storage, 0, nbytes)
+            self.storages.append(ref)
         else:
-            geometry = Geometry(itemsize, offset, size, stride)
-            ref, offset, stride = reducer.use(storage, dtype, kind, itemsize, geometry)
-        return rebuild, (ref, offset, size, stride, requires_grad, _NoHooks())
+            ref, offset, stride = self._use(storage, dtype, kind, itemsize, Geometry(itemsize, offset, size, stride))
+        return self._rebuild, (ref, offset, size, stride, requires_grad, _NoHooks())
 
-    return plain
+    def _adapted(self, reduced: Any) -> Any:
+        """A tensor as torch reduced it, with devices and large storages replaced."""
+        if not isinstance(reduced, tuple) or len(reduced) < 2 or not isinstance(reduced[1], tuple):
+            return reduced
+        torch = self._torch
+        function, arguments, *rest = reduced
+        name = getattr(function, "__name__", "")
+        if name in _WITH_STORAGE and function is getattr(torch._utils, name, None):  # noqa: SLF001 - in files
+            storage, offset, size, stride, *more = arguments
+            if isinstance(storage, torch.storage.TypedStorage):
+                itemsize = storage.element_size()
+            else:  # its dtype is among the other arguments
+                dtypes = (each for each in more if isinstance(each, torch.dtype))
+                itemsize = next((torch.empty(0, dtype=dtype).element_size() for dtype in dtypes), 1)
+            geometry = Geometry(itemsize, offset, tuple(size), tuple(stride))
+            ref, offset, stride = self._use_of_torch(storage, geometry)
+            return function, (ref, offset, size, stride, *more), *rest
+        if name == "_rebuild_from_type_v2" and len(arguments) == 4:
+            inner, kind, inside, state = arguments
+            inner, inside = self._adapted((inner, inside))
+            return function, (inner, kind, inside, state), *rest
+        if self._portable and name == "_rebuild_wrapper_subclass":
+            cpu, device = torch.device("cpu"), torch.device
+            moved = (cpu if isinstance(each, device) and each.type != "meta" else each for each in arguments)
+            return function, tuple(moved), *rest
+        if self._portable and name in _FROM_OTHER_DEVICES and len(arguments) == 4:
+            data, dtype, _, requires_grad = arguments
+            tensor = data if isinstance(data, self.tensor) else torch.from_numpy(data)
+            here = tensor.detach().to(dtype).requires_grad_(requires_grad)
+            return self._adapted(here.__reduce_ex__(self.protocol))
+        return reduced
 
 
 # -- views without the rest of their storage
@@ -465,24 +386,24 @@ class _Cuts:
     """
 
     def __init__(self, storages: Iterable[Stored]) -> None:
-        self._runs: dict[int, list[Run]] = {}
+        self._runs: dict[int, list[tuple[int, int]]] = {}
         self._dense: dict[tuple[int, Geometry], Any] = {}
         self._storages: list[Any] = []
         for stored in storages:
-            storage, views = stored.storage, stored.views or []
-            if stored.whole or any(each.run.end > storage.nbytes() for each in views):
+            storage, views = stored.storage, stored.views
+            if stored.whole or any(each.run[1] > storage.nbytes() for each in views):
                 continue  # all of it is used, or it was made smaller under its tensors
             self._storages.append(storage)
             data = storage._cdata  # noqa: SLF001 - torch's identity of a storage
             step = max((each.itemsize for each in views), default=1)
-            runs = merged((each.run for each in views), step)
             distinct = set(views)
-            for run in list(runs):
-                inside = [each for each in distinct if each.run.nbytes and run.start <= each.run.start < run.end]
+            self._runs[data] = []
+            for start, end in merged(views, step):
+                inside = [each for each in distinct if each.nbytes and start <= each.run[0] < end]
                 if len(inside) == 1 and inside[0].is_sparse:
                     self._dense[data, inside[0]] = _dense(storage, inside[0])
-                    runs.remove(run)
-            self._runs[data] = runs
+                else:
+                    self._runs[data].append((start, end))
 
     def piece(
         self, storage: Any, geometry: Geometry | None
@@ -498,13 +419,13 @@ class _Cuts:
         dense = self._dense.get((data, geometry))
         if dense is not None:
             return ((data, ~geometry.offset), dense, 0, dense.nbytes(), 0, contiguous(geometry.size))
-        used = geometry.run
-        if not used.nbytes:
+        first, last = geometry.run
+        if first == last:
             return ((data, -1 << 62), storage, 0, 0, 0, geometry.stride)
-        for run in runs:
-            if run.start <= used.start and used.end <= run.end:
-                offset = geometry.offset - run.start // geometry.itemsize
-                return ((data, run.start), storage, run.start, run.nbytes, offset, geometry.stride)
+        for start, end in runs:
+            if start <= first and last <= end:
+                offset = geometry.offset - start // geometry.itemsize
+                return ((data, start), storage, start, end - start, offset, geometry.stride)
         return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from transload.errors import SaveError
 from transload.formats.zip_writer import AHEAD, PIECE, SMALL, Bunch, Chunk, Record
@@ -25,9 +25,8 @@ __all__ = [
     "Copy",
     "CudaFetcher",
     "Ring",
-    "Snapshot",
-    "Span",
     "bloat_words",
+    "copied_records",
     "fetch_all",
     "records_of",
     "rings_for",
@@ -39,6 +38,7 @@ _TOGETHER = 4096  # small storages that are read at once, at most
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
 
 _T = TypeVar("_T")
+_Span = tuple[Any, int, int]  # some bytes of a storage: where they begin, and how many there are
 
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -47,12 +47,6 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
 
 
 # -- storages where they are
-
-
-class _Content(NamedTuple):
-    """The bytes of a record, in parts."""
-
-    chunks: Callable[[], Iterator[Chunk]]
 
 
 def _name(key: str) -> bytes:
@@ -69,14 +63,6 @@ def _copied_chunks(stored: Stored) -> Iterator[Chunk]:
     copied = stored.storage.cpu()
     for chunk in _host_chunks(copied.data_ptr() + stored.start, stored.nbytes):
         yield chunk._replace(done=lambda copied=copied: copied)  # type: ignore[misc]
-
-
-class Span(NamedTuple):
-    """Some bytes of a storage."""
-
-    storage: Any
-    start: int
-    nbytes: int
 
 
 class Ring:
@@ -96,16 +82,17 @@ class Ring:
         for start in range(0, stored.nbytes, self._nbytes):
             count = min(self._nbytes, stored.nbytes - start)
             taken = self._take()
-            fetch = partial(self._fetch, taken[0], Span(stored.storage, stored.start + start, count))
+            span = (stored.storage, stored.start + start, count)
+            fetch = partial(self._fetch, taken[0], [span])
             yield Chunk(view(taken[1], count), fetch, partial(self._free.append, taken))
 
-    def _fetch(self, slot: Any, span: Span) -> None:
-        self.fetcher.fetch(slot, [span])()
+    def _fetch(self, slot: Any, spans: Sequence[_Span]) -> None:
+        self.fetcher.fetch(slot, spans)()
 
     def gathered(self, small: Sequence[Stored]) -> Bunch:
         """Storages that fit into a slot together, fetched at once."""
         slot, address = taken = self._take()
-        self.fetcher.fetch(slot, [Span(one.storage, one.start, one.nbytes) for one in small if one.nbytes])()
+        self._fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])
         records = []
         for one in small:
             records.append((_name(one.key), bytes_at(address, one.nbytes) if one.nbytes else b""))
@@ -157,7 +144,7 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
             chunks = partial(_host_chunks, stored.storage.data_ptr() + stored.start, nbytes)
         else:
             chunks = partial(ring.chunks, stored) if ring else partial(_copied_chunks, stored)
-        yield Record(_name(stored.key), nbytes, _Content(chunks) if nbytes else b"")
+        yield Record(_name(stored.key), nbytes, chunks if nbytes else b"")
         at += 1
 
 
@@ -183,7 +170,7 @@ class CudaFetcher:
         made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return made, made.data_ptr()
 
-    def fetch(self, slot: Any, parts: Sequence[Span]) -> Any:
+    def fetch(self, slot: Any, parts: Sequence[_Span]) -> Any:
         """Begin to copy; the returned function waits until the copy is complete."""
         import torch
 
@@ -264,19 +251,13 @@ class Copy:
             yield from _host_chunks(*run)
 
 
-class Snapshot:
+def copied_records(copies: Sequence[Copy]) -> Iterator[Record | Bunch]:
     """The records that ``records_of`` gives for storages, from copies of them."""
-
-    def __init__(self, copies: Sequence[Copy]) -> None:
-        self._copies = copies
-
-    def records(self) -> Iterator[Record | Bunch]:
-        """A record for each storage."""
-        for has_runs, group in groupby(self._copies, lambda one: bool(one.runs)):
-            if has_runs:
-                yield from (Record(_name(one.key), one.nbytes, one) for one in group)
-            else:
-                yield from (Bunch([(_name(one.key), one.small()) for one in some]) for some in _batched(group, 1000))
+    for has_runs, group in groupby(copies, lambda one: bool(one.runs)):
+        if has_runs:
+            yield from (Record(_name(one.key), one.nbytes, one.chunks) for one in group)
+        else:
+            yield from (Bunch([(_name(one.key), one.small()) for one in some]) for some in _batched(group, 1000))
 
 
 def _batched(items: Iterable[_T], count: int) -> Iterator[list[_T]]:
@@ -285,7 +266,7 @@ def _batched(items: Iterable[_T], count: int) -> Iterator[list[_T]]:
         yield batch
 
 
-def snapshot_of(storages: Sequence[Stored]) -> Snapshot:
+def snapshot_of(storages: Sequence[Stored]) -> list[Copy]:
     """Copy everything. When this returns, storages of the CPU may change; and others, in the order of their stream."""
     import torch
 
@@ -318,15 +299,15 @@ def snapshot_of(storages: Sequence[Stored]) -> Snapshot:
         # What the program queues from now on waits until everything is read.
         torch.cuda.current_stream(device).wait_stream(fetcher.stream)
     each(parts, lambda: lambda part: copy(*part), min(cores(), _MAX_THREADS, len(parts)))
-    return Snapshot(copies)
+    return copies
 
 
 def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> None:
     """Copy storages of a device into blocks of pinned memory, filled one after the other; the small ones together."""
     small = [pair for pair in pairs if 0 < pair[1].nbytes <= SMALL]
     for batch in _batched(small, max(1, _BLOCK // SMALL)):
-        spans = [Span(stored.storage, stored.start, stored.nbytes) for _, stored in batch]
-        block, address = fetcher.slot(sum(span.nbytes for span in spans))
+        spans = [(stored.storage, stored.start, stored.nbytes) for _, stored in batch]
+        block, address = fetcher.slot(sum(stored.nbytes for _, stored in batch))
         ready = fetcher.fetch(block, spans)
         for target, stored in batch:
             target.owners += block, stored.storage
@@ -339,7 +320,7 @@ def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> Non
         target.owners.append(stored.storage)  # until the device has read it
         start = stored.start
         for block, at, address, nbytes in blocks.take(target.nbytes):
-            ready = fetcher.fetch(block[at:], [Span(stored.storage, start, nbytes)])
+            ready = fetcher.fetch(block[at:], [(stored.storage, start, nbytes)])
             target.owners.append(block)
             target.runs.append((address, nbytes, ready))
             start += nbytes
@@ -364,10 +345,10 @@ def bloat_words(obj: Any, storages: Sequence[Stored]) -> str:
     unused: dict[int, int] = {}
     for stored in storages:
         if not stored.whole:
-            views = set(stored.views or ())
-            used = sum(run.nbytes for run in merged(one.run for one in views))
-            if len(views) == 1:
-                used = min(one.nbytes if one.is_sparse else one.run.nbytes for one in views)
+            views = set(stored.views)
+            used = sum(end - start for start, end in merged(views))
+            if len(views) == 1 and (view := views.pop()).is_sparse:
+                used = view.nbytes
             unused[stored.storage._cdata] = stored.nbytes - used  # noqa: SLF001 - torch's identity of a storage
     waste, total = sum(unused.values()), sum(stored.nbytes for stored in storages)
     if waste < _LITTLE or waste * 100 < _SHARE * total:
