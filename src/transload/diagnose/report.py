@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.tables import chip_of, cu_result, cuda_text
@@ -223,33 +223,33 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     for finding in (*diagnosis.findings, *(each.finding for each in diagnosis.muted)):
         if finding.code in BY_CODE:
             findings.setdefault(BY_CODE[finding.code].layer, []).append(finding)
-    seen = {link.layer: link for link in chain(diagnosis.machine)}
+    seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
         found = findings.get(layer, [])
         if layer not in seen and all(finding.severity == "note" for finding in found):
             continue
-        link = seen.get(layer, Link(layer, "idle"))
+        state, text = seen.get(layer, ("idle", ""))
         own = [finding for finding in found if finding.code not in muted and finding.severity != "note"]
         severities = {finding.severity for finding in own}
-        mark, role = _MARKS[link.state]
-        if own and link.state == "unknown" and all(map(_is_symptom, own)):
+        mark, role = _MARKS[state]
+        if own and state == "unknown" and all(map(_is_symptom, own)):
             pass
         elif "error" in severities:
             mark, role = _MARKS["broken"]
         elif "warning" in severities:
             mark, role = _SIGNS["warning"]
-        elif link.state == "broken":  # by the cause; or where nobody needs it
+        elif state == "broken":  # by the cause; or where nobody needs it
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(_code(finding)[0] for finding in own)
         dim = "dim" if mark == "–" else ""
         lead = (("  ", ""), (f"{mark} ", role), (f"{_WORDS[layer]:<{_WIDTH}}  ", dim))
-        yield Prose(((link.text, dim), (codes, "dim")), lead=lead)
+        yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:
                 title = "" if _is_symptom(finding) else f": {printable(finding.title, None)}"
-                text = f"because of {muted[finding.code]}{title}"
-                yield Prose(((text, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
+                because = f"because of {muted[finding.code]}{title}"
+                yield Prose(((because, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
 
 
 def page(markdown: str) -> Iterator[Block]:
@@ -286,24 +286,22 @@ _VALUE = 60
 _ERROR = 200
 
 
-class Link(NamedTuple):
-    """One layer as it was seen. ``idle``: not reached, or there is nothing to do for it."""
-
-    layer: str
-    state: State
-    text: str = ""
+Seen = tuple[State, str]
+"""How a layer was seen, and what of it. ``idle``: not reached, or there is nothing to do for it."""
 
 
-def chain(machine: Machine) -> list[Link]:
-    """The links of a machine, hardware first, without those it does not have.
+def chain(machine: Machine) -> dict[str, Seen]:
+    """The layers of a machine, hardware first, without those it does not have.
 
     >>> from transload.machine import Machine
-    >>> [link.layer for link in chain(Machine())][:2]
+    >>> list(chain(Machine()))[:2]
     ['hardware', 'variables']
     """
     # the layers between the card and torch matter only where there is a GPU
     gpu = machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
-    found = {"surroundings": _surroundings(machine), **_torch_links(machine, gpu=gpu)}
+    found = _torch_links(machine, gpu=gpu)
+    if around := _surroundings(machine):
+        found["surroundings"] = "ok", around
     if gpu:
         found |= {"hardware": ("ok", cards(machine)), **_driver_links(machine)}
     elif isinstance(machine.hardware.pci, Unknown):
@@ -311,13 +309,10 @@ def chain(machine: Machine) -> list[Link]:
     else:
         others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
         found["hardware"] = "idle", f"no NVIDIA GPU; {others}" if others else "no NVIDIA GPU"
-    return [Link(layer, *seen) for layer in ORDER if (seen := found.get(layer))]
+    return {layer: found[layer] for layer in ORDER if layer in found}
 
 
-Seen = tuple[State, str] | None
-
-
-def _surroundings(machine: Machine) -> Seen:
+def _surroundings(machine: Machine) -> str:
     around = machine.surroundings
     words = (
         f"{around.container} container" if around.container not in ("", "container") else around.container,
@@ -328,8 +323,7 @@ def _surroundings(machine: Machine) -> Seen:
         around.notebook,
         around.sandbox,
     )
-    text = ", ".join(filter(None, words))
-    return ("ok", printable(text)) if text else None
+    return printable(", ".join(filter(None, words)))
 
 
 def _driver_links(machine: Machine) -> dict[str, Seen]:
@@ -376,7 +370,7 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
     if cuda.works:
         found["driver"] = "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"
     elif not cuda.answer.answered:
-        found["driver"] = _silence(cuda.answer), _silent_words(cuda.answer)
+        found["driver"] = _silence(cuda.answer)
     elif cuda.init:
         found["driver"] = "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
     else:
@@ -437,12 +431,12 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
 
     failed = next((step for step in run.steps if not step.ok), None)
     if run.answer.state == "unasked":
-        why = f": {printable(run.answer.detail, _ERROR)}" if run.answer.detail else ""
-        found["run"] = _silence(run.answer), f"not run{why}"
+        state, words = _silence(run.answer)
+        found["run"] = state, words.replace("not asked", "not run", 1)
     elif failed is not None:
         found["run"] = "broken", printable(f"{failed.name}: {failed.error}", _ERROR)
     elif not run.answer.answered:
-        found["run"] = "broken", _silent_words(run.answer)
+        found["run"] = "broken", _silence(run.answer)[1]
     elif run.cuda_works:
         done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
         found["run"] = "ok", f"{printable(done)} on {_devices(machine)}"
@@ -457,24 +451,21 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     return found
 
 
-def _silence(answer: Answer) -> State:
+def _silence(answer: Answer) -> Seen:
     """What it means that there is no answer: nobody asked, or nobody could, or it went wrong."""
-    if answer.state == "unasked":
-        return "unknown" if answer.detail else "idle"
-    return "idle" if answer.state == "no-library" else "broken"
-
-
-def _silent_words(answer: Answer) -> str:
+    if answer.state == "no-library":
+        return "idle", "no library found"
     words = {
         "unasked": "not asked",
-        "no-library": "no library found",
         "not-loadable": "its library cannot be loaded",
         "no-symbol": "its library lacks a function",
         "hung": "no answer in time",
         "crashed": "it crashed",
     }[answer.state]
-    tell = answer.detail and answer.state != "no-library"
-    return f"{words}: {printable(answer.detail, _ERROR)}" if tell else words
+    if not answer.detail:
+        return "idle" if answer.state == "unasked" else "broken", words
+    why = f"{words}: {printable(answer.detail, _ERROR)}"
+    return "unknown" if answer.state == "unasked" else "broken", why
 
 
 def cards(machine: Machine) -> str:
