@@ -490,13 +490,11 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     """
     first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
     installed = first.version.partition("+")[0] if first else ""
-    if torch or installed in releases():
-        # the installed release, for which other packages are made
-        choice = wheel_choice(machine, torch or installed)
-        if not torch and (not choice.torch_version or (choice.needs_driver and not newest.needs_driver)):
-            choice = newest
-    else:
-        choice = newest
+    choice = wheel_choice(machine, torch) if torch else newest
+    if not torch and installed in releases():  # the installed one, for which other packages are made
+        kept = wheel_choice(machine, installed)
+        if kept.torch_version and (newest.needs_driver or not kept.needs_driver):
+            choice = kept
     if not choice.torch_version:
         return (choice.reason,)
     cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126

@@ -502,11 +502,25 @@ def _torch_words(install: TorchInstall) -> str:
 
 # -- all facts
 
-# Field → where a fact of it comes from. The longest beginning of a fact's name counts.
-SOURCES: dict[str, str] = {
-    "transload": "",
-    "taken": "",
-    "platform": "uname, /etc/os-release",
+# Section → its heading, and where its facts come from unless its field has a source of its own.
+_SECTIONS = {
+    "platform": ("system", "uname, /etc/os-release"),
+    "surroundings": ("container, scheduler, service", "/proc, the environment, and the evidence named"),
+    "hardware": ("hardware", "/sys/bus/pci/devices"),
+    "kernel": ("kernel driver", "/sys/module/nvidia, /proc/driver/nvidia/version"),
+    "nodes": ("device nodes", "opening each under /dev"),
+    "driver": ("the driver's libraries and their answers", ""),
+    "toolkit": ("CUDA toolkit", "PATH, CUDA_HOME, /usr/local"),
+    "variables": ("environment variables", "the environment"),
+    "python": ("Python", "the interpreter itself"),
+    "torch": ("torch, by its files", "version.py, dist-info and RECORD on the path"),
+    "torch_libraries": ("torch's binaries", "the binaries of torch and the loader's search"),
+    "extensions": ("packages beside torch", "their binaries and metadata"),
+    "accelerators": ("other accelerators", "/sys, /dev"),
+    "torch_run": ("torch, run", "torch itself, in a child process"),
+    "problems": ("what stopped a probe", ""),
+}
+_SOURCES = {
     "platform.libc": "the loader's file",
     "platform.package_manager": "the programs there are",
     "platform.shell": "SHELL",
@@ -516,11 +530,8 @@ SOURCES: dict[str, str] = {
     "platform.address_space": "/proc/self/limits",
     "platform.suspends": "/sys/power/suspend_stats",
     "platform.prime": "/etc/prime-discrete, /etc/prime/current_type",
-    "surroundings": "/proc, the environment, and the evidence named",
-    "hardware": "/sys/bus/pci/devices",
     "hardware.dxg": "/dev/dxg",
     "hardware.tegra": "/proc/device-tree/model, /etc/nv_tegra_release",
-    "kernel": "/sys/module/nvidia, /proc/driver/nvidia/version",
     "kernel.modules": "/proc/modules",
     "kernel.built_for": "/lib/modules",
     "kernel.secure_boot": "/sys/firmware/efi/efivars",
@@ -534,44 +545,15 @@ SOURCES: dict[str, str] = {
     "kernel.stuck": "/proc/*/stat",
     "kernel.fabric_manager": "its package or program",
     "kernel.mps_directory": "CUDA_MPS_PIPE_DIRECTORY, /tmp/nvidia-mps",
-    "nodes": "opening each under /dev",
     "nodes.majors": "/proc/devices",
     "nodes.cgroup": "/sys/fs/cgroup/devices",
     "driver.libraries": "LD_LIBRARY_PATH, /etc/ld.so.cache, the default folders",
     "driver.nvml": "libnvidia-ml, in a child process",
     "driver.cuda": "libcuda, in a child process",
     "driver.experiments": "libcuda, in a child process with a changed environment",
-    "toolkit": "PATH, CUDA_HOME, /usr/local",
-    "variables": "the environment",
     "variables.origins": "the files named",
-    "python": "the interpreter itself",
     "python.packages": "the dist-info folders on its path",
     "python.others": "PATH, environments nearby",
-    "torch": "version.py, dist-info and RECORD on the path",
-    "torch_libraries": "the binaries of torch and the loader's search",
-    "extensions": "their binaries and metadata",
-    "accelerators": "/sys, /dev",
-    "torch_run": "torch itself, in a child process",
-    "problems": "",
-}
-
-_TITLES = {
-    "": "report",
-    "platform": "system",
-    "surroundings": "container, scheduler, service",
-    "hardware": "hardware",
-    "kernel": "kernel driver",
-    "nodes": "device nodes",
-    "driver": "the driver's libraries and their answers",
-    "toolkit": "CUDA toolkit",
-    "variables": "environment variables",
-    "python": "Python",
-    "torch": "torch, by its files",
-    "torch_libraries": "torch's binaries",
-    "extensions": "packages beside torch",
-    "accelerators": "other accelerators",
-    "torch_run": "torch, run",
-    "problems": "what stopped a probe",
 }
 _REMARKS = {"toolkit": "a torch wheel brings its own libraries and uses none of it"}
 _NUMBERS = {"vendor": "0x{:04x}", "device": "0x{:04x}", "kind": "0x{:06x}", "mode": "{:#o}"}
@@ -587,7 +569,7 @@ def facts(machine: Machine) -> Iterator[Block]:
         told = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not told:
             continue
-        yield from heading(_TITLES.get(section, section), _REMARKS.get(section, ""))
+        yield from heading(_SECTIONS[section][0], _REMARKS.get(section, ""))
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in told}
         width = min(_LABEL, max(map(len, labels.values())))
         for source in dict.fromkeys(source_of(name) for name, _ in told):
@@ -607,9 +589,8 @@ def source_of(name: str) -> str:
     >>> source_of("kernel.gpus[0].model"), source_of("kernel.version")
     ('/proc/driver/nvidia/gpus', '/sys/module/nvidia, /proc/driver/nvidia/version')
     """
-    path = name.replace("[", ".[").split(".")
-    places = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    return next((SOURCES[place] for place in places if place in SOURCES), "")
+    section, field, *_ = (*name.replace("[", ".").split("."), "")
+    return _SOURCES.get(f"{section}.{field}") or _SECTIONS[section][1]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
