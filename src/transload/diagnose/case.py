@@ -191,9 +191,10 @@ class Case(Machine):
     def once(self, find: Callable[[Case], T]) -> T:
         """What a function finds in this case; it runs once."""
         known: dict[Callable[[Case], T], T] = self.__dict__["_known"]
-        if find not in known:
-            known[find] = find(self)
-        return known[find]
+        if find in known:
+            return known[find]
+        found = known[find] = find(self)
+        return found
 
     def fires(self, *codes: str) -> bool:
         """Whether any of these rules matches."""

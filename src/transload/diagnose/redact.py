@@ -111,21 +111,20 @@ _UUID = re.compile(
 )
 _UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # an id that lacks its GPU-
 _IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
-_Change = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+_Change = tuple[Iterable[str], re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""What to look for and what to say instead; and parts of which one is in every text that it changes: seldom any is."""
 _CHANGES: tuple[_Change, ...] = (
     # the id of a container, a MAC address, a serial number, a login in a URL; an address, which a version may look like
-    (re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
-    (re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
+    ([""], re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
+    ([":"], re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
     (
+        [""],
         re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}"),
         r"\g<1>0",
     ),
-    (re.compile(r"(?<=://)[^/\s@]+@"), ""),
-    (re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
+    (["@"], re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (["@", "://"], re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
 )
-_TELLING = re.compile(r"[/\\:@=~_-]|serial|[0-9a-f]{64}", re.IGNORECASE)
-"""Something of it is in every text that is changed, but for names of hosts and what its field tells."""
-_ADDRESSES = ("_HOST", "_ADDR", "_IP")  # ends of the names of variables that hold one
 _PATH = re.compile(
     r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*"
 )  # from its start, or it is quadratic
@@ -167,7 +166,8 @@ class _Redactor:
         texts: dict[tuple[str, str], str] = {}
         _mapped(machine, lambda text, field: texts.setdefault((text, field), text))
         # the paths of the user's own home, and every other home with the word for it
-        found = dict.fromkeys(match[0] for text, _ in texts for match in _HOME.finditer(text))
+        paths = (text for text, _ in texts if "/" in text or "\\" in text)
+        found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
         strange = [home for home in found if _last(home).lower() not in _NOBODY]
         home = machine.variables.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
@@ -184,15 +184,19 @@ class _Redactor:
         self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
         long = (name for name in self.users if len(name) >= _SHORTEST)
         self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
-        spaced = (name for name in self.users if " " in name)
-        self.changes: tuple[_Change, ...] = (
-            *_CHANGES,
-            (_any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
-            (_PATH, self._path),
-            (_any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])"), "user"),
-            (_any_of(self.users, before=r"(?<![\w.-])", after="(?=@)"), "user"),
+        spaced = [name for name in self.users if " " in name]
+        self.homes: tuple[_Change, ...] = (
+            (own, self.home, "~"),
+            (self.others, _HOME, lambda match: self.others.get(match[0], match[0])),
         )
-        self.hosts = _hosts(names.hosts)
+        self.names: tuple[_Change, ...] = (
+            *_CHANGES,
+            (spaced, _any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
+            (self.users, _PATH, self._path),
+            (self.users, _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])"), "user"),
+            (self.users, _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)"), "user"),
+            ({part for name in names.hosts for part in name.split(".", 1)} - {""}, _hosts(names.hosts), "host"),
+        )
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
         self.fakes: dict[str, Any] = {}
@@ -211,18 +215,15 @@ class _Redactor:
         """A text without names. In a command the user's home becomes what a shell calls it, ``~`` or ``$HOME``."""
         if field in ("groups", "group"):
             return "user" if text in self.users else text
-        if _TELLING.search(text) or field in _VISIBLE or field.endswith(_ADDRESSES):
-            text = self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
-            text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), text)
-            text = self._ids(text, field)
-            for pattern, word in self.changes:
-                text = pattern.sub(word, text)
-            if field.endswith(_ADDRESSES):
-                text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
-                text = "2001:db8::1" if _IPV6.fullmatch(text) else text
-            elif field == "origin":
-                text = _SITE.sub(lambda site: site[0] if _PUBLIC.fullmatch(site[0]) else "host", text)
-        return self.hosts.sub("host", text)
+        if field.endswith(("_HOST", "_ADDR", "_IP")):
+            text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
+            text = "2001:db8::1" if _IPV6.fullmatch(text) else text
+        if text.startswith("$ "):
+            text = self._command(text)
+        text = _changed(self._ids(_changed(text, self.homes), field), self.names)
+        if field == "origin":
+            text = _SITE.sub(lambda site: site[0] if _PUBLIC.fullmatch(site[0]) else "host", text)
+        return text
 
     def _command(self, line: str) -> str:
         line = self.home.sub("~", line)
@@ -230,9 +231,10 @@ class _Redactor:
         return _TILDE.sub(lambda match: match[0] if line[match.start() - 1] == " " else "$HOME", line)
 
     def _ids(self, text: str, field: str) -> str:
-        text = _CARD.sub(self._id, text)
+        if "GPU-" in text or "MIG-" in text:
+            text = _CARD.sub(self._id, text)
         if field not in _VISIBLE:
-            return _UUID.sub(self._id, text)
+            return _UUID.sub(self._id, text) if "-" in text or "_" in text else text
         # The driver takes the digits in front for an index: they decide something, and they stay.
         return _UNMARKED.sub(lambda match: match[1] + re.sub("[^-]", "a", match[2]), text)
 
@@ -250,6 +252,15 @@ class _Redactor:
         if match[0] in self.users:
             return "user"
         return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
+
+
+def _changed(text: str, changes: Iterable[_Change]) -> str:
+    for parts, pattern, word in changes:
+        for part in parts:
+            if part in text:
+                text = pattern.sub(word, text)
+                break
+    return text
 
 
 def _unquoted(match: re.Match[str]) -> str:
