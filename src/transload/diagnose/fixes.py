@@ -125,7 +125,7 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     loaded = machine.kernel.modules
     first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
     persisted = module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons
-    commands = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
+    commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
     if persisted:
         commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
     return _outside(machine, *commands)

@@ -65,7 +65,8 @@ def redacted(told: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
     '~/venv/bin/python'
     """
-    redactor = _Redactor(getattr(told, "machine", told), names)
+    machine: Any = getattr(told, "machine", None) or told
+    redactor = _Redactor(machine, names)
     return _mapped(told, redactor.to_do if runnable else redactor.text)
 
 
@@ -81,7 +82,7 @@ def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
         made = tuple([_mapped(each, change, field) for each in value])
     elif isinstance(value, dict):
         made = {name: _mapped(each, change, name) for name, each in value.items()}
-    elif names := _field_names(type(value)):
+    elif names := _field_names(made.__class__):
         old = [getattr(value, name) for name in names]
         new = [_mapped(each, change, name) for each, name in zip(old, names, strict=True)]
         parts = {name: part for name, before, part in zip(names, old, new, strict=True) if part is not before}
