@@ -12,7 +12,7 @@ from tests.diagnose.machines import UUID, bare, changed, dead, healthy, in_conta
 from tests.each import each
 
 from transload.diagnose import judge_machine
-from transload.diagnose.redact import Names, names_here, redacted, redacted_machine
+from transload.diagnose.redact import Names, names_here, redacted
 from transload.diagnose.visible import visible_devices
 from transload.findings import Finding
 from transload.machine import Machine, Node, Torch, Variables, to_dict
@@ -24,7 +24,7 @@ OTHER = "GPU-77aa0000-0000-4000-8000-00000000000b"
 def said(text: str, names: Names = ALICE, machine: Machine | None = None) -> str:
     """The text as it stands in a redacted machine."""
     around = replace(machine or Machine(), taken=text)
-    return redacted_machine(around, names).taken
+    return redacted(around, names).taken
 
 
 def at_home(user: str, machine: Machine) -> Machine:
@@ -144,7 +144,7 @@ def test_a_host_that_may_not_be_a_word_goes_wherever_it_stands() -> None:
 
 def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
     machine = changed(healthy(), variables=Variables({"KUBERNETES_SERVICE_HOST": "fd00:10::1"}))
-    assert redacted_machine(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
+    assert redacted(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
 
 
 @each(
@@ -156,7 +156,7 @@ def test_an_address_of_the_newer_kind_is_known_by_its_field() -> None:
 )
 def test_where_a_company_keeps_its_packages_is_its_own(origin: str, shown: str) -> None:
     machine = changed(healthy(), torch__installs=(replace(install(), origin=origin),))
-    first = redacted_machine(machine, ALICE).torch.first
+    first = redacted(machine, ALICE).torch.first
     assert first is not None
     assert first.origin == shown
 
@@ -164,14 +164,14 @@ def test_where_a_company_keeps_its_packages_is_its_own(origin: str, shown: str) 
 def test_groups_and_addresses_are_known_by_their_field() -> None:
     values = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "CUDA_VERSION": "12.8.1.0"}
     machine = changed(healthy(), platform__groups=("alice", "video"), variables=Variables(values))
-    out = redacted_machine(machine, ALICE)
+    out = redacted(machine, ALICE)
     assert out.platform.groups == ("user", "video")
     assert out.variables.values == {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "CUDA_VERSION": "12.8.1.0"}
 
 
 def test_whose_machine_from_elsewhere_it_is_stands_in_its_facts() -> None:
     machine = changed(Machine(), python__user_site="/home/bob/.local", python__executable="/home/carol/bin/python")
-    out = redacted_machine(machine)
+    out = redacted(machine)
     assert (out.python.user_site, out.python.executable) == ("~/.local", "~user2/bin/python")
 
 
@@ -278,16 +278,16 @@ DIGITS = st.sampled_from("0123456789abcdefABCDEF")
 @example(f"MIG-GPU-{UUID[4:]}/1/0")
 def test_ids_are_faked_and_choose_the_same_card(value: str) -> None:
     machine = with_cards(value)
-    out = redacted_machine(machine, ALICE)
+    out = redacted(machine, ALICE)
     assert chosen(out) == chosen(machine)
     text = json.dumps(to_dict(out)).lower().replace("-", "")
     assert UUID[4:12] not in text
     assert OTHER[4:12] not in text
-    assert redacted_machine(out, ALICE) == out
+    assert redacted(out, ALICE) == out
 
 
 def test_one_card_has_one_fake_id_everywhere() -> None:
-    out = redacted_machine(with_cards(UUID), ALICE)
+    out = redacted(with_cards(UUID), ALICE)
     (first, second), (own,) = out.driver.nvml.gpus, out.driver.cuda.gpus
     assert first.uuid == own.uuid == out.variables.get("CUDA_VISIBLE_DEVICES") != second.uuid
     assert isinstance(out.kernel.log, tuple)
@@ -312,18 +312,18 @@ def test_no_name_remains_and_twice_is_once(user: str, host: str, kind: str) -> N
     full = changed(
         at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short} kernel: {user}@{host}")
     )
-    out = redacted_machine(full, names)
+    out = redacted(full, names)
     text = json.dumps(to_dict(out))
     assert user not in text
     assert short not in text
-    assert redacted_machine(out, names) == out
-    assert redacted_machine(out) == out
+    assert redacted(out, names) == out
+    assert redacted(out) == out
 
 
 @each("kind", MACHINES)
 def test_a_redacted_machine_is_judged_as_the_true_one(kind: str) -> None:
     machine = at_home("alice", MACHINES[kind])
-    true, told = judge_machine(machine), judge_machine(redacted_machine(machine, ALICE))
+    true, told = judge_machine(machine), judge_machine(redacted(machine, ALICE))
     assert told.status == true.status
     assert [finding.code for finding in told.findings] == [finding.code for finding in true.findings]
     assert [muted.finding.code for muted in told.muted] == [muted.finding.code for muted in true.muted]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from transload.diagnose import fixes
@@ -149,16 +149,14 @@ def rules(layer: str, titles: dict[str, str], likely: Lines = ()) -> Callable[[C
         def found(case: Case) -> dict[str, Match]:
             return dict(checks(case))
 
+        def one_of_them(code: str) -> Check:
+            return lambda case: case.once(found).get(code)
+
         for code, title in titles.items():
-            check = partial(_one_of, found, code)
-            RULES[code] = Rule(code, layer, title, check, likely=code in likely)
+            RULES[code] = Rule(code, layer, title, one_of_them(code), likely=code in likely)
         return checks
 
     return add
-
-
-def _one_of(found: Callable[[Case], dict[str, Match]], code: str, case: Case) -> Match | None:
-    return case.once(found).get(code)
 
 
 def page_only(code: str, layer: str, title: str) -> None:
@@ -193,9 +191,10 @@ class Case(Machine):
     def once(self, find: Callable[[Case], T]) -> T:
         """What a function finds in this case; it runs once."""
         known: dict[Callable[[Case], T], T] = self.__dict__["_known"]
-        if find not in known:
-            known[find] = find(self)
-        return known[find]
+        if find in known:
+            return known[find]
+        found = known[find] = find(self)
+        return found
 
     def fires(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
@@ -496,12 +495,6 @@ class Case(Machine):
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""
         return self.variables.get(name)
-
-    def on_host(self, *commands: str) -> Lines:
-        """Commands for root on the host, outside of a container."""
-        if self.surroundings.container:
-            return (*fixes.on_host(self), *(f"$ sudo {command}" for command in commands))
-        return tuple(fixes.sudo(self, command) for command in commands)
 
     @property
     def reinstall(self) -> Lines:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "bring",
     "drop_folder",
+    "drop_library",
     "give_gpu",
     "give_slurm",
     "install",
@@ -69,9 +70,16 @@ def sudo(machine: Machine, command: str) -> str:
     return f"$ {command}" if machine.platform.root else f"$ sudo {command}"
 
 
-def on_host(machine: Machine) -> Lines:
-    """The line that sends the reader out of a container; nothing outside one."""
-    return ("On the host, not in this container:",) if machine.surroundings.container else ()
+def on_host(machine: Machine, *commands: str) -> Lines:
+    """Commands for root on the host, after a line that sends the reader out of a container."""
+    out = ("On the host, not in this container:",) if machine.surroundings.container else ()
+    return (*out, *_outside(machine, *commands))
+
+
+def _outside(machine: Machine, *commands: str) -> Lines:
+    """Commands with ``sudo`` where it is needed on the machine itself: root in a container is nobody on its host."""
+    root = machine.platform.root and not machine.surroundings.container
+    return tuple(f"$ {command}" if root else f"$ sudo {command}" for command in commands)
 
 
 def reboot(machine: Machine) -> str:
@@ -97,11 +105,6 @@ def system_package(machine: Machine, **names: str) -> Lines:
     return (f"Install your distribution's equivalent of the package {known}.",)
 
 
-def _outside(machine: Machine) -> str:
-    """``sudo`` where it is needed on the machine itself: root in a container is nobody on its host."""
-    return "" if machine.platform.root and not machine.surroundings.container else "sudo "
-
-
 def write_line(machine: Machine, *lines: str, file: str) -> str:
     """Write a line, or several, into a file that is root's.
 
@@ -122,18 +125,16 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     loaded = machine.kernel.modules
     first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
     persisted = module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons
-    commands = (
-        *(("systemctl stop nvidia-persistenced",) if persisted else ()),
-        f"modprobe -r {' '.join(first)}",
-        f"modprobe {module}",
-        *(("systemctl start nvidia-persistenced",) if persisted else ()),
-    )
-    return tuple(f"$ {_outside(machine)}{command}" for command in commands)
+    commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
+    if persisted:
+        commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
+    return _outside(machine, *commands)
 
 
 def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
     """Give a kernel module an option that lasts. ``line`` is ``options MODULE name=value``."""
-    write = f"$ echo {quote(line)} | {_outside(machine)}tee /etc/modprobe.d/{file}"
+    (tee,) = _outside(machine, f"tee /etc/modprobe.d/{file}")
+    write = f"$ echo {quote(line)} | {tee.removeprefix('$ ')}"
     again = reload_module(machine, line.split()[1])
     return (*on_host(machine), write, "While no program uses the GPU (or reboot instead):", *again)
 
@@ -188,6 +189,13 @@ def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
             left.append(element)
     rest = ":".join(left)
     return set_variable(machine, variable, rest) if rest.strip(":") else unset(machine, variable)
+
+
+def drop_library(machine: Machine, path: str, via: str) -> Lines:
+    """Keep the loader from a library that it finds through a variable; nothing where it is found otherwise."""
+    if via == "LD_LIBRARY_PATH":
+        return drop_folder(machine, via, path.rpartition("/")[0])
+    return unset(machine, via) if via == "LD_PRELOAD" else ()
 
 
 def _where_set(machine: Machine, names: Lines) -> Lines:
@@ -482,13 +490,11 @@ def wheel(machine: Machine, torch: str | None = None, *, driver: bool = True) ->
     """
     first, newest, conda = machine.torch.first, wheel_choice(machine), _tool(machine) in _CONDAS
     installed = first.version.partition("+")[0] if first else ""
-    if torch or installed in releases():
-        # the installed release, for which other packages are made
-        choice = wheel_choice(machine, torch or installed)
-        if not torch and (not choice.torch_version or (choice.needs_driver and not newest.needs_driver)):
-            choice = newest
-    else:
-        choice = newest
+    choice = wheel_choice(machine, torch) if torch else newest
+    if not torch and installed in releases():  # the installed one, for which other packages are made
+        kept = wheel_choice(machine, installed)
+        if kept.torch_version and (newest.needs_driver or not kept.needs_driver):
+            choice = kept
     if not choice.torch_version:
         return (choice.reason,)
     cuda = f"{choice.build[2:-1]}.{choice.build[-1]}"  # 12.6 of cu126
@@ -623,25 +629,19 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     python = quote(machine.python.executable or "python")
     if project and not index and not force:
         return (f"$ {project} add {wanted}",)
-    if tool == "uv":
-        again = " --reinstall" if force else ""
-        return (f"$ uv pip install --python {python}{again} {wanted}{source}", *_record(project, index))
     again = " --force-reinstall" if force else ""
-    line = f"$ {python} -m pip install{again} {wanted}{source}"
-    if machine.python.externally_managed:
+    lines: Lines = (*_ensure_pip(machine), f"$ {python} -m pip install{again} {wanted}{source}")
+    if tool == "uv":
+        lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}{source}",)
+    elif machine.python.externally_managed:
         return (
             "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
             f"$ {python} -m venv .venv",
-            line.replace(f"$ {python} ", "$ .venv/bin/python ", 1),
+            f"$ .venv/bin/python -m pip install{again} {wanted}{source}",
         )
-    return (*_ensure_pip(machine), line, *_record(project, index))
-
-
-def _record(project: str, index: str) -> Lines:
-    """What to do so that a project's tool does not undo an installation from another index."""
     if not project or not index:
-        return ()
-    return (f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.",)
+        return lines
+    return (*lines, f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.")
 
 
 def bring(machine: Machine, *libraries: str) -> Lines:

@@ -12,23 +12,15 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from transload.machine import Machine
 
-__all__ = ["Names", "names_here", "redacted", "redacted_machine"]
+__all__ = ["Names", "names_here", "redacted"]
 
-T = TypeVar("T")
-
-
-class _Told(Protocol):
-    @property
-    def machine(self) -> Machine:
-        """The machine that it is about."""
-
-
-D = TypeVar("D", bound=_Told)  # a Diagnosis
+T = TypeVar("T")  # a Diagnosis or a Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,40 +55,44 @@ def names_here() -> Names:
 _NONE = Names()
 
 
-def redacted(diagnosis: D, names: Names = _NONE, *, runnable: bool = False) -> D:
-    """The diagnosis, redacted as a whole.
+def redacted(told: T, names: Names = _NONE, *, runnable: bool = False) -> T:
+    """A diagnosis or a machine, redacted as a whole.
 
     ``runnable`` is for its owner: in what a fix says only the own home is replaced, by a word that the shell knows. A
     path or an id that was changed would be one that does not exist.
-    """
-    redactor = _Redactor(diagnosis.machine, names)
-    return _mapped(diagnosis, redactor.to_do if runnable else redactor.text)
-
-
-def redacted_machine(machine: Machine, names: Names = _NONE) -> Machine:
-    """The machine, redacted.
 
     >>> from transload.machine import Machine, Python
-    >>> redacted_machine(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
+    >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
     '~/venv/bin/python'
     """
-    return _mapped(machine, _Redactor(machine, names).text)
+    machine: Any = getattr(told, "machine", None) or told
+    redactor = _Redactor(machine, names)
+    return _mapped(told, redactor.to_do if runnable else redactor.text)
 
 
 def _mapped(value: T, change: Callable[[str, str], str], field: str = "") -> T:
-    """The value with every text in it changed; ``change`` also gets the name of the innermost field or key."""
+    """The value with every text in it changed; ``change`` also gets the name of the innermost field or key.
+
+    What holds nothing that changes is not built anew.
+    """
     made: Any = value
     if isinstance(value, str):
-        made = change(value, field)
-    elif isinstance(value, tuple):
-        made = tuple(_mapped(each, change, field) for each in value)
+        return change(value, field)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        made = tuple([_mapped(each, change, field) for each in value])
     elif isinstance(value, dict):
         made = {name: _mapped(each, change, name) for name, each in value.items()}
-    elif is_dataclass(value) and not isinstance(value, type):
-        made = replace(
-            value, **{each.name: _mapped(getattr(value, each.name), change, each.name) for each in fields(value)}
-        )
-    return made  # type: ignore[no-any-return]
+    elif names := _field_names(made.__class__):
+        old = [getattr(value, name) for name in names]
+        new = [_mapped(each, change, name) for each, name in zip(old, names, strict=True)]
+        parts = {name: part for name, before, part in zip(names, old, new, strict=True) if part is not before}
+        return replace(value, **parts) if parts else value  # type: ignore[type-var]
+    return value if made == value else made
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
 
 
 # -- what is looked for ------------------------------------------------------------------------------------------------
@@ -115,12 +111,21 @@ _UUID = re.compile(
     r"[0-9A-Fa-f]{8}(?:[-_][0-9A-Fa-f]{4}){3}[-_][0-9A-Fa-f]{12}(?![0-9A-Za-z])"
 )
 _UNMARKED = re.compile(r"(?<![\w-])(\d*)(?!\d)([A-Fa-f-][0-9A-Fa-f-]{7,})")  # an id that lacks its GPU-
-_CONTAINER = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])")
-_MAC = re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])")
-_SERIAL = re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}")
 _IPV4 = r"(?:\d{1,3}\.){3}\d{1,3}"
-_ADDRESS = re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]")  # a version may look like one
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_Change = tuple[Iterable[str], re.Pattern[str], str | Callable[[re.Match[str]], str]]
+"""What to look for and what to say instead; and parts of which one is in every text that it changes: seldom any is."""
+_CHANGES: tuple[_Change, ...] = (
+    # the id of a container, a MAC address, a serial number, a login in a URL; an address, which a version may look like
+    ([""], re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{64}(?![0-9A-Za-z])"), "<id>"),
+    ([":"], re.compile(r"(?<![0-9A-Fa-f:])(?:[0-9A-Fa-f]{2}:){5}[0-9A-Fa-f]{2}(?![0-9A-Fa-f:])"), "00:00:00:00:00:00"),
+    (
+        [""],
+        re.compile(r"(?i)(\bserial(?:[ _](?:number|no\.?))?(?: is|[:=#])*\s*)(?=[0-9A-Za-z-]*\d)[0-9A-Za-z-]{5,}"),
+        r"\g<1>0",
+    ),
+    (["@"], re.compile(r"(?<=://)[^/\s@]+@"), ""),
+    (["@", "://"], re.compile(rf"(?<=://){_IPV4}|(?<=@){_IPV4}|(?<=://)\[[0-9A-Fa-f:.]+\]"), "192.0.2.1"),
+)
 _PATH = re.compile(
     r"(?<![^\s:;,'\"()<>=])[^\s:;,'\"()<>=/\\]*[/\\][^\s:;,'\"()<>]*"
 )  # from its start, or it is quadratic
@@ -159,10 +164,11 @@ class _Redactor:
     """Knows the names on one machine and what to say instead of each."""
 
     def __init__(self, machine: Machine, names: Names) -> None:
-        texts: dict[str, str] = {}
-        _mapped(machine, lambda text, _: texts.setdefault(text, text))
+        texts: dict[tuple[str, str], str] = {}
+        _mapped(machine, lambda text, field: texts.setdefault((text, field), text))
         # the paths of the user's own home, and every other home with the word for it
-        found = dict.fromkeys(match[0] for text in texts for match in _HOME.finditer(text))
+        paths = (text for text, _ in texts if "/" in text or "\\" in text)
+        found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
         strange = [home for home in found if _last(home).lower() not in _NOBODY]
         home = machine.variables.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
@@ -177,17 +183,26 @@ class _Redactor:
 
         users = (*names.users, *map(_last, own), *map(_last, self.others))
         self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
-        spaced = (name for name in self.users if " " in name)
-        self.spaced = _any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)")
-        self.login = _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)")
         long = (name for name in self.users if len(name) >= _SHORTEST)
         self.step = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
-        self.program = _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])")
-        self.hosts = _hosts(names.hosts)
+        spaced = [name for name in self.users if " " in name]
+        self.homes: tuple[_Change, ...] = (
+            (own, self.home, "~"),
+            (self.others, _HOME, lambda match: self.others.get(match[0], match[0])),
+        )
+        self.names: tuple[_Change, ...] = (
+            *_CHANGES,
+            (spaced, _any_of(spaced, before=r"(?<=[/\\])", after=r"(?=[/\\:;'\"]|$)"), "user"),
+            (self.users, _PATH, self._path),
+            (self.users, _any_of(self.users, before=r"(?<=\bname=|\buser=)", after=r"(?![A-Za-z0-9])"), "user"),
+            (self.users, _any_of(self.users, before=r"(?<![\w.-])", after="(?=@)"), "user"),
+            ({part for name in names.hosts for part in name.split(".", 1)} - {""}, _hosts(names.hosts), "host"),
+        )
         values = machine.variables.values
         self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
-        self.fakes = _Fakes()
-        _mapped(machine, self._ids)  # in the order of the facts, so that what is redacted already stays as it is
+        self.fakes: dict[str, Any] = {}
+        for text, field in texts:  # in the order of the facts, so that what is redacted already stays as it is
+            self._ids(text, field)
 
     def to_do(self, text: str, field: str) -> str:
         """A text without names, unless it is an instruction, which must still work."""
@@ -201,18 +216,15 @@ class _Redactor:
         """A text without names. In a command the user's home becomes what a shell calls it, ``~`` or ``$HOME``."""
         if field in ("groups", "group"):
             return "user" if text in self.users else text
-        text = self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
-        text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), text)
-        text = self._ids(text, field)
-        for pattern, word in _SUBSTITUTES:
-            text = pattern.sub(word, text)
         if field.endswith(("_HOST", "_ADDR", "_IP")):
             text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
             text = "2001:db8::1" if _IPV6.fullmatch(text) else text
-        elif field == "origin":
+        if text.startswith("$ "):
+            text = self._command(text)
+        text = _changed(self._ids(_changed(text, self.homes), field), self.names)
+        if field == "origin":
             text = _SITE.sub(lambda site: site[0] if _PUBLIC.fullmatch(site[0]) else "host", text)
-        text = _PATH.sub(self._path, self.spaced.sub("user", text))
-        return self.hosts.sub("host", self.login.sub("user", self.program.sub("user", text)))
+        return text
 
     def _command(self, line: str) -> str:
         line = self.home.sub("~", line)
@@ -220,15 +232,16 @@ class _Redactor:
         return _TILDE.sub(lambda match: match[0] if line[match.start() - 1] == " " else "$HOME", line)
 
     def _ids(self, text: str, field: str) -> str:
-        text = _CARD.sub(self._id, text)
+        if "GPU-" in text or "MIG-" in text:
+            text = _CARD.sub(self._id, text)
         if field not in _VISIBLE:
-            return _UUID.sub(self._id, text)
+            return _UUID.sub(self._id, text) if "-" in text or "_" in text else text
         # The driver takes the digits in front for an index: they decide something, and they stay.
         return _UNMARKED.sub(lambda match: match[1] + re.sub("[^-]", "a", match[2]), text)
 
     def _id(self, match: re.Match[str]) -> str:
         known = len(match[0]) >= _LONG_ID or match[0] in self.short
-        return self.fakes.of(match[0]) if known else match[0]
+        return _fake(match[0], self.fakes) if known else match[0]
 
     def _path(self, match: re.Match[str]) -> str:
         if match[0].startswith(_SYSTEM):
@@ -242,13 +255,13 @@ class _Redactor:
         return match[0] if match[0].lower() in _PLAIN else self.step.sub("user", match[0])
 
 
-_SUBSTITUTES = (
-    (_CONTAINER, "<id>"),
-    (_MAC, "00:00:00:00:00:00"),
-    (_SERIAL, r"\g<1>0"),
-    (_LOGIN, ""),
-    (_ADDRESS, "192.0.2.1"),
-)
+def _changed(text: str, changes: Iterable[_Change]) -> str:
+    for parts, pattern, word in changes:
+        for part in parts:
+            if part in text:
+                text = pattern.sub(word, text)
+                break
+    return text
 
 
 def _unquoted(match: re.Match[str]) -> str:
@@ -259,32 +272,26 @@ def _unquoted(match: re.Match[str]) -> str:
     return inside if _SAFE.fullmatch(inside) else f'"{_TILDE.sub("$HOME", inside)}"'
 
 
-class _Fakes:
-    """Ids that share exactly the prefixes of the true ones: CUDA_VISIBLE_DEVICES may name a card by a prefix.
+def _fake(text: str, known: dict[str, Any]) -> str:
+    """An id, or the beginning of one, that shares exactly the prefixes of the true ones.
 
-    >>> fakes = _Fakes()
-    >>> [fakes.of(text) for text in ("6e1b-70", "6e1b-7f", "6e1", "6E1", "f00", "6e1b7")]
+    CUDA_VISIBLE_DEVICES may name a card by a prefix. ``known`` is the tree of the digits so far.
+
+    >>> known = {}
+    >>> [_fake(text, known) for text in ("6e1b-70", "6e1b-7f", "6e1", "6E1", "f00", "6e1b7")]
     ['aaaa-aa', 'aaaa-ab', 'aaa', 'aAa', 'baa', 'aaaaa']
     """
-
-    _DIGITS = "abcdef0123456789"
-
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {}
-
-    def of(self, text: str) -> str:
-        """The fake for an id or for the beginning of one."""
-        branch, out = self.tree, ""
-        for char in text:
-            if char in "-_":  # the driver reads over them
-                out += char
-                continue
-            digit = char.lower()
-            branch.setdefault(digit, {})
-            fake = self._DIGITS[list(branch).index(digit)]
-            out += fake.upper() if char.isupper() else fake
-            branch = branch[digit]
-        return out
+    out = ""
+    for char in text:
+        if char in "-_":  # the driver reads over them
+            out += char
+            continue
+        digit = char.lower()
+        known.setdefault(digit, {})
+        fake = "abcdef0123456789"[list(known).index(digit)]
+        out += fake.upper() if char.isupper() else fake
+        known = known[digit]
+    return out
 
 
 def _last(path: str) -> str:

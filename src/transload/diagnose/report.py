@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from transload.diagnose.case import LAYERS
 from transload.diagnose.tables import chip_of, cu_result, cuda_text
@@ -222,33 +222,33 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     for finding in (*diagnosis.findings, *(each.finding for each in diagnosis.muted)):
         if finding.code in BY_CODE:
             findings.setdefault(BY_CODE[finding.code].layer, []).append(finding)
-    seen = {link.layer: link for link in chain(diagnosis.machine)}
+    seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
         found = findings.get(layer, [])
         if layer not in seen and all(finding.severity == "note" for finding in found):
             continue
-        link = seen.get(layer, Link(layer, "idle"))
+        state, text = seen.get(layer, ("idle", ""))
         own = [finding for finding in found if finding.code not in muted and finding.severity != "note"]
         severities = {finding.severity for finding in own}
-        mark, role = _MARKS[link.state]
-        if own and link.state == "unknown" and all(map(_is_symptom, own)):
+        mark, role = _MARKS[state]
+        if own and state == "unknown" and all(map(_is_symptom, own)):
             pass
         elif "error" in severities:
             mark, role = _MARKS["broken"]
         elif "warning" in severities:
             mark, role = _SIGNS["warning"]
-        elif link.state == "broken":  # by the cause; or where nobody needs it
+        elif state == "broken":  # by the cause; or where nobody needs it
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(_code(finding)[0] for finding in own)
         dim = "dim" if mark == "–" else ""
         lead = (("  ", ""), (f"{mark} ", role), (f"{_WORDS[layer]:<{_WIDTH}}  ", dim))
-        yield Prose(((link.text, dim), (codes, "dim")), lead=lead)
+        yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in found:
             if finding.code in muted:
                 title = "" if _is_symptom(finding) else f": {printable(finding.title, None)}"
-                text = f"because of {muted[finding.code]}{title}"
-                yield Prose(((text, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
+                because = f"because of {muted[finding.code]}{title}"
+                yield Prose(((because, "dim"), _code(finding)), lead=((" " * (_WIDTH + 6), ""),))
 
 
 def page(markdown: str) -> Iterator[Block]:
@@ -285,24 +285,22 @@ _VALUE = 60
 _ERROR = 200
 
 
-class Link(NamedTuple):
-    """One layer as it was seen. ``idle``: not reached, or there is nothing to do for it."""
-
-    layer: str
-    state: State
-    text: str = ""
+Seen = tuple[State, str]
+"""How a layer was seen, and what of it. ``idle``: not reached, or there is nothing to do for it."""
 
 
-def chain(machine: Machine) -> list[Link]:
-    """The links of a machine, hardware first, without those it does not have.
+def chain(machine: Machine) -> dict[str, Seen]:
+    """The layers of a machine, hardware first, without those it does not have.
 
     >>> from transload.machine import Machine
-    >>> [link.layer for link in chain(Machine())][:2]
+    >>> list(chain(Machine()))[:2]
     ['hardware', 'variables']
     """
     # the layers between the card and torch matter only where there is a GPU
     gpu = machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
-    found = {"surroundings": _surroundings(machine), **_torch_links(machine, gpu=gpu)}
+    found = _torch_links(machine, gpu=gpu)
+    if around := _surroundings(machine):
+        found["surroundings"] = "ok", around
     if gpu:
         found |= {"hardware": ("ok", cards(machine)), **_driver_links(machine)}
     elif isinstance(machine.hardware.pci, Unknown):
@@ -310,13 +308,10 @@ def chain(machine: Machine) -> list[Link]:
     else:
         others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
         found["hardware"] = "idle", f"no NVIDIA GPU; {others}" if others else "no NVIDIA GPU"
-    return [Link(layer, *seen) for layer in ORDER if (seen := found.get(layer))]
+    return {layer: found[layer] for layer in ORDER if layer in found}
 
 
-Seen = tuple[State, str] | None
-
-
-def _surroundings(machine: Machine) -> Seen:
+def _surroundings(machine: Machine) -> str:
     around = machine.surroundings
     words = (
         f"{around.container} container" if around.container not in ("", "container") else around.container,
@@ -327,8 +322,7 @@ def _surroundings(machine: Machine) -> Seen:
         around.notebook,
         around.sandbox,
     )
-    text = ", ".join(filter(None, words))
-    return ("ok", printable(text)) if text else None
+    return printable(", ".join(filter(None, words)))
 
 
 def _driver_links(machine: Machine) -> dict[str, Seen]:
@@ -375,7 +369,7 @@ def _driver_links(machine: Machine) -> dict[str, Seen]:
     if cuda.works:
         found["driver"] = "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"
     elif not cuda.answer.answered:
-        found["driver"] = _silence(cuda.answer), _silent_words(cuda.answer)
+        found["driver"] = _silence(cuda.answer)
     elif cuda.init:
         found["driver"] = "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
     else:
@@ -436,12 +430,12 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
 
     failed = next((step for step in run.steps if not step.ok), None)
     if run.answer.state == "unasked":
-        why = f": {printable(run.answer.detail, _ERROR)}" if run.answer.detail else ""
-        found["run"] = _silence(run.answer), f"not run{why}"
+        state, words = _silence(run.answer)
+        found["run"] = state, words.replace("not asked", "not run", 1)
     elif failed is not None:
         found["run"] = "broken", printable(f"{failed.name}: {failed.error}", _ERROR)
     elif not run.answer.answered:
-        found["run"] = "broken", _silent_words(run.answer)
+        found["run"] = "broken", _silence(run.answer)[1]
     elif run.cuda_works:
         done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
         found["run"] = "ok", f"{printable(done)} on {_devices(machine)}"
@@ -456,24 +450,21 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
     return found
 
 
-def _silence(answer: Answer) -> State:
+def _silence(answer: Answer) -> Seen:
     """What it means that there is no answer: nobody asked, or nobody could, or it went wrong."""
-    if answer.state == "unasked":
-        return "unknown" if answer.detail else "idle"
-    return "idle" if answer.state == "no-library" else "broken"
-
-
-def _silent_words(answer: Answer) -> str:
+    if answer.state == "no-library":
+        return "idle", "no library found"
     words = {
         "unasked": "not asked",
-        "no-library": "no library found",
         "not-loadable": "its library cannot be loaded",
         "no-symbol": "its library lacks a function",
         "hung": "no answer in time",
         "crashed": "it crashed",
     }[answer.state]
-    tell = answer.detail and answer.state != "no-library"
-    return f"{words}: {printable(answer.detail, _ERROR)}" if tell else words
+    if not answer.detail:
+        return "idle" if answer.state == "unasked" else "broken", words
+    why = f"{words}: {printable(answer.detail, _ERROR)}"
+    return "unknown" if answer.state == "unasked" else "broken", why
 
 
 def cards(machine: Machine) -> str:
@@ -510,11 +501,25 @@ def _torch_words(install: TorchInstall) -> str:
 
 # -- all facts
 
-# Field → where a fact of it comes from. The longest beginning of a fact's name counts.
-SOURCES: dict[str, str] = {
-    "transload": "",
-    "taken": "",
-    "platform": "uname, /etc/os-release",
+# Section → its heading, and where its facts come from unless its field has a source of its own.
+_SECTIONS = {
+    "platform": ("system", "uname, /etc/os-release"),
+    "surroundings": ("container, scheduler, service", "/proc, the environment, and the evidence named"),
+    "hardware": ("hardware", "/sys/bus/pci/devices"),
+    "kernel": ("kernel driver", "/sys/module/nvidia, /proc/driver/nvidia/version"),
+    "nodes": ("device nodes", "opening each under /dev"),
+    "driver": ("the driver's libraries and their answers", ""),
+    "toolkit": ("CUDA toolkit", "PATH, CUDA_HOME, /usr/local"),
+    "variables": ("environment variables", "the environment"),
+    "python": ("Python", "the interpreter itself"),
+    "torch": ("torch, by its files", "version.py, dist-info and RECORD on the path"),
+    "torch_libraries": ("torch's binaries", "the binaries of torch and the loader's search"),
+    "extensions": ("packages beside torch", "their binaries and metadata"),
+    "accelerators": ("other accelerators", "/sys, /dev"),
+    "torch_run": ("torch, run", "torch itself, in a child process"),
+    "problems": ("what stopped a probe", ""),
+}
+_SOURCES = {
     "platform.libc": "the loader's file",
     "platform.package_manager": "the programs there are",
     "platform.shell": "SHELL",
@@ -524,11 +529,8 @@ SOURCES: dict[str, str] = {
     "platform.address_space": "/proc/self/limits",
     "platform.suspends": "/sys/power/suspend_stats",
     "platform.prime": "/etc/prime-discrete, /etc/prime/current_type",
-    "surroundings": "/proc, the environment, and the evidence named",
-    "hardware": "/sys/bus/pci/devices",
     "hardware.dxg": "/dev/dxg",
     "hardware.tegra": "/proc/device-tree/model, /etc/nv_tegra_release",
-    "kernel": "/sys/module/nvidia, /proc/driver/nvidia/version",
     "kernel.modules": "/proc/modules",
     "kernel.built_for": "/lib/modules",
     "kernel.secure_boot": "/sys/firmware/efi/efivars",
@@ -542,44 +544,15 @@ SOURCES: dict[str, str] = {
     "kernel.stuck": "/proc/*/stat",
     "kernel.fabric_manager": "its package or program",
     "kernel.mps_directory": "CUDA_MPS_PIPE_DIRECTORY, /tmp/nvidia-mps",
-    "nodes": "opening each under /dev",
     "nodes.majors": "/proc/devices",
     "nodes.cgroup": "/sys/fs/cgroup/devices",
     "driver.libraries": "LD_LIBRARY_PATH, /etc/ld.so.cache, the default folders",
     "driver.nvml": "libnvidia-ml, in a child process",
     "driver.cuda": "libcuda, in a child process",
     "driver.experiments": "libcuda, in a child process with a changed environment",
-    "toolkit": "PATH, CUDA_HOME, /usr/local",
-    "variables": "the environment",
     "variables.origins": "the files named",
-    "python": "the interpreter itself",
     "python.packages": "the dist-info folders on its path",
     "python.others": "PATH, environments nearby",
-    "torch": "version.py, dist-info and RECORD on the path",
-    "torch_libraries": "the binaries of torch and the loader's search",
-    "extensions": "their binaries and metadata",
-    "accelerators": "/sys, /dev",
-    "torch_run": "torch itself, in a child process",
-    "problems": "",
-}
-
-_TITLES = {
-    "": "report",
-    "platform": "system",
-    "surroundings": "container, scheduler, service",
-    "hardware": "hardware",
-    "kernel": "kernel driver",
-    "nodes": "device nodes",
-    "driver": "the driver's libraries and their answers",
-    "toolkit": "CUDA toolkit",
-    "variables": "environment variables",
-    "python": "Python",
-    "torch": "torch, by its files",
-    "torch_libraries": "torch's binaries",
-    "extensions": "packages beside torch",
-    "accelerators": "other accelerators",
-    "torch_run": "torch, run",
-    "problems": "what stopped a probe",
 }
 _REMARKS = {"toolkit": "a torch wheel brings its own libraries and uses none of it"}
 _NUMBERS = {"vendor": "0x{:04x}", "device": "0x{:04x}", "kind": "0x{:06x}", "mode": "{:#o}"}
@@ -595,7 +568,7 @@ def facts(machine: Machine) -> Iterator[Block]:
         told = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not told:
             continue
-        yield from heading(_TITLES.get(section, section), _REMARKS.get(section, ""))
+        yield from heading(_SECTIONS[section][0], _REMARKS.get(section, ""))
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in told}
         width = min(_LABEL, max(map(len, labels.values())))
         for source in dict.fromkeys(source_of(name) for name, _ in told):
@@ -615,9 +588,8 @@ def source_of(name: str) -> str:
     >>> source_of("kernel.gpus[0].model"), source_of("kernel.version")
     ('/proc/driver/nvidia/gpus', '/sys/module/nvidia, /proc/driver/nvidia/version')
     """
-    path = name.replace("[", ".[").split(".")
-    places = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    return next((SOURCES[place] for place in places if place in SOURCES), "")
+    section, field, *_ = (*name.replace("[", ".").split("."), "")
+    return _SOURCES.get(f"{section}.{field}") or _SECTIONS[section][1]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ Why = Literal["", "empty", "negative", "not-a-number", "no-such-index", "twice",
 NO_DEVICE, INVALID_DEVICE = 100, 101
 _NUMBER = re.compile(r"[ \t\n\v\f\r]*([+-]?)0*([0-9]*)(?<=[0-9])")
 _DIGITS = 20  # more than a number of 64 bits has
-_NIBBLES = 32  # of a UUID; the driver reads no further
+_UUID = re.compile(r"(?:-*[0-9A-Fa-f]){32}|[0-9A-Fa-f-]*\Z")  # the driver reads no further than 32 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,5 @@ def _with_uuid(token: str, uuids: Sequence[tuple[tuple[bool, int], str]]) -> tup
 
 def _hex(text: str) -> str:
     """The hexadecimal digits the driver reads: dashes do not count, and anything else spoils what is not yet whole."""
-    digits = ""
-    for char in text:
-        if len(digits) == _NIBBLES:
-            break
-        if char in "0123456789abcdefABCDEF":
-            digits += char.lower()
-        elif char != "-":
-            return ""
-    return digits
+    read = _UUID.match(text)
+    return read[0].replace("-", "").lower() if read else ""

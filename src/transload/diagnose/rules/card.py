@@ -122,7 +122,7 @@ def ecc(m: Case) -> Match | None:
     if died:
         evidence.append("torch reported an uncorrectable ECC error")
     which = ",".join(str(gpu.index) for gpu in marked)
-    reset = m.on_host(f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
+    reset = fixes.on_host(m, f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
     failed = any(gpu.remap_failure for gpu in marked)
     replace = "A card whose remapping failed should be replaced." if failed else ""
     fatal = died or (m.code == _ECC and not m.works)
@@ -322,9 +322,7 @@ def module_missing(m: Case) -> Iterator[tuple[str, Match]]:
     built, running = m.kernel.built_for, m.platform.kernel
     here = running in (built or ())
     there = f"nvidia.ko exists for the running kernel {running}"
-    said = m.logged(
-        r"Key was rejected by service|Loading of (?:unsigned module|module with unavailable key) is rejected"
-    )
+    said = m.logged(_REJECTED)
     other_kernel, rejected = bool(built and running and not here), bool(m.kernel.secure_boot and (here or said))
     if other_kernel:
         yield "K02", _other_kernel(m)
@@ -332,9 +330,9 @@ def module_missing(m: Case) -> Iterator[tuple[str, Match]]:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
         fix: Lines = (
             "Look at what the kernel says; 'Key was rejected by service' confirms it:",
-            *m.on_host("modprobe nvidia"),
+            *fixes.on_host(m, "modprobe nvidia"),
             "Enrol the key (needs root; choose a password, reboot, and confirm it in the blue MOK screen):",
-            *m.on_host(f"mokutil --import {keys.get(m.platform.distribution, '/var/lib/dkms/mok.pub')}"),
+            *fixes.on_host(m, f"mokutil --import {keys.get(m.platform.distribution, '/var/lib/dkms/mok.pub')}"),
             fixes.reboot(m),
             "Or disable Secure Boot in the firmware settings.",
         )
@@ -423,9 +421,9 @@ def suspended(m: Case) -> Match | None:
     since = f"the machine was suspended {times} time{'' if times == 1 else 's'} since it booted"
     fix = (
         "While no program uses the GPU:",
-        *m.on_host("modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
+        *fixes.on_host(m, "modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
         "To prevent it:",
-        *m.on_host("systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
+        *fixes.on_host(m, "systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
         "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
         "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
     )

@@ -37,10 +37,8 @@ def _drop_library(m: Case, lib: Library) -> Lines:
     """Prevent the loader from using a library."""
     folder = _folder(lib)
     systems = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # every program needs it
-    if lib.via == "LD_LIBRARY_PATH":
-        return fixes.drop_folder(m, "LD_LIBRARY_PATH", folder)
-    if lib.via == "LD_PRELOAD":
-        return fixes.unset(m, "LD_PRELOAD")
+    if drop := fixes.drop_library(m, lib.path, lib.via):
+        return drop
     if lib.via == "ld.so.preload":
         return (f"Remove {lib.path} from /etc/ld.so.preload, and keep the other lines (needs root).",)
     if lib.via == "ld.so.cache" and not systems:
@@ -313,7 +311,7 @@ def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
     if not m.broken or m.code != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
-        ready = m.on_host("nvidia-smi conf-compute -srs 1")
+        ready = fixes.on_host(m, "nvidia-smi conf-compute -srs 1")
         evidence: Lines = (m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready")
         yield "S03", Match(evidence, ("After the attestation of the GPU, and after each start:", *ready))
         return
@@ -327,7 +325,7 @@ def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
         install = fixes.system_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
     if manager and version and manager != version:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
-        restart = m.on_host("systemctl restart nvidia-fabricmanager")
+        restart = fixes.on_host(m, "systemctl restart nvidia-fabricmanager")
         yield "S02", Match((m.answer, versions), (*install, *restart))
         return
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_nvswitch(d.device)]
@@ -343,9 +341,9 @@ def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
     )
     fix = (
         *(() if runs or manager else install),
-        *m.on_host(f"systemctl {'restart' if runs else 'enable --now'} nvidia-fabricmanager"),
+        *fixes.on_host(m, f"systemctl {'restart' if runs else 'enable --now'} nvidia-fabricmanager"),
         "If it does not start, its log says why:",
-        *m.on_host("journalctl -u nvidia-fabricmanager"),
+        *fixes.on_host(m, "journalctl -u nvidia-fabricmanager"),
         "In a cloud VM the service runs on the provider's host: report it to the provider.",
     )
     title = "the NVSwitch fabric is down, although the fabric manager is running" if runs else ""
@@ -417,9 +415,9 @@ def no_mig_instance(m: Case) -> Match | None:
     contained = bool(m.surroundings.container)
     fix = (
         "Create an instance; first list the profiles:",
-        *m.on_host("nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
+        *fixes.on_host(m, "nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
         "Or disable MIG, while no program uses the cards:",
-        *m.on_host("nvidia-smi -mig 0"),
+        *fixes.on_host(m, "nvidia-smi -mig 0"),
         "Or give the container an instance that already exists." if contained else "",
     )
     evidence = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
@@ -504,14 +502,16 @@ def hangs(m: Case) -> Match | None:
     if cuda and lib is not None and lib.via.startswith("LD_"):
         drop = (f"{lib.path} may not be the driver's library. Try without it:", *_drop_library(m, lib))
         return Match((_library_line(lib), *evidence), drop)
-    persist = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
-    awake = ("If it is only slow, keep the driver loaded:", *m.on_host("systemctl enable --now nvidia-persistenced"))
+    awake: Lines = ()
+    if "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container:
+        keep = fixes.sudo(m, "systemctl enable --now nvidia-persistenced")
+        awake = ("If it is only slow, keep the driver loaded:", keep)
     fix = (
         "Look for processes in state D; no signal can end them:",
         "$ ps -eo pid,stat,wchan:32,cmd | awk '$2 ~ /^D/'",
         "If there are any, or if it keeps hanging, only a reboot helps.",
         fixes.reboot(m),
-        *(awake if persist else ()),
+        *awake,
     )
     return Match(evidence, fix, severity="warning" if m.works else "error")
 
@@ -573,7 +573,7 @@ def unexplained(m: Case) -> Match | None:
         return Match(evidence, ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL), title)
     fix = (
         "Look at what the driver wrote to the kernel log:",
-        *m.on_host("dmesg | grep -iE 'NVRM|nvidia|Xid' | tail -n 40"),
+        *fixes.on_host(m, "dmesg | grep -iE 'NVRM|nvidia|Xid' | tail -n 40"),
         "A reboot often helps:",
         fixes.reboot(m),
         "If the problem remains, report it with the output of: transload doctor --json",

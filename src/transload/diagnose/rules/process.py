@@ -164,7 +164,7 @@ def lxc_version(m: Case) -> Match | None:
 def other_host_version(m: Case) -> Match | None:
     """A container with libraries of another release; on a host, a note that its CDI file names another one."""
     around, version = m.surroundings, m.kernel.version
-    regenerate = m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
+    regenerate = fixes.on_host(m, "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
     if not around.container and around.cdi and version and version not in around.cdi:
         evidence: Lines = (f"CDI files name driver {', '.join(around.cdi)}", f"the loaded kernel driver is {version}")
         title = "containers will get the libraries of another driver version"
@@ -330,7 +330,7 @@ def faulty_node(m: Case) -> Iterator[tuple[str, Match]]:
             allow = (f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
             fix: Lines = (*fixes.on_host(m), "In the container's configuration; then bind the nodes again:", *allow)
         elif container:
-            fix = (*m.on_host("nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), recreate)
+            fix = (*fixes.on_host(m, "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"), recreate)
         else:
             made = "nvidia-modprobe -u -c=0" if uvm else "nvidia-modprobe -c 0"
             fix = (fixes.sudo(m, f"rm -r {node.path}"), fixes.sudo(m, made))
@@ -344,14 +344,14 @@ def faulty_node(m: Case) -> Iterator[tuple[str, Match]]:
             fix = (
                 "Recreate the container; restarting the process inside is not enough.",
                 "To prevent it:",
-                *m.on_host("nvidia-ctk system create-dev-char-symlinks --create-all"),
+                *fixes.on_host(m, "nvidia-ctk system create-dev-char-symlinks --create-all"),
                 f"Or pass the nodes by name: --device {CONTROL} --device {UVM} --device /dev/nvidia0",
             )
         yield "D04", Match((line, allowed, *answers), fix, title)
 
     allows = _mode_allows(m, node)
     if node.error == "EACCES" and allows and not node.nodev and m.surroundings.selinux == "enforcing":
-        allow_it = m.on_host("ausearch -m avc -ts recent", "setsebool -P container_use_devices on")
+        allow_it = fixes.on_host(m, "ausearch -m avc -ts recent", "setsebool -P container_use_devices on")
         fix = ("Check whether SELinux denied it, then allow it:", *allow_it)
         yield "D06", Match((line, "SELinux is enforcing", *answers), fix)
     elif node.error == "EACCES" and node.nodev:
@@ -373,7 +373,7 @@ def faulty_node(m: Case) -> Iterator[tuple[str, Match]]:
         stay = "sh -c 'echo nvidia_uvm > /etc/modules-load.d/nvidia-uvm.conf'  # to have it after each start"
         make = ("nvidia-modprobe -u -c=0", stay) if uvm else ("nvidia-modprobe -c 0",)
         what = "the module nvidia_uvm is not loaded" if unloaded else ""
-        yield "D01", Match((line, what, *answers), (*m.on_host(*make), recreate), f"{node.path} is missing")
+        yield "D01", Match((line, what, *answers), (*fixes.on_host(m, *make), recreate), f"{node.path} is missing")
 
 
 def _let_in(m: Case, node: Node) -> Lines:

@@ -88,10 +88,6 @@ def too_old(m: Case) -> Match | None:
     return Match(evidence, ("Either install a torch that works with this driver:", *install, *update))
 
 
-def _toolkit_driver(m: Case) -> str:
-    return toolkit_driver(m.torch_cuda, _system(m)) if m.built_with else ""
-
-
 @rule("V02", "fit", "the driver cannot compile this PTX")
 def newer_ptx(m: Case) -> Match | None:
     """torch failed in this way; or it was not run, has only PTX for the card, and the driver is older."""
@@ -106,12 +102,13 @@ def newer_ptx(m: Case) -> Match | None:
             return None
         if not any(covers(codes, card.capability, cuda) for card in m.cards):
             return None
-    wanted, driver, torch = _toolkit_driver(m), m.driver_cuda, m.torch_cuda
+    driver, torch = m.driver_cuda, m.torch_cuda
+    wanted = toolkit_driver(torch, _system(m))
     known = (
         f"the driver supports CUDA up to {cuda_text(driver)}, torch was built with {torch}" if driver and torch else ""
     )
     update = f"Update the driver{f' to {wanted} or newer' if wanted else ''}:"
-    fix = (update, *fixes.install_driver(m, at_least=branch_of(wanted) if wanted else 0))
+    fix = (update, *fixes.install_driver(m, at_least=branch_of(wanted)))
     return Match((quoted(told), known), fix, likely=not told)
 
 
@@ -121,8 +118,8 @@ def missing_call(m: Case) -> Match | None:
     told = m.complaint(r"API call is not supported in the installed CUDA driver")
     if not told or not m.failed():
         return None
-    wanted = _toolkit_driver(m)
-    return Match((quoted(told),), fixes.install_driver(m, at_least=branch_of(wanted) if wanted else 0))
+    wanted = toolkit_driver(m.torch_cuda, _system(m))
+    return Match((quoted(told),), fixes.install_driver(m, at_least=branch_of(wanted)))
 
 
 page_only("V04", "fit", "the driver no longer supports this Kepler card")
@@ -436,12 +433,10 @@ def no_return(m: Case) -> Match | None:
         where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
         evidence = (told, f"also without torch: {m.answer}", where)
         again = "The driver's library crashes, not torch: reinstall the driver, or remove the library that replaces it."
-        if lib is None or not lib.via.startswith("LD_"):
-            return Match(evidence, (again,), title)
-        drop = fixes.unset(m, lib.via)
-        if lib.via == "LD_LIBRARY_PATH":
-            drop = fixes.drop_folder(m, lib.via, lib.path.rpartition("/")[0])
-        return Match(evidence, (f"{lib.path} crashes, not torch. Remove it:", *drop), title)
+        drop = fixes.drop_library(m, lib.path, lib.via) if lib else ()
+        if lib and drop:
+            return Match(evidence, (f"{lib.path} crashes, not torch. Remove it:", *drop), title)
+        return Match(evidence, (again,), title)
     slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
     return Match((told,), slow if hung else m.reinstall, title, likely=hung)
 

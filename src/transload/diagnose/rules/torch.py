@@ -199,13 +199,9 @@ def windows_arm(m: Case) -> Match | None:
 # -- the build
 
 
-def _never_supported(m: Case) -> bool:
-    """Whether no torch ever supported any of the cards: then a build without CUDA is the right one."""
-    return bool(m.cards) and not m.hardware.tegra and not any(_served(card.capability) for card in m.cards)
-
-
 @cache
-def _served(capability: Capability) -> bool:
+def _ever_supported(capability: Capability) -> bool:
+    """Whether any torch has code for a card: where none has, a build without CUDA is the right one."""
     platforms = ("linux-x86_64", "linux-aarch64")
     builds = (build for each in releases() for platform in platforms for build in index_builds(each, platform))
     return any(build.supports_card(capability) for build in builds)
@@ -234,7 +230,7 @@ def cpu_build(m: Case) -> Iterator[tuple[str, Match]]:
         get = "To use a GPU, request one first and run transload doctor again: it then names the torch to install."
         yield "T01", Match((built,), (f"Nothing is wrong if this is intended. {get}",), title, "note")
         return
-    if _never_supported(m):
+    if m.cards and not tegra and not any(_ever_supported(card.capability) for card in m.cards):
         title = "torch has no CUDA, and no build ever supported this card"
         yield "T01", Match(tuple(map(str, m.cards)), ("The CPU build is the right one.",), title, "note")
         return
@@ -367,11 +363,7 @@ def _own(lib: Resolved) -> str:
 
 def _drop(m: Case, lib: Resolved) -> Lines:
     """Prevent the loader from using a file that is not torch's own."""
-    if lib.via == "LD_LIBRARY_PATH":
-        return fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib.path))
-    if lib.via == "LD_PRELOAD":
-        return fixes.unset(m, "LD_PRELOAD")
-    return _bring(m, [lib])
+    return fixes.drop_library(m, lib.path, lib.via) or _bring(m, [lib])
 
 
 def _bring(m: Case, blamed: Iterable[Resolved]) -> Lines:

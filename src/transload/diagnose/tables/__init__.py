@@ -323,16 +323,14 @@ def cuda_text(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
+@cache
 def generation(name: str) -> Generation | None:
     """A generation by its name.
 
     >>> generation("Pascal")
     Generation(name='Pascal', last_branch=580, open_module='impossible', sure='stated')
     """
-    for row in table("drivers")["generations"]:
-        if row["name"] == name:
-            return Generation(**row)
-    return None
+    return next((Generation(**row) for row in table("drivers")["generations"] if row["name"] == name), None)
 
 
 @cache
@@ -436,13 +434,15 @@ class Build(NamedTuple):
     def supports_card(self, capability: Capability) -> bool:
         """Whether the build has code for a card, and a cuDNN that still runs on it."""
         cuda = parse_version(self.cuda or "0.0")
-        dropped = any(
-            self.cudnn
-            and parse_version(self.cudnn) >= parse_version(row["cudnn"])
-            and capability < parse_capability(row["capability"])
-            for row in table("torch_builds")["cudnn_floors"]
-        )
-        return covers(self.archs, capability, (cuda[0], cuda[1])) and not dropped
+        return covers(self.archs, capability, (cuda[0], cuda[1])) and capability >= _cudnn_floor(self.cudnn)
+
+
+@cache
+def _cudnn_floor(cudnn: str) -> Capability:
+    """The least capability that a cuDNN still runs on."""
+    floors = table("torch_builds")["cudnn_floors"] if cudnn else ()
+    reached = (row["capability"] for row in floors if parse_version(cudnn) >= parse_version(row["cudnn"]))
+    return max(map(parse_capability, reached), default=(0, 0))
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
 
 from transload.diagnose.tables import (
     INDEX,
@@ -13,7 +14,6 @@ from transload.diagnose.tables import (
     Build,
     Capability,
     Sure,
-    System,
     Version,
     branch_of,
     branch_of_cuda,
@@ -51,90 +51,6 @@ class WheelChoice:
     how_sure: Sure = "guess"
 
 
-class _Target(NamedTuple):
-    """The facts that decide: an empty ``driver`` and a ``driver_cuda`` of 0 are not known, no cards neither.
-
-    ``driver_cuda`` is what ``cuDriverGetVersion`` returned. ``driver_sees_cards`` is true of a driver that named the
-    cards itself: then no table may say that it cannot drive them.
-    """
-
-    driver: str
-    driver_cuda: int
-    cards: tuple[Capability, ...]
-    platform: str
-    python: Version
-    driver_sees_cards: bool
-
-    @property
-    def driver_known(self) -> bool:
-        """Whether anything is known of the driver."""
-        return bool(self.driver or self.driver_cuda)
-
-    @property
-    def system(self) -> System:
-        """Which column of the driver tables holds."""
-        return "windows" if self.platform.startswith("windows") else "linux"
-
-    @property
-    def branch(self) -> int:
-        """The driver's branch; 0 if not known."""
-        if self.driver:
-            return branch_of(self.driver)
-        return branch_of_cuda(cuda_text(self.driver_cuda)) if self.driver_cuda else 0
-
-    @property
-    def first_branch(self) -> int:
-        """The first branch that drives all the cards."""
-        return max((first_branch(card) for card in self.cards), default=0)
-
-    def last_branch(self, card: Capability) -> int:
-        """The last branch that drives a card; 0 if there is no last one."""
-        found = generation_of(card)
-        return found.last_branch if found else 0
-
-    @property
-    def last(self) -> int:
-        """The last branch that drives all the cards; 0 if there is no last one."""
-        return min(filter(None, map(self.last_branch, self.cards)), default=0)
-
-    @property
-    def too_new(self) -> bool:
-        """Whether the driver no longer drives one of the cards."""
-        return not self.driver_sees_cards and 0 < self.last < self.branch
-
-    def floor(self, build: Build) -> str:
-        """The least driver that runs a build on these cards."""
-        first = 0 if self.driver_sees_cards else self.first_branch
-        return max(driver_floor(build.cuda, self.system), str(first), key=parse_version)
-
-    def has_code(self, build: Build) -> bool:
-        """Whether a build has code for every card."""
-        return all(build.supports_card(card) for card in self.cards)
-
-    def drives(self, build: Build) -> bool:
-        """Whether the driver runs a build on these cards; a driver that is not known is believed to."""
-        if not self.driver_known:
-            return True
-        if not self.driver_sees_cards and (self.branch < self.first_branch or self.too_new):
-            return False
-        if self.driver_cuda:  # the runtime itself asks for no more than the driver's major version
-            return self.driver_cuda // 1000 >= parse_version(build.cuda)[0]
-        return parse_version(self.driver) >= parse_version(driver_floor(build.cuda, self.system))
-
-    def best(self, builds: Iterable[Build]) -> Build:
-        """The newest release; of its builds PyPI's, else one no newer than the driver's CUDA, else the usual one."""
-        announced = cuda_text(self.driver_cuda) if self.driver_cuda else cuda_of_branch(self.branch)
-
-        def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
-            usual = default_build(build.torch, "linux-x86_64")
-            cuda = parse_version(build.cuda)
-            native = not announced or cuda <= parse_version(announced)
-            same = usual is not None and usual.build == build.build
-            return parse_version(build.torch), build.on_pypi, native, same, cuda
-
-        return max(builds, key=merit)
-
-
 def choose_wheel(
     *,
     driver: str | None,
@@ -163,14 +79,95 @@ def choose_wheel(
     """
     cards = tuple(sorted(set(capabilities)))
     known = driver if driver and numbers_of(driver) else ""
-    target = _Target(known, driver_cuda or 0, cards, platform, python, driver_sees_cards)
-    wanted = releases()
+    return _choice(_Target(known, driver_cuda or 0, cards, platform, python, driver_sees_cards), torch)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The facts that decide: an empty ``driver`` and a ``driver_cuda`` of 0 are not known, no cards neither."""
+
+    driver: str
+    driver_cuda: int
+    cards: tuple[Capability, ...]
+    platform: str
+    python: Version
+    driver_sees_cards: bool
+
+    @property
+    def driver_known(self) -> bool:
+        """Whether anything is known of the driver."""
+        return bool(self.driver or self.driver_cuda)
+
+    @cached_property
+    def branch(self) -> int:
+        """The driver's branch; 0 if not known."""
+        if self.driver:
+            return branch_of(self.driver)
+        return branch_of_cuda(cuda_text(self.driver_cuda)) if self.driver_cuda else 0
+
+    @cached_property
+    def first(self) -> int:
+        """The first branch that drives all the cards."""
+        return max(map(first_branch, self.cards), default=0)
+
+    @cached_property
+    def last(self) -> int:
+        """The last branch that drives all the cards; 0 if there is no last one."""
+        return min(filter(None, map(_last_branch, self.cards)), default=0)
+
+    @property
+    def too_new(self) -> bool:
+        """Whether the driver no longer drives one of the cards."""
+        return not self.driver_sees_cards and 0 < self.last < self.branch
+
+    def needed_by(self, build: Build) -> str:
+        """The least driver that runs a build, on whatever card."""
+        return driver_floor(build.cuda, "windows" if self.platform.startswith("windows") else "linux")
+
+    def floor(self, build: Build) -> str:
+        """The least driver that runs a build on these cards."""
+        first = 0 if self.driver_sees_cards else self.first
+        return max(self.needed_by(build), str(first), key=parse_version)
+
+    def drives(self, build: Build) -> bool:
+        """Whether the driver runs a build on these cards; a driver that is not known is believed to."""
+        if not self.driver_known:
+            return True
+        if not self.driver_sees_cards and (self.branch < self.first or self.too_new):
+            return False
+        if self.driver_cuda:  # the runtime itself asks for no more than the driver's major version
+            return self.driver_cuda // 1000 >= parse_version(build.cuda)[0]
+        return parse_version(self.driver) >= parse_version(self.needed_by(build))
+
+    def best(self, builds: Iterable[Build]) -> Build:
+        """The newest release; of its builds PyPI's, else one no newer than the driver's CUDA, else the usual one."""
+        announced = cuda_text(self.driver_cuda) if self.driver_cuda else cuda_of_branch(self.branch)
+
+        def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
+            usual = default_build(build.torch, "linux-x86_64")
+            cuda = parse_version(build.cuda)
+            native = not announced or cuda <= parse_version(announced)
+            same = usual is not None and usual.build == build.build
+            return parse_version(build.torch), build.on_pypi, native, same, cuda
+
+        return max(builds, key=merit)
+
+
+def _last_branch(card: Capability) -> int:
+    """The last branch that drives a card; 0 if there is no last one."""
+    found = generation_of(card)
+    return found.last_branch if found else 0
+
+
+@lru_cache(maxsize=64)  # the fix of one finding asks several times, and so do several findings
+def _choice(target: _Target, torch: str | None) -> WheelChoice:
+    cards, wanted = target.cards, releases()
     if torch is not None:
         numbers = numbers_of(torch)
         wanted = tuple(each for each in wanted if numbers and parse_version(each)[: len(numbers)] == numbers)
-    here = [build for release in wanted for build in index_builds(release, platform) if build.archs]
-    with_code = [build for build in here if target.has_code(build)]
-    usable = [build for build in with_code if build.supports_python(python)]
+    here = [build for release in wanted for build in index_builds(release, target.platform) if build.archs]
+    with_code = [build for build in here if all(build.supports_card(card) for card in cards)]
+    usable = [build for build in with_code if build.supports_python(target.python)]
     # no driver runs a build that is too new for one card and too old for another
     possible = [each for each in usable if not target.last or branch_of(target.floor(each)) <= target.last]
     fitting = [build for build in usable if target.drives(build)]
@@ -188,17 +185,18 @@ def choose_wheel(
     else:
         if target.too_new:
             direction, needs, best = "older", str(target.last), target.best(possible)
-            dropped = tuple(card for card in cards if 0 < target.last_branch(card) < target.branch)
+            dropped = tuple(card for card in cards if 0 < _last_branch(card) < target.branch)
             change = f"Drivers after branch {needs} do not support {_names(dropped)}: install one of branch {needs}."
         else:
             least = min(branch_of(target.floor(build)) for build in possible)
             best = target.best(build for build in possible if branch_of(target.floor(build)) == least)
             direction, needs = "newer", target.floor(best)
-            present = f"Driver {known}" if known else f"The driver, for CUDA {cuda_text(target.driver_cuda)},"
+            cuda = f"The driver, for CUDA {cuda_text(target.driver_cuda)},"
+            present = f"Driver {target.driver}" if target.driver else cuda
             change = f"{present} is too old for {_names(cards)}: install {needs} or newer."
         more = []
         # a newer torch, or PyPI's, that only another driver would run
-        newest = target._replace(driver="", driver_cuda=0).best(possible)
+        newest = replace(target, driver="", driver_cuda=0).best(possible)
         floor = target.floor(newest)
         if newest != best and parse_version(floor) > parse_version(target.floor(best)):
             more.append(f"torch {newest.torch} {newest.build} runs with driver {floor} or newer.")
