@@ -24,7 +24,7 @@ from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
 from transload.formats.torch_legacy import looks_like_legacy
 from transload.io.journal import has_journal, journal_of, names_of, state_of
-from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, inflated
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -32,11 +32,13 @@ from transload.rescuing.archive import (
     Recovered,
     claim_of,
     differences,
+    is_clutter,
     key_of,
+    method_of,
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, inflated, repairs_of
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, repairs_of
 from transload.rescuing.result import Repair
 from transload.rescuing.zip_scan import FoundRecord, Scan, find_directory, find_header, starts_record
 
@@ -285,16 +287,8 @@ _MAX_JOURNAL = 1 << 30
 _PACKED_CHUNK = 1 << 16
 _SIP = 1 << 10
 _RECORDS = (
-    b"data.pkl",
-    b"constants.pkl",
-    b"model.json",
-    b"archive_format",
-    b"data/0",
-    b"tensors/0",
-    b"byteorder",
-    b"version",
-    b".data/extern_modules",
-    b".data/python_version",
+    b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
+    b".data/python_version".split()
 )
 """Records of an archive that is a checkpoint itself."""
 
@@ -487,14 +481,14 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     repairs: list[Repair] = []
     damaged = False
     if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
-        (verdict,) = check_records(source, [claim_of(record, _method(record), summed=True)])
+        (verdict,) = check_records(source, [claim_of(record, summed=True)])
         repairs = repairs_of(source, verdict, "")
         if verdict.state == "mended":
             place = f"byte {repairs[0].position:,}"
             notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
         damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
-    if _method(record) == DEFLATED:
+    if method_of(record) == DEFLATED:
         file, limit = _temporary_file(stack), _unpacked_limit(source)
         for piece in _inflated(content, record):
             file.write(piece)
@@ -506,7 +500,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
 
 def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
     name = record.names[0]
-    if name.startswith(b"__MACOSX/") or name.rpartition(b"/")[2].startswith(b"._"):
+    if is_clutter(name):
         return False
     head = _head(source, record)
     if starts_record(head) or looks_like_damaged_legacy(head):
@@ -514,27 +508,19 @@ def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
     return name.lower().endswith(_SUFFIXES) and record.present > 64
 
 
-def _method(record: FoundRecord) -> int:
-    return record.entry.method if record.entry else record.local.method if record.local else 0
-
-
 def _head(source: Source, record: FoundRecord) -> Source:
     """The first bytes of a record."""
-    if _method(record) != DEFLATED:
+    if method_of(record) != DEFLATED:
         return Slice(source, record.payload, min(64, record.present), source.name)
-    return BytesSource(next(_inflated(Slice(source, record.payload, record.present, source.name), record), b"")[:64])
+    packed = Slice(source, record.payload, record.present, source.name)
+    return BytesSource(next(filter(None, _inflated(packed, record)), b"")[:64])
 
 
 def _inflated(packed: Source, record: FoundRecord) -> Iterator[bytes]:
     """What a deflated record inflates to, up to the first damage and to the size it declares."""
     size = record.entry.size if record.entry else record.descriptor.size if record.descriptor else 1 << 62
-    left = min(size, MAX_RATIO * record.present + 64)
     with suppress(zlib.error):
-        for piece in inflated(packed, 0, packed.size):
-            yield piece[:left]
-            left -= len(piece)
-            if left <= 0:
-                return
+        yield from inflated(packed, 0, packed.size, min(size, MAX_RATIO * record.present + 64))
 
 
 class _Damaged(Slice):

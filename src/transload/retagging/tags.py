@@ -384,14 +384,14 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
             if kind is Persistent and (tag := tag_of(left)) is not None:
                 if tag_of(right) != renamed(tag):
                     return False
-                below = tuple((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
+                mine, theirs = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
             elif kind in _FIELDS:
-                below = _FIELDS[kind](left), _FIELDS[kind](right)
+                mine, theirs = _FIELDS[kind](left), _FIELDS[kind](right)
             elif kind in (tuple, list, bytearray):
-                below = left, right
+                mine, theirs = left, right
             else:
                 return False
-            if len(below[0]) != len(below[1]):
+            if len(mine) != len(theirs):
                 return False
-            todo.append(below)
+            todo.append((mine, theirs))
     return True
