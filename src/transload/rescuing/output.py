@@ -30,6 +30,7 @@ from transload.rescuing.archive import (
     stored_record,
 )
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
+from transload.tensors.damage import with_parts
 
 __all__ = ["Outcomes", "completed", "extents", "filled", "is_program", "rebuilt", "refuse_growth", "without_lost"]
 
@@ -120,17 +121,17 @@ class Outcomes:
 
 def extents(tensor: Tensor, storages: dict[str, Storage]) -> Iterator[tuple[Storage, int, int]]:
     """The storages a tensor and its parts are in, and from which byte of the file to which."""
-    for part in tensor.parts:
-        yield from extents(part, storages)
-    storage = storages.get(tensor.storage or "")
-    if storage is None:
-        return
-    if not tensor.numel:
-        yield storage, 0, 0
-        return
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
-    base = storage.offset or 0
-    yield storage, base + itemsize(tensor.dtype, tensor.offset), base + itemsize(tensor.dtype, tensor.offset + last + 1)
+    for part in with_parts(tensor):
+        storage = storages.get(part.storage or "")
+        if storage is None:
+            continue
+        start = end = 0
+        if part.numel:
+            last = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=False))
+            base = storage.offset or 0
+            start = base + itemsize(part.dtype, part.offset)
+            end = base + itemsize(part.dtype, part.offset + last + 1)
+        yield storage, start, end
 
 
 # -- records that an archive lacks

@@ -295,14 +295,18 @@ _RECORDS = (
 _SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".tar", b".gz", b".zip", b".pkl")
 
 
-def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source:
-    """What is inside a source, layer by layer; the source itself if there is nothing around it."""
+def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool]:
+    """What is inside a source, layer by layer, and whether it is as it was packed.
+
+    The source itself if there is nothing around it.
+    """
+    whole = True
     for _ in range(_MAX_LAYERS):
         inner = _decompressed(source, stack, notes) or _extracted(source, member, stack, notes)
         if inner is None:
             break
-        source = inner
-    return source
+        source, whole = inner
+    return source, whole
 
 
 def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None:
@@ -390,8 +394,8 @@ _COMPRESSIONS: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
 )
 
 
-def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source | None:
-    """What a compressed source decompresses to, in a temporary file; ``None`` if it is not compressed."""
+def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
+    """What a source decompresses to, in a temporary file, and whether that is all; ``None`` if not compressed."""
     head = source.read(0, 8)
     name, make = next(((name, make) for sign, name, make in _COMPRESSIONS if head.startswith(sign)), ("", None))
     if make is None:
@@ -408,7 +412,7 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source 
         )
     cut = "" if whole else "; the compressed data breaks off there"
     notes.append(f"decompressed from {name}: {unpacked.size:,} bytes{cut}")
-    return unpacked if whole else _Damaged(unpacked, 0, unpacked.size, unpacked.name)
+    return unpacked, whole
 
 
 def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
@@ -459,8 +463,8 @@ def _feed(unpacker: Any, data: bytes, file: BinaryIO, source: Source) -> bool:
 # -- an archive around a checkpoint
 
 
-def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source | None:
-    """The checkpoint in an archive; ``None`` if the archive holds none or is one itself."""
+def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
+    """The checkpoint in an archive, and whether it is whole; ``None`` if the archive holds none or is one itself."""
     if not starts_record(source):
         return None
     records = [record for record in Scan(source).records if record.names and not record.replaced]
@@ -495,7 +499,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
             if file.tell() >= limit:
                 break
         content = _file_source(file, source.name)
-    return _Damaged(content, 0, content.size, content.name) if damaged else content
+    return content, not damaged
 
 
 def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
@@ -521,9 +525,3 @@ def _inflated(packed: Source, record: FoundRecord) -> Iterator[bytes]:
     size = record.entry.size if record.entry else record.descriptor.size if record.descriptor else 1 << 62
     with suppress(zlib.error):
         yield from inflated(packed, 0, packed.size, min(size, MAX_RATIO * record.present + 64))
-
-
-class _Damaged(Slice):
-    """What was taken out of something that is not as it was saved."""
-
-    whole = False
