@@ -40,7 +40,7 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, repairs_of
 from transload.rescuing.result import Repair
-from transload.rescuing.zip_scan import FoundRecord, Scan, find_directory, find_header, starts_record
+from transload.rescuing.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 
 __all__ = ["journal_undone", "recover", "unwrapped"]
 
@@ -158,14 +158,7 @@ def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
 
 def looks_like_damaged_legacy(source: Source) -> bool:
     """Whether a source begins like a legacy stream, but for a bit or two."""
-    return _distance(source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING) <= _MAX_FLIPPED
-
-
-def _distance(one: bytes, other: bytes) -> int:
-    """Bits that differ; many if one is shorter."""
-    if len(one) != len(other):
-        return 8 * len(other)
-    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
+    return distance(source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING) <= _MAX_FLIPPED
 
 
 def _recover_legacy(source: Source) -> Recovered | None:
@@ -199,7 +192,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
     for slot in slots:
         here, count = source.read(at, _COUNT), (slot.nbytes // ITEMSIZE[slot.dtype]).to_bytes(_COUNT, "little")
         repairs += differences(at, here.ljust(_COUNT, b"\0"), count)
-        right.append(len(here) < _COUNT or _distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
+        right.append(len(here) < _COUNT or distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
         at += _COUNT + slot.nbytes
     at, lost = first, False
     ranges: list[LostRange] = []
