@@ -371,6 +371,8 @@ _WIDTHS = {
     **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
     **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
 }
+_STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (_WEIGHTS_ONLY | {*_REFUSED}) - {*b".", *_LINES, *_COUNTED}}
+"""From an opcode to the next one, where that is always as far."""
 
 _MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
 _MAX_KEY_PARTS = 16
@@ -479,16 +481,18 @@ def opcodes(data: bytes, start: int = 0) -> Iterator[tuple[int, int]]:
     while position < size:
         code = data[position]
         yield position, code
-        position += 1
-        if code == 0x2E or (code not in _WEIGHTS_ONLY and code not in _REFUSED):
-            return
-        if code in _LINES:
+        step = _STEPS.get(code)
+        if step is not None:
+            position += step
+        elif code in _LINES:
+            position += 1
             for _ in range(_LINES[code]):
                 position = data.find(b"\n", position) + 1 or size
+        elif code in _COUNTED:
+            end = position + 1 + _WIDTHS[code]
+            position = end + int.from_bytes(data[position + 1 : end], "little")
         else:
-            width = _WIDTHS.get(code, 0)
-            counted = int.from_bytes(data[position : position + width], "little") if code in _COUNTED else 0
-            position += width + counted
+            return
 
 
 def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µs each

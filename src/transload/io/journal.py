@@ -126,12 +126,9 @@ class Disk:
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are on the disk, where the system supports that."""
-        with suppress(OSError):  # Windows opens no folders; some network file systems flush none
-            descriptor = os.open(folder or os.curdir, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        from transload.io.atomic import flush_directory
+
+        flush_directory(folder)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, replacing what has the new name."""
@@ -281,16 +278,10 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
 
 def _lock(descriptor: int, path: str) -> None:
     """Lock an open file against every other process that uses locks, until it is closed."""
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-    except ImportError:  # pragma: no cover (Windows)
-        return
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        raise BusyFileError("another process has locked it", where=path, fix="Wait until it is done.") from None
-    except OSError:  # a network file system without locks
-        return
+    from transload.io.atomic import lock
+
+    if lock(descriptor) is False:
+        raise BusyFileError("another process has locked it", where=path, fix="Wait until it is done.")
 
 
 def _refuse_changed(seen: os.stat_result, now: os.stat_result, path: str) -> None:

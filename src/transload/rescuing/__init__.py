@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Literal
 
-from transload.checkpoint import FORMATS, Checkpoint, Storage, Tensor
+from transload.checkpoint import FORMATS, Checkpoint
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import Problem, rescue_command
 from transload.formats import no_collecting, read_source
@@ -32,7 +32,7 @@ from transload.rescuing.output import Outcomes, completed, filled, is_program, r
 from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome
 from transload.tensors.content import Content, open_content
-from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records
+from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records, with_parts
 
 __all__ = ["Rescue", "rescue"]
 
@@ -178,14 +178,14 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
     if not source.size:
         raise RescueError("the file is empty", where=source.name)
     inner = (journal_undone(path, source, notes) if path else None) or source
-    inner = unwrapped(inner, member, stack, notes)
+    inner, whole = unwrapped(inner, member, stack, notes)
     recovered = recover(inner, stack)
     if recovered is None:  # of another format: what the reader makes of it is all there is
         checkpoint = read_source(inner)
         if checkpoint.format not in FORMATS or not checkpoint.tensors:
             raise _nothing_to_rescue(checkpoint, inner.name)
         recovered = Recovered(inner, exact=True, all_unchecked=True)
-    if recovered.all_unchecked and not getattr(inner, "whole", True):
+    if recovered.all_unchecked and not whole:
         broken = "the compressed data is damaged, and the file inside has no checksums"
         recovered = recovered._replace(warnings=(*recovered.warnings, broken))
     return source, recovered._replace(nbytes=inner.size)
@@ -369,7 +369,8 @@ def _outcomes(
     repaired_at = {place for key in undone for place in (key[:2], key[::2])}
     for tensor in checkpoint.tensors:
         damage = damaged.get(tensor.name)
-        held = list(_storages(content, tensor))
+        stored = (content.storage(part) for part in with_parts(tensor))
+        held = [storage for storage in stored if storage is not None and storage.nbytes]
         places = {(each.file, each.record if each.offset is None else each.offset) for each in held}
         if damage is None and not any(each.id.startswith(distrusted) for each in held):
             state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
@@ -381,14 +382,6 @@ def _outcomes(
     for name, damage in damaged.items():
         if name not in there:
             yield TensorOutcome(name, "lost", 0, checked=False, why=damage.detail)
-
-
-def _storages(content: Content, tensor: Tensor) -> Iterator[Storage]:
-    for part in tensor.parts:
-        yield from _storages(content, part)
-    storage = content.storage(tensor)
-    if storage is not None and storage.nbytes:
-        yield storage
 
 
 def _file_warnings(checkpoint: Checkpoint, lost: Container[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from transload.findings import Problem
 from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
-from transload.io.sources import Assembly, BytesSource, FileSource, Part, Source, copied
+from transload.io.sources import Assembly, BytesSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
@@ -34,11 +34,14 @@ __all__ = [
     "checksum",
     "claim_of",
     "differences",
+    "is_clutter",
     "key_of",
     "literal",
+    "method_of",
     "recover_archive",
     "recover_directory",
     "repaired",
+    "replaced",
     "stored_record",
 ]
 
@@ -108,15 +111,21 @@ def literal(data: bytes) -> Part:
     return Part(BytesSource(data), 0, len(data))
 
 
+def replaced(source: Source, start: int, end: int, others: Iterable[tuple[int, Part]]) -> Iterator[Part]:
+    """The bytes of a source from ``start`` to ``end``, with other parts at some offsets in place of its own bytes."""
+    at = start
+    for offset, part in others:
+        if at <= offset < end and part.length:
+            yield Part(source, at, offset - at)
+            yield part
+            at = offset + part.length
+    yield Part(source, at, end - at)
+
+
 def repaired(source: Source, offset: int, length: int, repairs: Iterable[Repair]) -> Iterator[Part]:
     """Some bytes of a source, with repairs."""
-    at, end = offset, offset + length
-    for repair in sorted(repairs):
-        if at <= repair.position < end:
-            yield Part(source, at, repair.position - at)
-            yield literal(bytes([repair.new]))
-            at = repair.position + 1
-    yield Part(source, at, end - at)
+    right = ((repair.position, literal(bytes([repair.new]))) for repair in sorted(repairs))
+    return replaced(source, offset, offset + length, right)
 
 
 def differences(offset: int, here: bytes, right: bytes, certainty: Certainty = "proven") -> list[Repair]:
@@ -324,7 +333,7 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
         if not settled:
             unsettled.add(name)
     summed = _has_checksums(named.values())
-    claims = [claim_of(record, _method(record), summed=summed) for record in named.values()]
+    claims = [claim_of(record, summed=summed) for record in named.values()]
     out: list[_Checked] = []
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
         verdict = first
@@ -354,7 +363,8 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
     return out
 
 
-def _method(record: FoundRecord) -> int:
+def method_of(record: FoundRecord) -> int:
+    """How its bytes are packed, by what most of its headers say."""
     methods = {each.method for each in (record.local, record.entry) if each is not None}
     if len(methods) == 1:
         return methods.pop()
@@ -386,10 +396,10 @@ def _checksums(record: FoundRecord) -> tuple[int, ...]:
     return (entry.crc32,) if moved and (same_size or renamed) else tuple(copies)
 
 
-def claim_of(record: FoundRecord, method: int, *, summed: bool) -> Claim:
+def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
     """What the headers say of the bytes of a record; ``summed`` is whether its checksums mean something."""
     sizes = [each.size for each in (record.entry, record.descriptor, record.local) if each is not None and each.size]
-    size = record.stored
+    method, size = method_of(record), record.stored
     if method:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, MAX_RATIO * record.stored + 64)
     checksums = _checksums(record) if summed and record.stored else ()
@@ -636,7 +646,7 @@ def _assemble(
 
 def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveRecord]:
     """The records below one folder, where torch looks for them, without those that archivers add."""
-    names = [record.name for record in records if not _is_clutter(record.name)]
+    names = [record.name for record in records if not is_clutter(record.name)]
     tops = Counter(name.partition(b"/")[0] + b"/" for name in names if b"/" in name)
     prefix = tops.most_common(1)[0][0] if tops else b""
     for index in (b"data.pkl", b"constants.pkl", b"model.json", b"archive_format", b"version"):
@@ -648,7 +658,7 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
     inside: list[ArchiveRecord] = []
     outside: list[ArchiveRecord] = []
     for record in records:
-        kept = not _is_clutter(record.name) and record.name.startswith(prefix)
+        kept = not is_clutter(record.name) and record.name.startswith(prefix)
         (inside if kept else outside).append(record)
     if outside:
         some = outside[0].name.decode("utf-8", "backslashreplace")[:80]
@@ -659,7 +669,7 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
     return [record._replace(name=root + b"/" + record.name[len(prefix) :], header=-1) for record in inside]
 
 
-def _is_clutter(name: bytes) -> bool:
+def is_clutter(name: bytes) -> bool:
     """Whether a record is a folder, or what macOS puts into every archive."""
     last = name.rpartition(b"/")[2]
     return not last or name.startswith(b"__MACOSX/") or last == b".DS_Store" or last.startswith(b"._")
@@ -688,30 +698,10 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 # -- unzipped directories
 
 
-class _File:
-    """A file that is open only while it is read: an archive has more records than a process may have files open."""
-
-    def __init__(self, path: str, size: int) -> None:
-        self.name = path
-        self.size = size
-
-    def read(self, offset: int, count: int) -> bytes:
-        source = FileSource(self.name)
-        try:
-            return source.read(offset, min(count, self.size - offset))
-        finally:
-            source.close()
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        return copied(self, offset, buffer)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def recover_directory(path: str) -> Recovered | None:
     """The archive that was unzipped into a directory; ``None`` if it was none. Its files have no checksums."""
     from transload.formats.directory import open_directory
+    from transload.tensors import ReopenedFile
 
     problems: list[Problem] = []
     files = open_directory(path, problems).records.values()
@@ -724,7 +714,7 @@ def recover_directory(path: str) -> Recovered | None:
     # The index first, as torch writes it, so that a cut of the new file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
         name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - texts throughout, as given
-        content = Part(_File(os.path.join(top, file.name), file.size), 0, file.size)  # noqa: PTH118 - as above
+        content = Part(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
         records.append(stored_record(name, content, order=order, origin=name))
     records = _with_version(_normalized(records, notes), notes)
     made = archive(records, path)

@@ -31,7 +31,6 @@ __all__ = [
     "Claim",
     "Verdict",
     "check_records",
-    "inflated",
     "repaired_bytes",
     "repairs_of",
 ]
@@ -207,7 +206,7 @@ def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, tuple[int
     def inflate(claim: Claim) -> None:
         value, size = 0, 0
         try:
-            for piece in inflated(source, claim.payload, claim.stored):
+            for piece in _inflated(source, claim.payload, claim.stored):
                 value, size = zlib.crc32(piece, value), size + len(piece)
                 if size > claim.size >= 0:  # a bomb, or damage
                     return
@@ -248,7 +247,7 @@ def _repair_stored(claim: Claim, value: int) -> Verdict:
 # -- deflated records
 
 
-def inflated(source: Source, offset: int, stored: int) -> Iterator[bytes]:
+def _inflated(source: Source, offset: int, stored: int) -> Iterator[bytes]:
     """What deflated bytes inflate to, a piece at a time; raises ``zlib.error`` where they are damaged or cut."""
     unpack, taken = zlib.decompressobj(-15), 0
     while not unpack.eof:

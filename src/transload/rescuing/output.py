@@ -26,9 +26,11 @@ from transload.rescuing.archive import (
     checksum,
     key_of,
     literal,
+    replaced,
     stored_record,
 )
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
+from transload.tensors.damage import with_parts
 
 __all__ = ["Outcomes", "completed", "extents", "filled", "is_program", "rebuilt", "refuse_growth", "without_lost"]
 
@@ -119,17 +121,17 @@ class Outcomes:
 
 def extents(tensor: Tensor, storages: dict[str, Storage]) -> Iterator[tuple[Storage, int, int]]:
     """The storages a tensor and its parts are in, and from which byte of the file to which."""
-    for part in tensor.parts:
-        yield from extents(part, storages)
-    storage = storages.get(tensor.storage or "")
-    if storage is None:
-        return
-    if not tensor.numel:
-        yield storage, 0, 0
-        return
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=False))
-    base = storage.offset or 0
-    yield storage, base + itemsize(tensor.dtype, tensor.offset), base + itemsize(tensor.dtype, tensor.offset + last + 1)
+    for part in with_parts(tensor):
+        storage = storages.get(part.storage or "")
+        if storage is None:
+            continue
+        start = end = 0
+        if part.numel:
+            last = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=False))
+            base = storage.offset or 0
+            start = base + itemsize(part.dtype, part.offset)
+            end = base + itemsize(part.dtype, part.offset + last + 1)
+        yield storage, start, end
 
 
 # -- records that an archive lacks
@@ -201,16 +203,12 @@ def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
     return archive(summed, recovered.source.name)
 
 
-_Fill = tuple[int, int, bytes]
-"""From which byte to which, and with what pattern."""
-
-
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     """The same file with a pattern in the place of every lost byte; an element is filled as a whole."""
     dtypes: dict[str | None, str] = {}  # that of the first tensor in a storage: newer files name bytes only
     for tensor in checkpoint.tensors:
         dtypes.setdefault(tensor.storage, tensor.dtype)
-    fills: list[_Fill] = []
+    fills: list[tuple[int, Part]] = []
     for storage in checkpoint.storages:
         if storage.offset is None:
             continue
@@ -223,10 +221,13 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
             first = max(lost.start - storage.offset, 0)
             last = min(lost.end - storage.offset, storage.nbytes)
             if first < last:
-                fills.append((storage.offset + first - first % len(pattern), storage.offset + last, pattern))
+                first -= first % len(pattern)
+                filler = Filler(last - first, pattern)
+                fills.append((storage.offset + first, Part(filler, 0, filler.size)))
     fills.sort(key=lambda each: each[0])
     if not recovered.records:
-        return Assembly(_with_fills(recovered.source, fills), recovered.source.name)
+        source = recovered.source
+        return Assembly(replaced(source, 0, source.size, fills), source.name)
     starts: dict[bytes, int] = {}
     for piece in archive_pieces(recovered.records):
         if piece.record is not None:
@@ -234,23 +235,11 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     records: list[ArchiveRecord] = []
     for record in recovered.records:
         start = starts.get(record.name, 0)
-        inside = [(a - start, b - start, with_) for a, b, with_ in fills if start <= a and b <= start + record.stored]
-        if inside:
-            content = tuple(_with_fills(Assembly(record.content, ""), inside))
-            records.append(record._replace(content=content, crc32=0))
-        else:
-            records.append(record)
+        end = start + record.stored
+        inside = [(at - start, part) for at, part in fills if start <= at and at + part.length <= end]
+        parts = tuple(replaced(Assembly(record.content, ""), 0, record.stored, inside))
+        records.append(record._replace(content=parts, crc32=0) if inside else record)
     return rebuilt(recovered, records)
-
-
-def _with_fills(source: Source, fills: Sequence[_Fill]) -> Iterator[Part]:
-    at = 0
-    for start, end, pattern in fills:
-        if at <= start < end:
-            yield Part(source, at, start - at)
-            yield Part(Filler(end - start, pattern), 0, end - start)
-            at = end
-    yield Part(source, at, source.size - at)
 
 
 # -- without what is lost

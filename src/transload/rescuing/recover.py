@@ -24,7 +24,7 @@ from transload.formats.safetensors import looks_like as looks_like_safetensors
 from transload.formats.tensors import claimed
 from transload.formats.torch_legacy import looks_like_legacy
 from transload.io.journal import journal_of, names_of, state_of
-from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, has_journal
+from transload.io.sources import Assembly, BytesSource, ObjectSource, Part, Slice, Source, has_journal, inflated
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -32,13 +32,15 @@ from transload.rescuing.archive import (
     Recovered,
     claim_of,
     differences,
+    is_clutter,
     key_of,
+    method_of,
     recover_archive,
     repaired,
 )
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, inflated, repairs_of
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, repairs_of
 from transload.rescuing.result import Repair
-from transload.rescuing.zip_scan import FoundRecord, Scan, find_directory, find_header, starts_record
+from transload.rescuing.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 
 __all__ = ["journal_undone", "recover", "unwrapped"]
 
@@ -156,14 +158,7 @@ def _is_within(source: Source, offset: int, outer: Recovered) -> bool:
 
 def looks_like_damaged_legacy(source: Source) -> bool:
     """Whether a source begins like a legacy stream, but for a bit or two."""
-    return _distance(source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING) <= _MAX_FLIPPED
-
-
-def _distance(one: bytes, other: bytes) -> int:
-    """Bits that differ; many if one is shorter."""
-    if len(one) != len(other):
-        return 8 * len(other)
-    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
+    return distance(source.read(0, len(_LEGACY_OPENING)), _LEGACY_OPENING) <= _MAX_FLIPPED
 
 
 def _recover_legacy(source: Source) -> Recovered | None:
@@ -197,7 +192,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
     for slot in slots:
         here, count = source.read(at, _COUNT), (slot.nbytes // ITEMSIZE[slot.dtype]).to_bytes(_COUNT, "little")
         repairs += differences(at, here.ljust(_COUNT, b"\0"), count)
-        right.append(len(here) < _COUNT or _distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
+        right.append(len(here) < _COUNT or distance(here, count) <= (_MAX_FLIPPED if same_size else 0))
         at += _COUNT + slot.nbytes
     at, lost = first, False
     ranges: list[LostRange] = []
@@ -285,30 +280,26 @@ _MAX_JOURNAL = 1 << 30
 _PACKED_CHUNK = 1 << 16
 _SIP = 1 << 10
 _RECORDS = (
-    b"data.pkl",
-    b"constants.pkl",
-    b"model.json",
-    b"archive_format",
-    b"data/0",
-    b"tensors/0",
-    b"byteorder",
-    b"version",
-    b".data/extern_modules",
-    b".data/python_version",
+    b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
+    b".data/python_version".split()
 )
 """Records of an archive that is a checkpoint itself."""
 
 _SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".tar", b".gz", b".zip", b".pkl")
 
 
-def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source:
-    """What is inside a source, layer by layer; the source itself if there is nothing around it."""
+def unwrapped(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool]:
+    """What is inside a source, layer by layer, and whether it is as it was packed.
+
+    The source itself if there is nothing around it.
+    """
+    whole = True
     for _ in range(_MAX_LAYERS):
         inner = _decompressed(source, stack, notes) or _extracted(source, member, stack, notes)
         if inner is None:
             break
-        source = inner
-    return source
+        source, whole = inner
+    return source, whole
 
 
 def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None:
@@ -396,8 +387,8 @@ _COMPRESSIONS: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
 )
 
 
-def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source | None:
-    """What a compressed source decompresses to, in a temporary file; ``None`` if it is not compressed."""
+def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
+    """What a source decompresses to, in a temporary file, and whether that is all; ``None`` if not compressed."""
     head = source.read(0, 8)
     name, make = next(((name, make) for sign, name, make in _COMPRESSIONS if head.startswith(sign)), ("", None))
     if make is None:
@@ -414,7 +405,7 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> Source 
         )
     cut = "" if whole else "; the compressed data breaks off there"
     notes.append(f"decompressed from {name}: {unpacked.size:,} bytes{cut}")
-    return unpacked if whole else _Damaged(unpacked, 0, unpacked.size, unpacked.name)
+    return unpacked, whole
 
 
 def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
@@ -465,8 +456,8 @@ def _feed(unpacker: Any, data: bytes, file: BinaryIO, source: Source) -> bool:
 # -- an archive around a checkpoint
 
 
-def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> Source | None:
-    """The checkpoint in an archive; ``None`` if the archive holds none or is one itself."""
+def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) -> tuple[Source, bool] | None:
+    """The checkpoint in an archive, and whether it is whole; ``None`` if the archive holds none or is one itself."""
     if not starts_record(source):
         return None
     records = [record for record in Scan(source).records if record.names and not record.replaced]
@@ -487,26 +478,26 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     repairs: list[Repair] = []
     damaged = False
     if not starts_record(_head(source, record)):  # it has no checksums inside: its own tells of damage
-        (verdict,) = check_records(source, [claim_of(record, _method(record), summed=True)])
+        (verdict,) = check_records(source, [claim_of(record, summed=True)])
         repairs = repairs_of(source, verdict, "")
         if verdict.state == "mended":
             place = f"byte {repairs[0].position:,}"
             notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
         damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
-    if _method(record) == DEFLATED:
+    if method_of(record) == DEFLATED:
         file, limit = _temporary_file(stack), _unpacked_limit(source)
         for piece in _inflated(content, record):
             file.write(piece)
             if file.tell() >= limit:
                 break
         content = _file_source(file, source.name)
-    return _Damaged(content, 0, content.size, content.name) if damaged else content
+    return content, not damaged
 
 
 def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
     name = record.names[0]
-    if name.startswith(b"__MACOSX/") or name.rpartition(b"/")[2].startswith(b"._"):
+    if is_clutter(name):
         return False
     head = _head(source, record)
     if starts_record(head) or looks_like_damaged_legacy(head):
@@ -514,30 +505,16 @@ def _is_checkpoint(source: Source, record: FoundRecord) -> bool:
     return name.lower().endswith(_SUFFIXES) and record.present > 64
 
 
-def _method(record: FoundRecord) -> int:
-    return record.entry.method if record.entry else record.local.method if record.local else 0
-
-
 def _head(source: Source, record: FoundRecord) -> Source:
     """The first bytes of a record."""
-    if _method(record) != DEFLATED:
+    if method_of(record) != DEFLATED:
         return Slice(source, record.payload, min(64, record.present), source.name)
-    return BytesSource(next(_inflated(Slice(source, record.payload, record.present, source.name), record), b"")[:64])
+    packed = Slice(source, record.payload, record.present, source.name)
+    return BytesSource(next(filter(None, _inflated(packed, record)), b"")[:64])
 
 
 def _inflated(packed: Source, record: FoundRecord) -> Iterator[bytes]:
     """What a deflated record inflates to, up to the first damage and to the size it declares."""
     size = record.entry.size if record.entry else record.descriptor.size if record.descriptor else 1 << 62
-    left = min(size, MAX_RATIO * record.present + 64)
     with suppress(zlib.error):
-        for piece in inflated(packed, 0, packed.size):
-            yield piece[:left]
-            left -= len(piece)
-            if left <= 0:
-                return
-
-
-class _Damaged(Slice):
-    """What was taken out of something that is not as it was saved."""
-
-    whole = False
+        yield from inflated(packed, 0, packed.size, min(size, MAX_RATIO * record.present + 64))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from transload.frozen import facts
-from transload.render.lines import Block, Line, Prose, Style, Table, layout, plain
+from transload.render.lines import Block, Line, Prose, Table, as_text
 from transload.render.words import plural, printable, size
 
 __all__ = ["Certainty", "Fill", "LostRecord", "Repair", "Rescue", "TensorOutcome", "report"]
@@ -132,7 +132,7 @@ class Rescue:
 
     def __str__(self) -> str:
         """The report as the command line prints it."""
-        return "\n".join(plain(line) for line in layout(report(self), Style()))
+        return as_text(report(self))
 
 
 # -- the report

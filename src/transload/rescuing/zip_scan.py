@@ -19,7 +19,7 @@ from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIP
 from transload.io.sources import Source
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
 
-__all__ = ["HAS_DESCRIPTOR", "FoundRecord", "Scan", "find_directory", "find_header", "starts_record"]
+__all__ = ["HAS_DESCRIPTOR", "FoundRecord", "Scan", "distance", "find_directory", "find_header", "starts_record"]
 
 HAS_DESCRIPTOR = 8
 """The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
@@ -135,15 +135,22 @@ class FoundRecord(NamedTuple):
 # -- headers
 
 
+def distance(one: bytes, other: bytes) -> int:
+    """How many bits differ; many if the lengths do."""
+    if one == other:
+        return 0
+    if len(one) != len(other):
+        return 8 * max(len(one), len(other))
+    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()
+
+
 def _is_near(one: bytes, other: bytes) -> bool:
     r"""Whether two texts are the same but for a flipped bit.
 
     >>> _is_near(b"PK\x03\x05", b"PK\x03\x04"), _is_near(b"PK\x01\x02", b"PK\x03\x04")
     (True, False)
     """
-    if one == other or len(one) != len(other):
-        return one == other
-    return (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count() == 1
+    return distance(one, other) <= 1
 
 
 def starts_record(source: Source, offset: int = 0) -> bool:

@@ -26,7 +26,7 @@ from transload.io.journal import (
 )
 from transload.io.sources import FileSource
 from transload.judge import inspect
-from transload.render.lines import Block, Line, Prose, Style, Table, layout, plain
+from transload.render.lines import Block, Line, Prose, Table, as_text
 from transload.render.words import plural, printable, size
 from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
 
@@ -81,7 +81,7 @@ class Retag:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        return "\n".join(plain(line) for line in layout(report(self), Style()))
+        return as_text(report(self))
 
 
 def retag(

@@ -263,13 +263,16 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
             else:
                 what = "the new tags do not fit into the place of the old ones, and the legacy format has no other"
                 raise RetagError(what, where=source.name, fix="Write a copy: -o COPY.")
-        again = read_source(changes.made(source))
+        # Tensors and values follow from the pickle and the storages, which are compared, so they need not be listed.
+        again = read_source(changes.made(source), tree=bool(checkpoint.problems))
         pickle = next((each for each in again.pickles if each.main), None)
         # In a legacy stream the storages follow the pickle, and move with its end.
         shift = changes.new_size - changes.old_size if record is None else 0
         storages = [
             storage._replace(
-                device=wanted.new(storage.device), offset=None if storage.offset is None else storage.offset + shift
+                device=wanted.new(storage.device),
+                offset=None if storage.offset is None else storage.offset + shift,
+                tensors=(),
             )
             for storage in checkpoint.storages
         ]
@@ -277,7 +280,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
             pickle is not None
             and again.format == checkpoint.format
             and [problem.code for problem in again.problems] == [problem.code for problem in checkpoint.problems]
-            and list(again.storages) == storages
+            and [storage._replace(tensors=()) for storage in again.storages] == storages
             and same_but_tags(main, pickle, wanted.new)
         ):
             return method, changes

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ _MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95,
 _GETS = frozenset(b"hjg")
 _PUTS = frozenset(b"qrp\x94")
 _LITERALS = frozenset(b"XU\x8cTSV\x8d")
-_MEMO = _GETS | _PUTS
 _SILENT = _PUTS | {_PROTO, _FRAME}
+_SILENT_BYTES = bytes(_SILENT)
 _CLOSING = frozenset(b"tlduoei1\x90\x91")  # each takes everything down to the last _MARK
+_NOT_CLOSING = bytes(set(range(256)) - _CLOSING)
 _MAKING = _LITERALS | _GETS | frozenset(b"KMJBC\x8eIL\x8a\x8bGFN\x88\x89)]}ctld\x85\x86\x87\x93")
 _TAKING = {0x85: 1, 0x86: 2, 0x87: 3, 0x93: 2}
 _TAG = 3  # ("storage", type, key, tag, numel), and in the legacy format a view of it
@@ -53,85 +54,54 @@ def tag_of(node: Persistent) -> str | None:
 # -- where the tags are
 
 
-class _Op(NamedTuple):
-    """An opcode and its argument in the stream; ``entry`` is the memo entry it reads or writes, -1 if it does not."""
-
-    code: int
-    at: int
-    end: int
-    entry: int = -1
-
-
 class Site(NamedTuple):
-    """The id of a storage: its tag, the opcodes that make its parts, and which of them makes the tag.
+    """The id of a storage: its tag, and where the opcode that makes the tag begins and ends.
 
-    ``entry`` is the memo entry that the tag is written to or read from, -1 if there is none.
+    ``entry`` is the memo entry that the tag is written to or read from, -1 if there is none. ``parts`` are where the
+    opcodes that make the id begin, and where the last of them ends; that of the tag is number ``place``.
     """
 
     tag: str
-    ops: list[_Op]
-    place: int
+    code: int
+    at: int
+    end: int
     entry: int
+    parts: list[int]
+    place: int
 
     @property
     def literal(self) -> bool:
         """Whether the text of the tag is here, or elsewhere and is only referred to."""
-        return self.ops[self.place].code in _LITERALS
+        return self.code in _LITERALS
 
 
 class Sites(NamedTuple):
     """The sites of a stream.
 
-    ``reads`` is where the memo entries of their texts are read for something else; ``frames`` are the frames of the
-    stream; ``unclear`` are the tags of ids that are not made as torch makes them.
+    ``reads`` is where, from and to, the memo entries of their texts are read for something else; ``frames`` is where
+    the frames of the stream begin; ``unclear`` are the tags of ids that are not made as torch makes them.
     """
 
     sites: list[Site]
-    reads: dict[int, list[_Op]]
-    frames: list[_Op]
+    reads: dict[int, list[tuple[int, int]]]
+    frames: list[int]
     unclear: list[str]
 
 
 def find_sites(pickle: Pickle, data: bytes) -> Sites:
     """Find every tag in a pickle."""
-    found = list(opcodes(data, pickle.start))
-    positions = [at for at, _ in found]
-    codes = bytes([code for _, code in found])
+    positions, found = zip(*opcodes(data, pickle.start), strict=True)
+    codes = bytes(found)
     puts = list(accumulate(code in _PUTS for code in codes)) if _MEMOIZE in codes else []
 
-    def op(index: int) -> _Op:
-        code, at, end = codes[index], positions[index], positions[index + 1]
-        if code not in _MEMO:
-            return _Op(code, at, end)
-        if code == _MEMOIZE:
-            return _Op(code, at, end, puts[index] - 1)
-        argument = data[at + 1 : end]
-        if code in b"gp":
-            return _Op(code, at, end, int(argument) if argument.strip().isdigit() else -1)
-        return _Op(code, at, end, int.from_bytes(argument, "little"))
-
-    def parts_before(index: int) -> list[_Op]:
-        """The opcodes that make the parts of the tuple on top of the stack; none if it is not made right there."""
-        index -= 1
-        while index > 0 and codes[index] in _SILENT:
-            index -= 1
-        if codes[index] != _TUPLE:
-            return []
-        parts: list[_Op] = []
-        closed: list[_Op] = []  # what is inside is no part of the tuple
-        for before in range(index - 1, max(-1, index - _MAX_OPCODES), -1):
-            code = codes[before]
-            if code in _CLOSING:
-                closed.append(op(before))
-            elif code == _MARK and not closed:
-                return parts[::-1]
-            elif code == _MARK:
-                last = closed.pop()
-                if not closed:
-                    parts.append(_Op(last.code, positions[before], last.end))
-            elif not closed:
-                parts.append(op(before))
-        return []
+    def entry_of(index: int) -> int:
+        """The memo entry that an opcode reads or writes; -1 if it is not plain."""
+        if codes[index] == _MEMOIZE:
+            return puts[index] - 1
+        argument = data[positions[index] + 1 : positions[index + 1]]
+        if codes[index] in b"gp":
+            return int(argument) if argument.strip().isdigit() else -1
+        return int.from_bytes(argument, "little")
 
     sites: list[Site] = []
     unclear: list[str] = []
@@ -139,41 +109,64 @@ def find_sites(pickle: Pickle, data: bytes) -> Sites:
         tag = tag_of(node)
         if tag is None:
             continue
-        ops = parts_before(bisect_left(positions, node.position) - 1)
-        place = _tag_place(bytes([part.code for part in ops]))
+        # The opcodes between the last MARK that nothing closes and the TUPLE that becomes an id.
+        index = bisect_left(positions, node.position) - 1
+        low = max(0, index - _MAX_OPCODES)
+        before = codes[low:index].rstrip(_SILENT_BYTES)
+        mark = before.rfind(b"(") if before.endswith(b"t") else -1
+        while mark >= 0 and before.count(b"(", mark) != len(before[mark:].translate(None, _NOT_CLOSING)):
+            mark = before.rfind(b"(", 0, mark)
+        starts, place = _parts(before[mark + 1 : -1]) if mark >= 0 else ((), -1)
         if place < 0:
             unclear.append(tag)
             continue
-        after = ops[place + 1] if place + 1 < len(ops) else ops[place]
-        entry = after.entry if ops[place].code in _LITERALS and after.code in _PUTS else ops[place].entry
-        sites.append(Site(tag, ops, place, entry))
-    reads: dict[int, list[_Op]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
-    own = {site.ops[site.place].at for site in sites}
+        first = low + mark + 1
+        index = first + starts[place]
+        code, entry = codes[index], -1
+        if code in _GETS:
+            entry = entry_of(index)
+        elif codes[index + 1] in _PUTS:
+            entry = entry_of(index + 1)
+        parts = [positions[first + start] for start in starts]
+        sites.append(Site(tag, code, positions[index], positions[index + 1], entry, parts, place))
+    reads: dict[int, list[tuple[int, int]]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
+    own = {site.at for site in sites}
     for match in re.finditer(rb"[hjg]", codes) if reads else ():
         index = match.start()
         at = positions[index]
         # Most are short ones that read "storage" and the classes of storages.
-        if at not in own and (codes[index] != _BINGET or data[at + 1] in reads):
-            get = op(index)
-            if get.entry in reads:
-                reads[get.entry].append(get)
-    return Sites(sites, reads, [op(match.start()) for match in re.finditer(rb"\x95", codes)], unclear)
+        if (codes[index] != _BINGET or data[at + 1] in reads) and at not in own:
+            entry = entry_of(index)
+            if entry in reads:
+                reads[entry].append((at, positions[index + 1]))
+    return Sites(sites, reads, [positions[match.start()] for match in re.finditer(rb"\x95", codes)], unclear)
 
 
 @lru_cache(_MAX_CHOICES)
-def _tag_place(codes: bytes) -> int:
-    """Which of the opcodes makes the fourth part of the tuple they make together; -1 if that is not plain."""
+def _parts(codes: bytes) -> tuple[tuple[int, ...], int]:
+    """Where the parts of a tuple begin and the last one ends, and which of them is its fourth item; -1 if not plain.
+
+    What is between a MARK and the opcode that closes it is one part.
+    """
+    starts: list[int] = []
+    marks: list[int] = []
     makers: list[int] = []
-    for place, code in enumerate(codes):
-        if code in _SILENT:
+    for index, code in enumerate(codes):
+        if code == _MARK:
+            marks.append(index)
             continue
-        taken = _TAKING.get(code, 0)
-        if code not in _MAKING or taken > len(makers):
-            return -1
-        del makers[len(makers) - taken :]
-        makers.append(place)
-    plain = len(makers) in _LENGTHS and codes[makers[_TAG]] in _LITERALS | _GETS
-    return makers[_TAG] if plain else -1
+        start = marks.pop() if code in _CLOSING else index
+        if marks:
+            continue
+        starts.append(start)
+        if code not in _SILENT:
+            taken = _TAKING.get(code, 0)
+            if code not in _MAKING or taken > len(makers):
+                return (), -1
+            del makers[len(makers) - taken :]
+            makers.append(len(starts) - 1)
+    plain = len(makers) in _LENGTHS and codes[starts[makers[_TAG]]] in _LITERALS | _GETS
+    return (*starts, len(codes)), makers[_TAG] if plain else -1
 
 
 # -- other tags
@@ -220,13 +213,13 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
             return None  # the text belongs to another value, and a reference has no room for one
         if found.reads.get(site.entry):
             return None  # another value refers to this text
-        text = _text(tag, site.ops[site.place].code)
+        text = _text(tag, site.code)
         new = _fitted(data, site, text, pickle.protocol)
         if new is None and site.entry not in read:
             new = _fitted(data, site, text, pickle.protocol, forget=True)
         if new is None:
             return None
-        edits.append(Edit(site.ops[0].at, site.ops[-1].end, new))
+        edits.append(Edit(site.parts[0], site.parts[-1], new))
     return edits
 
 
@@ -236,20 +229,20 @@ def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> li
     edits: list[Edit] = []
     for site in found.sites:
         tag = renamed(site.tag)
-        code, at, end, _ = site.ops[site.place]
         if tag == site.tag:
             continue
         if site.literal:
-            edits.append(Edit(at, end, _text(tag, code)))
-            edits += (Edit(op.at, op.end, data[at:end]) for op in found.reads.get(site.entry, ()))
+            edits.append(Edit(site.at, site.end, _text(tag, site.code)))
+            edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
         elif site.entry not in literal:
-            edits.append(Edit(at, end, _text(tag, 0x55 if pickle.python2 else 0x58)))
+            edits.append(Edit(site.at, site.end, _text(tag, 0x55 if pickle.python2 else 0x58)))
     frames = []
-    for op in found.frames:
-        length = int.from_bytes(data[op.at + 1 : op.end], "little")
-        grown = sum(len(new) - (end - at) for at, end, new in edits if op.end <= at < op.end + length)
+    for frame in found.frames:
+        begin = frame + 9  # after the opcode and the length of the frame
+        length = int.from_bytes(data[frame + 1 : begin], "little")
+        grown = sum(len(new) - (end - at) for at, end, new in edits if begin <= at < begin + length)
         if grown:
-            frames.append(Edit(op.at + 1, op.end, (length + grown).to_bytes(8, "little")))
+            frames.append(Edit(frame + 1, begin, (length + grown).to_bytes(8, "little")))
     return [*edits, *frames]
 
 
@@ -271,41 +264,42 @@ def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool
 
     ``forget`` leaves out the opcode that puts the tag into the memo, but not MEMOIZE, which counts.
     """
-    if any(op.code == _FRAME for op in site.ops):
+    room = site.parts[-1] - site.parts[0]
+    parts = [data[at:end] for at, end in pairwise(site.parts)]
+    if any(part[0] == _FRAME for part in parts):
         return None
-    room = site.ops[-1].end - site.ops[0].at
-    forms = [_forms(data, op) for op in site.ops]
+    forms = [_forms(part) for part in parts]
     forms[site.place] = (text,)
     if text[:1] == _SHORT_BINUNICODE:
         forms[site.place] = text, _BINUNICODE + text[1:2] + bytes(3) + text[2:]
-    if forget and site.entry >= 0 and site.ops[site.place + 1].code != _MEMOIZE:
+    if forget and site.entry >= 0 and parts[site.place + 1][0] != _MEMOIZE:
         forms[site.place + 1] = (b"",)
-    chosen = _choice(tuple(tuple(map(len, each)) for each in forms), room)
+    chosen = _choice(tuple([tuple(map(len, each)) for each in forms]), room)
     if chosen is None:
         return None
-    new = b"".join(each[index] for each, index in zip(forms, chosen, strict=True))
+    new = b"".join([each[index] for each, index in zip(forms, chosen, strict=True)])
     return bytes((_PROTO, max(protocol, 2))) * ((room - len(new)) // _FILLER) + new
 
 
-def _forms(data: bytes, op: _Op) -> tuple[bytes, ...]:
+def _forms(own: bytes) -> tuple[bytes, ...]:
     """An opcode as it is, and in the other forms that mean the same to every loader."""
-    own = data[op.at : op.end]
-    if op.code == _PROTO:
+    code = own[0]
+    if code in b"jr" and any(own[2:]):
+        return (own,)
+    if code in b"hjqr":
+        short, long = b"hj" if code in b"hj" else b"qr"
+        return own, bytes((long, own[1], 0, 0, 0)) if len(own) == 2 else bytes((short, own[1]))
+    if code == _PROTO:
         return own, b""
-    if op.code in b"hjqr" and op.entry < 1 << 8:
-        short, long = b"hj" if op.code in b"hj" else b"qr"
-        if len(own) == 2:
-            return own, bytes((long, op.entry, 0, 0, 0))
-        return own, bytes((short, op.entry))
-    if op.code in b"KMJ":
-        value = int.from_bytes(own[1:], "little", signed=op.code == 0x4A)
-        others = [b"J" + value.to_bytes(4, "little", signed=True)]
-        if 0 <= value < 1 << 16:
-            others.insert(0, b"M" + value.to_bytes(2, "little"))
-        if 0 <= value < 1 << 8:
-            others.insert(0, bytes((0x4B, value)))
-        return (own, *(form for form in others if len(form) != len(own)))
-    return (own,)
+    if code not in b"KMJ":
+        return (own,)
+    value = int.from_bytes(own[1:], "little", signed=code == 0x4A)
+    others = [b"J" + value.to_bytes(4, "little", signed=True)]
+    if 0 <= value < 1 << 16:
+        others.insert(0, b"M" + value.to_bytes(2, "little"))
+    if 0 <= value < 1 << 8:
+        others.insert(0, bytes((0x4B, value)))
+    return (own, *(form for form in others if len(form) != len(own)))
 
 
 @lru_cache(_MAX_CHOICES)
@@ -343,8 +337,8 @@ _FIELDS: dict[type, Callable[[Any], tuple[object, ...]]] = {
     Big: lambda node: (node.nbytes,),
     OutOfBand: lambda _: (),
 }
-_FACTS = ("protocol", "python2", "undecoded", "rare", "broken", "cut")
-_LISTS = ("calls", "built", "extensions", "persistent", "root")
+_PLAIN_FIELDS = attrgetter("protocol", "python2", "undecoded", "rare", "broken", "cut")
+_NODE_FIELDS = attrgetter("calls", "built", "extensions", "persistent", "root")
 
 
 def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
@@ -352,7 +346,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything a loader would do is compared, in order; and what was one object is one object still.
     """
-    if any(getattr(old, name) != getattr(new, name) for name in _FACTS):
+    if _PLAIN_FIELDS(old) != _PLAIN_FIELDS(new):
         return False
     if list(old.globals) != list(new.globals) or len(old.irregular) != len(new.irregular):
         return False
@@ -360,42 +354,44 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
     new_of: dict[int, object] = {}
     taken: set[int] = set()
     met: set[tuple[int, int]] = set()
-    todo: list[tuple[Any, Any]] = [(getattr(old, name), getattr(new, name)) for name in _LISTS]
+    todo: list[tuple[Any, Any]] = [(_NODE_FIELDS(old), _NODE_FIELDS(new))]
     while todo:
-        left, right = todo.pop()
-        kind = type(left)
-        if kind is not type(right):
-            return False
-        if kind in _VALUES or kind is float:
-            # NaN is the same as NaN, and -0.0 is not the same as 0.0.
-            if left.hex() != right.hex() if kind is float else left != right:
+        lefts, rights = todo.pop()
+        for left, right in zip(lefts, rights, strict=True):
+            kind = type(left)
+            if kind is not type(right):
                 return False
-            continue
-        if kind is tuple:
-            if (id(left), id(right)) in met:
+            if kind in _VALUES:
+                if left != right:
+                    return False
                 continue
-            met.add((id(left), id(right)))
-        else:  # what was one object must be one object, and what was two must be two
-            twin = new_of.get(id(left))
-            if twin is right:
+            if kind is float:
+                if left.hex() != right.hex():  # NaN is the same as NaN, and -0.0 is not the same as 0.0
+                    return False
                 continue
-            if twin is not None or id(right) in taken:
+            if kind is tuple:
+                if not (left or right) or (id(left), id(right)) in met:
+                    continue
+                met.add((id(left), id(right)))
+            else:  # what was one object must be one object, and what was two must be two
+                twin = new_of.get(id(left))
+                if twin is right:
+                    continue
+                if twin is not None or id(right) in taken:
+                    return False
+                new_of[id(left)] = right
+                taken.add(id(right))
+            if kind is Persistent and (tag := tag_of(left)) is not None:
+                if tag_of(right) != renamed(tag):
+                    return False
+                mine, theirs = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
+            elif kind in _FIELDS:
+                mine, theirs = _FIELDS[kind](left), _FIELDS[kind](right)
+            elif kind in (tuple, list, bytearray):
+                mine, theirs = left, right
+            else:
                 return False
-            new_of[id(left)] = right
-            taken.add(id(right))
-        if kind is Persistent and (tag := tag_of(left)) is not None:
-            if tag_of(right) != renamed(tag):
+            if len(mine) != len(theirs):
                 return False
-            left, right = ((*node.id[:_TAG], *node.id[_TAG + 1 :]) for node in (left, right))
-        elif kind in _FIELDS:
-            left, right = _FIELDS[kind](left), _FIELDS[kind](right)
-        elif kind not in (tuple, list, bytearray):
-            return False
-        if len(left) != len(right):
-            return False
-        for mine, theirs in zip(left, right, strict=True):
-            if type(mine) not in _VALUES or type(theirs) not in _VALUES:
-                todo.append((mine, theirs))
-            elif type(mine) is not type(theirs) or mine != theirs:
-                return False
+            todo.append((mine, theirs))
     return True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint, Key, Record, Storage
 
-__all__ = ["Inflating", "OpenCheckpoint", "PackedStorages", "Piece", "members"]
+__all__ = ["Inflating", "OpenCheckpoint", "PackedStorages", "Piece", "ReopenedFile", "members"]
 
 
 class OpenCheckpoint:
@@ -185,7 +185,7 @@ class OpenCheckpoint:
                 # Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256.
                 soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
-            self._open[path] = (_File(path) if len(self._open) < most else _Unkept(path), None)
+            self._open[path] = (_File(path) if len(self._open) < most else ReopenedFile(path), None)
         return self._open[path][0]
 
 
@@ -266,7 +266,7 @@ class _File(FileSource):
         return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
 
 
-class _Unkept:
+class ReopenedFile:
     """A file of the system that is opened for each reading: there are more of them than a process may have open."""
 
     def __init__(self, path: str) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transload.checkpoint import Storage, Tensor
     from transload.tensors.content import Content
 
-__all__ = ["Damage", "Key", "Records", "damages", "key_of", "misplaced", "records_of", "sum_records"]
+__all__ = ["Damage", "Key", "Records", "damages", "key_of", "misplaced", "records_of", "sum_records", "with_parts"]
 
 _PIECE = 1 << 20
 _MAX_INDEX = 100_000_000
@@ -122,7 +122,7 @@ def damages(
     for tensor in checkpoint.tensors:
         if tensor.storage in sound and not failed and not tensor.parts:  # nearly all of them, nearly always
             continue
-        for part in _with_parts(tensor):
+        for part in with_parts(tensor):
             if part.storage in storages:
                 damage = storages[part.storage]._replace(name=tensor.name)
                 break
@@ -144,10 +144,11 @@ def damages(
     return tuple(out.values())
 
 
-def _with_parts(tensor: Tensor) -> Iterator[Tensor]:
+def with_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, the tensors it is made of, and those that these are made of."""
     yield tensor
     for part in tensor.parts:
-        yield from _with_parts(part)
+        yield from with_parts(part)
 
 
 def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
