@@ -20,20 +20,15 @@ from transload.formats.zip_writer import Bunch, Checksums, Chunk, Record, write_
 from transload.io.atomic import FileObject, SystemFile
 
 
-class Parts:
+def parts_of(data: bytes, step: int, log: list[str] | None = None) -> Iterator[Chunk]:
     """Bytes that come in parts, as long as somebody listens."""
-
-    def __init__(self, data: bytes, step: int, log: list[str] | None = None) -> None:
-        self._data, self._step, self._log = data, step, log
-
-    def chunks(self) -> Iterator[Chunk]:
-        for start in range(0, len(self._data), self._step):
-            part = memoryview(self._data)[start : start + self._step]
-            if self._log is None:
-                yield Chunk(part)
-            else:
-                self._log.append("made")
-                yield Chunk(part, lambda: self._log.append("ready"), lambda: self._log.append("done"))  # type: ignore[union-attr]
+    for start in range(0, len(data), step):
+        part = memoryview(data)[start : start + step]
+        if log is None:
+            yield Chunk(part)
+        else:
+            log.append("made")
+            yield Chunk(part, lambda: log.append("ready"), lambda: log.append("done"))
 
 
 def noise(count: int) -> bytes:
@@ -51,7 +46,7 @@ def written(sink: Any, step: int = 0, **options: Any) -> None:
     def records() -> Iterator[Record | Bunch]:
         yield Bunch(contents()[:3])
         for name, data in contents()[3:]:
-            yield Record(name, len(data), Parts(data, step) if step and data else data)
+            yield Record(name, len(data), parts_of(data, step) if step and data else data)
 
     write_archive(sink, b"a", records(), lambda sums: [Record(b"count", 2, b"%2d" % len(sums))], **options)
 
@@ -109,7 +104,7 @@ def test_chunks_that_are_borrowed_are_given_back_in_time(threads: int) -> None:
     data = noise(50_000)
     held = io.BytesIO()
     write_archive(
-        FileObject(held), b"a", [Record(b"x", len(data), Parts(data, 1000, log))], lambda _: [], threads=threads
+        FileObject(held), b"a", [Record(b"x", len(data), parts_of(data, 1000, log))], lambda _: [], threads=threads
     )
     out = [log[:end].count("made") - log[:end].count("done") for end in range(len(log) + 1)]
     assert max(out) <= archive.AHEAD + 1
@@ -120,18 +115,14 @@ def test_chunks_that_are_borrowed_are_given_back_in_time(threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_error_in_a_thread_is_raised(threads: int) -> None:
-    class Failing:
-        def chunks(self) -> Iterator[Chunk]:
-            yield Chunk(b"x" * 10)
-            yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
-
+    failing = [Chunk(b"x" * 10), Chunk(b"x" * 10, ready=lambda: 1 // 0)]
     with pytest.raises(ZeroDivisionError):
-        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Failing())], lambda _: [], threads=threads)
+        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, failing)], lambda _: [], threads=threads)
 
 
 def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="has 20 bytes, and 10 came"):
-        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, Parts(b"x" * 10, 5))], lambda _: [])
+        write_archive(FileObject(io.BytesIO()), b"a", [Record(b"x", 20, parts_of(b"x" * 10, 5))], lambda _: [])
 
 
 def test_progress_is_told() -> None:

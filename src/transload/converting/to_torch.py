@@ -402,17 +402,6 @@ class _TensorCalls:
 _MAX_BUNCH = 1000
 
 
-class _Stream:
-    """The bytes of an entry, for a writer that looks some pieces ahead."""
-
-    def __init__(self, entry: Entry, job: Job) -> None:
-        self._entry, self._job = entry, job
-
-    def chunks(self) -> Iterator[Chunk]:
-        for piece in self._job.pieces(self._entry, PIECE):
-            yield Chunk(bytes(piece))
-
-
 def write_torch(job: Job, root: object, slots: list[Slot], storages: list[Entry]) -> list[Location]:
     """Write the object and its storages; where a reader finds them, which must be just as they were written."""
     from transload.formats import read_source
@@ -432,7 +421,7 @@ def write_torch(job: Job, root: object, slots: list[Slot], storages: list[Entry]
                 yield Bunch(small)
                 small = []
             if size > SMALL:
-                yield Record(name, size, _Stream(entry, job))
+                yield Record(name, size, (Chunk(bytes(piece)) for piece in job.pieces(entry, PIECE)))
         if small:
             yield Bunch(small)
 

@@ -49,12 +49,6 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
 # -- storages where they are
 
 
-class _Content(NamedTuple):
-    """The bytes of a record, in parts."""
-
-    chunks: Callable[[], Iterator[Chunk]]
-
-
 def _name(key: str) -> bytes:
     return b"data/" + key.encode()
 
@@ -154,10 +148,10 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
             at += len(small)
             continue
         if device == cpu:
-            chunks = partial(_host_chunks, stored.storage.data_ptr() + stored.start, nbytes)
+            chunks = _host_chunks(stored.storage.data_ptr() + stored.start, nbytes)
         else:
-            chunks = partial(ring.chunks, stored) if ring else partial(_copied_chunks, stored)
-        yield Record(_name(stored.key), nbytes, _Content(chunks) if nbytes else b"")
+            chunks = ring.chunks(stored) if ring else _copied_chunks(stored)
+        yield Record(_name(stored.key), nbytes, chunks if nbytes else b"")
         at += 1
 
 
@@ -274,7 +268,7 @@ class Snapshot:
         """A record for each storage."""
         for has_runs, group in groupby(self._copies, lambda one: bool(one.runs)):
             if has_runs:
-                yield from (Record(_name(one.key), one.nbytes, one) for one in group)
+                yield from (Record(_name(one.key), one.nbytes, one.chunks()) for one in group)
             else:
                 yield from (Bunch([(_name(one.key), one.small()) for one in some]) for some in _batched(group, 1000))
 
