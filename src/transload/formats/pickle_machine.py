@@ -208,9 +208,7 @@ class _Template:
         self.pieces, self.puts, self.layout = tuple(pieces), len(pieces) - 1, _layout(form)
 
 
-@lru_cache(maxsize=1024)
-def _layout(form: str) -> Struct:
-    return Struct(form)
+_layout = lru_cache(maxsize=1024)(Struct)
 
 
 def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
