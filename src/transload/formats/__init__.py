@@ -117,7 +117,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     from transload.formats import torch_legacy
     from transload.formats.safetensors import looks_like, read_safetensors
 
-    if torch_legacy.looks_like_tar(source) and (tar := torch_legacy.read_tar(source)) is not None:
+    if (tar := torch_legacy.read_tar(source)) is not None:
         return tar
     if torch_legacy.looks_like_legacy(source):
         return torch_legacy.read_legacy(source)

@@ -10,11 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Part, Record, Storage, Tensor, contiguous
 from transload.errors import CannotReadError
@@ -51,18 +51,13 @@ class Listing:
 
     def note(self, name: str) -> str:
         """The text of a small file such as ``latest``, which holds one word; empty if it cannot be read."""
-        try:
-            source = FileSource(self.join(name)) if name in self.files else None
-        except CannotReadError:
-            source = None
-        if source is None:
+        if name not in self.files:
             return ""
         try:
-            return source.read(0, 4096).decode("utf-8", "replace").strip()
+            with closing(FileSource(self.join(name))) as source:
+                return source.read(0, 4096).decode("utf-8", "replace").strip()
         except CannotReadError:
             return ""
-        finally:
-            source.close()
 
 
 def list_directory(path: str) -> Listing:
@@ -300,19 +295,17 @@ def _read_index(index: Path, noted: Noted) -> tuple[dict[str, str], int | None]:
 
     name = index.name
     table: object = None
-    source = FileSource(index)
-    try:
-        if source.size > MAX_INDEX:
-            noted.add("index-invalid", name, f"it is {source.size:,} bytes long; the limit is {MAX_INDEX:,}")
-        else:
-            table = json.loads(source.read(0, source.size))
-    except (ValueError, RecursionError):
-        from transload.formats.foreign import identify
+    with closing(FileSource(index)) as source:
+        try:
+            if source.size > MAX_INDEX:
+                noted.add("index-invalid", name, f"it is {source.size:,} bytes long; the limit is {MAX_INDEX:,}")
+            else:
+                table = json.loads(source.read(0, source.size))
+        except (ValueError, RecursionError):
+            from transload.formats.foreign import identify
 
-        # Often a Git LFS pointer.
-        noted.add("index-invalid", name, f"it is not JSON but {identify(source).title}")
-    finally:
-        source.close()
+            # Often a Git LFS pointer.
+            noted.add("index-invalid", name, f"it is not JSON but {identify(source).title}")
     fields = table if isinstance(table, dict) else {}
     raw = fields.get("weight_map")
     if not isinstance(raw, dict) or not raw:
@@ -488,20 +481,6 @@ MAX_ITEMS = 20_000
 MAX_DIMENSIONS = 64
 
 
-class _Item(NamedTuple):
-    """One archive in a ``.distcp`` file: which piece of which tensor it is, and where it lies."""
-
-    fqn: str
-    at: tuple[int, ...]
-    offset: int
-    length: int
-    transformed: bool
-
-
-_Pieces = dict[str, dict[tuple[int, ...], list[Tensor]]]
-"""Tensors found in the items: by name, then by where in the whole they belong."""
-
-
 def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tuple[tuple[str, str], ...]:
     """Read a folder with ``.metadata`` into the merger; facts come back."""
     files = merger.listing.files
@@ -511,27 +490,63 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
     fields = _read_metadata(merger)
     if not fields:
         return (rank_files,)
-    pieces: _Pieces = {}
-    for file, held in _items_by_file(fields.get("storage_data"), merger):
+    # The items of each file: archives, each a piece of a tensor, or an object. Of each its tensor, where in that it
+    # begins, its place in the file, and whether it is transformed. A path out of the directory is never opened.
+    items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
+    count = 0
+    for key, value in _pairs(fields.get("storage_data")):
+        index, info = _state(key), _state(value)
+        path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        file, fqn = inner_name(path), index.get("fqn")
+        if not file:
+            merger.note("dcp-path-outside", f"{str(path)[:200]!r} was not opened", METADATA)
+        elif type(offset) is int and type(length) is int and isinstance(fqn, str) and min(offset, length) >= 0:
+            count += 1
+            if count <= MAX_ITEMS:
+                at = _size(index.get("offset")) or ()
+                item = (fqn, at, offset, length, bool(info.get("transform_descriptors")))
+                items.setdefault(file, []).append(item)
+    if count > MAX_ITEMS:
+        merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
+    # The tensors found in the items: by name, then by where in the whole they belong.
+    pieces: dict[str, dict[tuple[int, ...], list[Tensor]]] = {}
+    for file, held in sorted(items.items()):
         try:
             source = FileSource(merger.listing.join(file))
         except CannotReadError as error:
-            names = some([item.fqn for item in held], 3)
+            names = some([fqn for fqn, *_ in held], 3)
             merger.note("dcp-file-missing", f"{error.what}; {len(held):,} entries need it: {names}", file)
             merger.lost(file, "rank file")
             continue
-        try:
-            _read_items(source, file, held, merger, read_item, pieces)
-        finally:
-            source.close()
+        with closing(source):
+            cut = [fqn for fqn, _, offset, length, _ in held if offset + length > source.size]
+            if cut:
+                detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {some(cut, 3)}"
+                merger.note("dcp-file-cut", detail, file)
+            elif sum(length for _, _, _, length, _ in held) > source.size:
+                # A thousand entries that are all the same gigabyte would be a thousand gigabytes to verify.
+                merger.note("dcp-items-overlap", f"{len(held):,} entries are longer together than the file", file)
+                continue
+            opaque: list[str] = []
+            part = merger.prefix + file
+            for fqn, at, offset, length, transformed in held:
+                if transformed or looks_like(Slice(source, offset, source.size, "")):
+                    opaque.append(fqn)
+                elif offset < source.size:
+                    found = read_item(Slice(source, offset, length, f"{part} › {fqn}"))
+                    # Two items of one file may both call their storage "0".
+                    tensors = merger.take(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
+                    pieces.setdefault(fqn, {})[at] = tensors
+            if opaque:
+                merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
     # Tensors by their own names, put together from their pieces; what is no tensor stays as it was read.
     whole: list[Tensor] = []
     entries = {name: _state(value) for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
     objects = 0
     for name, entry in entries.items():
-        found = pieces.get(name, {})
-        tensor = _put_together(name, entry, found, merger.noted)
-        whole += [tensor] if tensor else [tensor for tensors in found.values() for tensor in tensors]
+        own = pieces.get(name, {})
+        tensor = _put_together(name, entry, own, merger.noted)
+        whole += [tensor] if tensor else [tensor for tensors in own.values() for tensor in tensors]
         objects += tensor is None
     merger.tensors = whole
     version = fields.get("version")
@@ -558,11 +573,8 @@ def _read_metadata(merger: Merger) -> dict[str, object]:
         return {}
     data = b""
     try:
-        source = FileSource(merger.listing.join(METADATA))
-        try:
+        with closing(FileSource(merger.listing.join(METADATA))) as source:
             data = source.read(0, source.size)
-        finally:
-            source.close()
     except CannotReadError as error:
         merger.note("part-unreadable", error.what, METADATA)
     pickle = run(data, name=merger.prefix + METADATA)
@@ -594,58 +606,6 @@ def _size(node: object) -> tuple[int, ...] | None:
     if not isinstance(node, tuple | list) or len(node) > MAX_DIMENSIONS:
         return None
     return tuple(node) if all(type(size) is int and 0 <= size < 1 << 63 for size in node) else None
-
-
-def _items_by_file(node: object, merger: Merger) -> list[tuple[str, list[_Item]]]:
-    """Where each piece lies. A path that leads out of the directory is noted and never opened."""
-    files: dict[str, list[_Item]] = {}
-    count = 0
-    for key, value in _pairs(node):
-        index, info = _state(key), _state(value)
-        name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-        file, fqn = inner_name(name), index.get("fqn")
-        if not file:
-            merger.note("dcp-path-outside", f"{str(name)[:200]!r} was not opened", METADATA)
-        elif type(offset) is int and type(length) is int and isinstance(fqn, str) and min(offset, length) >= 0:
-            count += 1
-            if count <= MAX_ITEMS:
-                at = _size(index.get("offset")) or ()
-                item = _Item(fqn, at, offset, length, bool(info.get("transform_descriptors")))
-                files.setdefault(file, []).append(item)
-    if count > MAX_ITEMS:
-        merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
-    return sorted(files.items())
-
-
-def _read_items(
-    source: Source,
-    file: str,
-    held: list[_Item],
-    merger: Merger,
-    read_item: Callable[[Source], Checkpoint],
-    pieces: _Pieces,
-) -> None:
-    """Read the items of one file, as far as it reaches."""
-    cut = [item.fqn for item in held if item.offset + item.length > source.size]
-    if cut:
-        detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {some(cut, 3)}"
-        merger.note("dcp-file-cut", detail, file)
-    elif sum(item.length for item in held) > source.size:
-        # A thousand entries that are all the same gigabyte would be a thousand gigabytes to verify.
-        merger.note("dcp-items-overlap", f"{len(held):,} entries are longer together than the file", file)
-        return
-    opaque: list[str] = []
-    part = merger.prefix + file
-    for fqn, at, offset, length, transformed in held:
-        if transformed or looks_like(Slice(source, offset, source.size, "")):
-            opaque.append(fqn)
-        elif offset < source.size:
-            found = read_item(Slice(source, offset, length, f"{part} › {fqn}"))
-            # Two items of one file may both call their storage "0".
-            tensors = merger.take(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
-            pieces.setdefault(fqn, {})[at] = tensors
-    if opaque:
-        merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
 
 
 def _put_together(
@@ -722,18 +682,14 @@ def _kind(listing: Listing) -> str:
     inner = None
     if len(folders) == 1 and not files:  # the one folder that unzipping made
         inner = try_list(listing.join(folders[0]), "", Noted())
-    if any(_is_unpacked(each) for each in (listing, inner) if each):
-        return "unpacked"
+    for here in (listing, inner) if inner else (listing,):  # a torch.save archive, or a torch.package
+        if "data.pkl" in here.files and ("data" in here.folders or "version" in here.files):
+            return "unpacked"
+        if ".data" in here.folders and Path(here.path, ".data", "extern_modules").is_file():
+            return "unpacked"
     if any(name.endswith(INDEX_SUFFIX) for name in files):
         return "indexed"
     return "numbered" if numbered_shards(listing) else ""
-
-
-def _is_unpacked(listing: Listing) -> bool:
-    """Whether a ``torch.save`` archive, or a ``torch.package``, was unpacked into a directory."""
-    if ".data" in listing.folders and Path(listing.path, ".data", "extern_modules").is_file():
-        return True
-    return "data.pkl" in listing.files and ("data" in listing.folders or "version" in listing.files)
 
 
 def _likely(listing: Listing) -> list[str]:
@@ -772,25 +728,18 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
     elif kind == "numbered":
         checkpoint = _read_numbered(merger)
     elif main:
-        checkpoint = _read_main(merger, main)
+        checkpoint = merger.open(main) or Checkpoint(path, "directory", 0, problems=merger.noted.problems())
+        if checkpoint.format != "directory":  # a word on what lies beside it
+            checkpoint = replace(
+                checkpoint,
+                path=path,
+                storages=tuple(storage._replace(file=main) for storage in checkpoint.storages),
+                parts=(Part(main, "weights", listing.files[main]), *checkpoint.parts),
+                facts=(("read", f"{main}, of the {len(listing.files):,} files in the directory"), *checkpoint.facts),
+            )
     else:
         checkpoint = _describe(listing)
     return _with_surroundings(checkpoint, listing, read_file)
-
-
-def _read_main(merger: Merger, name: str) -> Checkpoint:
-    """A directory around one file of weights: that file, and a word on what lies beside it."""
-    listing = merger.listing
-    checkpoint = merger.open(name)
-    if checkpoint is None:
-        return Checkpoint(listing.path, "directory", 0, problems=merger.noted.problems())
-    return replace(
-        checkpoint,
-        path=listing.path,
-        storages=tuple(storage._replace(file=name) for storage in checkpoint.storages),
-        parts=(Part(name, "weights", listing.files[name]), *checkpoint.parts),
-        facts=(("read", f"{name}, of the {len(listing.files):,} files in the directory"), *checkpoint.facts),
-    )
 
 
 def _describe(listing: Listing) -> Checkpoint:
@@ -952,11 +901,9 @@ def open_directory(path: str, problems: list[Problem]) -> Archive:
         if record.size > limit:
             return Payload(b"", intact=False, problem=f"{record.size} bytes are more than the {limit} we read")
         try:
-            source = FileSource(top / record.name)
-            data = source.read(record.offset or 0, record.size)
-            source.close()
+            with closing(FileSource(top / record.name)) as source:
+                return Payload(source.read(record.offset or 0, record.size), intact=True)
         except CannotReadError as error:
             return Payload(b"", intact=False, problem=error.what)
-        return Payload(data, intact=True)
 
     return Archive(records, read, top.name)

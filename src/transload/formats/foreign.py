@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from transload.findings import is_named, quoted, rescue_command
 from transload.io.sources import BytesSource, Slice, Source
@@ -127,50 +126,42 @@ CHECKPOINT_NAME = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2|ptl|pkl|pickle
 CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.IGNORECASE)
 
 
-class _ZipKind(NamedTuple):
-    """``all_of``: patterns that each must match a name. ``fix`` may use ``{file}`` (shell) and ``{path}``."""
-
-    format: str
-    title: str
-    all_of: tuple[str, ...]
-    fix: str
-
-
 _ASIDE = "Check the path: this is another kind of file."
 
-# The first that matches is the answer, so the special ones come before the general.
-_ZIPS = (
-    _ZipKind("torch-zip", "a PyTorch checkpoint (zip)", (r"^[^/]+/data\.pkl$",), ""),
-    _ZipKind("torch-zip-flat", "a PyTorch checkpoint zipped again without its top folder", (r"^data\.pkl$",), ""),
-    _ZipKind(
+# (format, title, patterns that each must match a name, fix). The first that matches is the answer, so the special ones
+# come before the general.
+_ZIPS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    ("torch-zip", "a PyTorch checkpoint (zip)", (r"^[^/]+/data\.pkl$",), ""),
+    ("torch-zip-flat", "a PyTorch checkpoint zipped again without its top folder", (r"^data\.pkl$",), ""),
+    (
         "torchserve",
         "a TorchServe model archive (.mar)",
         (r"^MAR-INF/MANIFEST\.json$",),
         "Unpack it and take the weights: unzip {file}",
     ),
-    _ZipKind(
+    (
         "stable-baselines3",
         "a Stable-Baselines3 model",
         (r"(^|/)policy\.pth$", r"(^|/)pytorch_variables\.pth$"),
         "Load it with stable_baselines3, or take the weights out: unzip {file} policy.pth",
     ),
-    _ZipKind("npz", "a NumPy archive (.npz)", (r"\.npy$",), "numpy.load({path!r}, allow_pickle=False)"),
-    _ZipKind(
+    ("npz", "a NumPy archive (.npz)", (r"\.npy$",), "numpy.load({path!r}, allow_pickle=False)"),
+    (
         "keras",
         "a Keras model (.keras)",
         (r"^config\.json$", r"\.weights\.h5$"),
         "keras.models.load_model({path!r}), or export it to PyTorch from there",
     ),
-    _ZipKind("apk", "an Android package", (r"^AndroidManifest\.xml$",), _ASIDE),
-    _ZipKind("jar", "a Java archive", (r"^META-INF/MANIFEST\.MF$",), _ASIDE),
-    _ZipKind("docx", "a Word document", (r"^\[Content_Types\]\.xml$", r"^word/"), _ASIDE),
-    _ZipKind("xlsx", "an Excel workbook", (r"^\[Content_Types\]\.xml$", r"^xl/"), _ASIDE),
-    _ZipKind("pptx", "a PowerPoint presentation", (r"^\[Content_Types\]\.xml$", r"^ppt/"), _ASIDE),
-    _ZipKind("epub", "an electronic book (EPUB)", (r"^META-INF/container\.xml$",), _ASIDE),
-    _ZipKind("odf", "an OpenDocument file", (r"^META-INF/manifest\.xml$", r"^content\.xml$"), _ASIDE),
-    _ZipKind("wheel", "a Python wheel", (r"^[^/]+\.dist-info/WHEEL$",), "Install it instead: pip install {file}"),
-    _ZipKind("coreml", "a Core ML package", (r"com\.apple\.CoreML|\.mlmodel$",), "Open it with coremltools."),
-    _ZipKind(
+    ("apk", "an Android package", (r"^AndroidManifest\.xml$",), _ASIDE),
+    ("jar", "a Java archive", (r"^META-INF/MANIFEST\.MF$",), _ASIDE),
+    ("docx", "a Word document", (r"^\[Content_Types\]\.xml$", r"^word/"), _ASIDE),
+    ("xlsx", "an Excel workbook", (r"^\[Content_Types\]\.xml$", r"^xl/"), _ASIDE),
+    ("pptx", "a PowerPoint presentation", (r"^\[Content_Types\]\.xml$", r"^ppt/"), _ASIDE),
+    ("epub", "an electronic book (EPUB)", (r"^META-INF/container\.xml$",), _ASIDE),
+    ("odf", "an OpenDocument file", (r"^META-INF/manifest\.xml$", r"^content\.xml$"), _ASIDE),
+    ("wheel", "a Python wheel", (r"^[^/]+\.dist-info/WHEEL$",), "Install it instead: pip install {file}"),
+    ("coreml", "a Core ML package", (r"com\.apple\.CoreML|\.mlmodel$",), "Open it with coremltools."),
+    (
         "tensorflow",
         "a TensorFlow SavedModel, zipped",
         (r"(^|/)saved_model\.pb$",),
@@ -186,13 +177,11 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     'a zip archive with a checkpoint inside: weights/ok.pt'
     """
     ours = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
-    for kind in _ZIPS:
-        if all(any(re.search(pattern, name) for name in ours) for pattern in kind.all_of):
-            fix = (kind.fix.format(file=quoted(path), path=path),) if kind.fix else ()
-            holds = ".pt" if kind.format.startswith("torch-zip") else ""
-            return Foreign(
-                kind.format, kind.title, _records(ours), fix or (taken_out(path, holds) if holds else ()), holds
-            )
+    for format_, title, patterns, advice in _ZIPS:
+        if all(any(re.search(pattern, name) for name in ours) for pattern in patterns):
+            holds = ".pt" if format_.startswith("torch-zip") else ""
+            fix = taken_out(path, holds) if holds else (advice.format(file=quoted(path), path=path),)
+            return Foreign(format_, title, _records(ours), fix, holds)
     inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
     if inside:
         found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")
@@ -275,64 +264,57 @@ def _tar(view: View) -> Foreign | None:
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
 
 
-class _Packer(NamedTuple):
-    format: str
-    magic: bytes
-    command: str
-    """The shell command that unpacks to standard output."""
-    rescued: bool = False
-    """Whether a rescue unpacks it, too."""
-
-
 _ZLIB = 'python -c "import sys, zlib; sys.stdout.buffer.write(zlib.decompress(sys.stdin.buffer.read()))" <'
 
-_PACKERS = (
-    _Packer("gzip", b"\x1f\x8b\x08", "gunzip -c", rescued=True),
-    _Packer("bzip2", b"BZh", "bunzip2 -c", rescued=True),
-    _Packer("xz", b"\xfd7zXZ\0", "xz -dc", rescued=True),
-    _Packer("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", rescued=True),
-    _Packer("lz4", b"\x04\x22\x4d\x18", "lz4 -dc"),
-    _Packer("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so"),
-    _Packer("rar", b"Rar!\x1a\x07", "unrar p -inul"),
-    _Packer("compress", b"\x1f\x9d", "uncompress -c"),
-    *(_Packer("zlib", b"\x78" + level, _ZLIB) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
+# (format, magic, the shell command that unpacks to standard output, whether a rescue unpacks it, too)
+_PACKERS: tuple[tuple[str, bytes, str, bool], ...] = (
+    ("gzip", b"\x1f\x8b\x08", "gunzip -c", True),
+    ("bzip2", b"BZh", "bunzip2 -c", True),
+    ("xz", b"\xfd7zXZ\0", "xz -dc", True),
+    ("zstd", b"\x28\xb5\x2f\xfd", "zstd -dc", True),
+    ("lz4", b"\x04\x22\x4d\x18", "lz4 -dc", False),
+    ("7z", b"7z\xbc\xaf\x27\x1c", "7z x -so", False),
+    ("rar", b"Rar!\x1a\x07", "unrar p -inul", False),
+    ("compress", b"\x1f\x9d", "uncompress -c", False),
+    *(("zlib", b"\x78" + level, _ZLIB, False) for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")),
 )
 
 
 def _packed(view: View) -> Foreign | None:
     """Something compressed, and what the beginning of its content is."""
-    packer = next((packer for packer in _PACKERS if view.head.startswith(packer.magic)), None)
+    packer = next((packer for packer in _PACKERS if view.head.startswith(packer[1])), None)
     if packer is None:
         return None
+    format_, _, command, rescued = packer
     inner = b""
     try:
-        if packer.format in ("gzip", "zlib"):
+        if format_ in ("gzip", "zlib"):
             import zlib
 
-            inner = zlib.decompressobj(31 if packer.format == "gzip" else 15).decompress(view.head, UNPACKED)
-        elif packer.format == "bzip2":
+            inner = zlib.decompressobj(31 if format_ == "gzip" else 15).decompress(view.head, UNPACKED)
+        elif format_ == "bzip2":
             import bz2
 
             # One block of bz2 is up to 900 kB unpacked, and nothing comes out before all of it is in.
             inner = bz2.BZ2Decompressor().decompress(view.wide[:SCAN], UNPACKED)
-        elif packer.format == "xz":
+        elif format_ == "xz":
             import lzma
 
             inner = lzma.LZMADecompressor(memlimit=LZMA_MEMORY).decompress(view.head, UNPACKED)
     except Exception:  # noqa: BLE001 (zlib.error, LZMAError, OSError, EOFError …: a stranger's stream)
         inner = b""
-    if packer.format == "zlib" and not inner:  # its two bytes occur by chance: there the data must really unpack
+    if format_ == "zlib" and not inner:  # its two bytes occur by chance: there the data must really unpack
         return None
-    fix: tuple[str, ...] = (f"Unpack it first: {packer.command} {view.file} > {view.beside('.unpacked')}",)
+    fix: tuple[str, ...] = (f"Unpack it first: {command} {view.file} > {view.beside('.unpacked')}",)
     if not inner:
-        if packer.format == "zstd" and CHECKPOINT_INSIDE.search(view.path):
+        if format_ == "zstd" and CHECKPOINT_INSIDE.search(view.path):
             fix = taken_out(view.path, ".safetensors" if ".safetensors" in view.path else ".pt")
-        return Foreign(packer.format, f"a file compressed with {packer.format}", (), fix)
+        return Foreign(format_, f"a file compressed with {format_}", (), fix)
     content = Foreign("unknown", "something packed again and again")
     if view.depth < DEEPEST:
         content = _identify(View(BytesSource(inner, view.path + ".unpacked"), depth=view.depth + 1, whole=False))
-    fix = taken_out(view.path, content.holds) if content.holds and packer.rescued else (*fix, *content.fix[:1])
-    return Foreign(packer.format, f"{packer.format} around {content.title}", content.details, fix, content.holds)
+    fix = taken_out(view.path, content.holds) if content.holds and rescued else (*fix, *content.fix[:1])
+    return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
 # (offset, bytes, format, title, fix). The first match counts.

@@ -180,7 +180,6 @@ _GETS = {0x68: Struct("<B"), 0x6A: Struct("<I")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 _MAX_TEMPLATES = 4096
-_MAX_FOLLOWING = 64
 
 
 class _Template:
@@ -209,9 +208,7 @@ class _Template:
         self.pieces, self.puts, self.layout = tuple(pieces), len(pieces) - 1, _layout(form)
 
 
-@lru_cache(maxsize=1024)
-def _layout(form: str) -> Struct:
-    return Struct(form)
+_layout = lru_cache(maxsize=1024)(Struct)
 
 
 def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
@@ -236,29 +233,19 @@ def _decode(raw: bytes, memo: list[Any]) -> list[Any]:
     return values
 
 
-class _Step:
-    """The last two templates that fitted, and the steps that came next, by the last part of the tensor's name."""
-
-    __slots__ = ("following", "template")
-
-    def __init__(self, template: _Template | None) -> None:
-        self.template = template
-        self.following: dict[str, _Step] = {}
-
-
 class TensorPattern:
     """Reads the calls of tensors in one run of a machine.
 
-    Which template will fit is guessed: layers repeat one another, so it is the one that came after the same two
-    templates, under a name with the same last part. A wrong guess costs a match of the regular expression.
+    Which template will fit is guessed: layers repeat one another, so it is the one that came after the same template,
+    under a name with the same end. A wrong guess costs a match of the regular expression.
     """
 
     def __init__(self, vm: Machine) -> None:
         self._data, self._size = vm.data, vm.size
         self._calls, self._persistent = vm.out.calls, vm.out.persistent
         self._templates: dict[tuple[bytes | None, ...], _Template] = {}
-        self._steps: dict[tuple[_Template | None, _Template], _Step] = {}
-        self._step = _Step(None)
+        self._guesses: dict[tuple[_Template | None, str], _Template] = {}
+        self._last: _Template | None = None
 
     def read(self, pos: int, stack: list[Any], memo: list[Any]) -> int:
         """Read the call of a tensor from behind its first MARK on; where it ends, or 0 if it is no ordinary one.
@@ -268,10 +255,10 @@ class TensorPattern:
         if not stack:
             return 0
         name = stack[-2] if len(stack) > 1 else ""
-        name = name.rpartition(".")[2] if type(name) is str else ""
-        step = self._step.following.get(name)
-        if step is not None and (end := self._fill(step.template, pos, stack, memo)):
-            self._step = step
+        guess = (self._last, name.rpartition(".")[2] if type(name) is str else "")
+        template = self._guesses.get(guess)
+        if template is not None and (end := self._fill(template, pos, stack, memo)):
+            self._last = template
             return end
         match = _CALL(self._data, pos)
         if match is None:
@@ -289,23 +276,16 @@ class TensorPattern:
             except LookupError:
                 return 0
         end = self._fill(template, pos, stack, memo)
-        if end:  # take the step that was not guessed, and remember it
-            if len(self._steps) >= _MAX_TEMPLATES:
-                self._steps.clear()
-            if len(self._step.following) >= _MAX_FOLLOWING:
-                self._step.following.clear()
-            key = (self._step.template, template)
-            step = self._steps.get(key)
-            if step is None:
-                step = self._steps[key] = _Step(template)
-            self._step.following[name] = step
-            self._step = step
+        if end:
+            if len(self._guesses) >= _MAX_TEMPLATES:
+                self._guesses.clear()
+            self._guesses[guess] = self._last = template
         return end
 
-    def _fill(self, template: Any, pos: int, stack: list[Any], memo: list[Any]) -> int:
+    def _fill(self, template: _Template, pos: int, stack: list[Any], memo: list[Any]) -> int:
         """Make the nodes of a call if the bytes fit the template; where it ends, or 0."""
         layout, index = template.layout, len(memo)
-        end: int = pos + layout.size
+        end = pos + layout.size
         if end > self._size:
             return 0
         if template.puts == 7:
@@ -313,7 +293,7 @@ class TensorPattern:
             # Seven numbers that rise from the next index to the sixth after it are those between.
             if i0 != index or i6 != index + 6 or not i0 < i1 < i2 < i3 < i4 < i5 < i6:
                 return 0
-            pieces = (begin, p0, p1, p2, p3, p4, p5, p6)
+            pieces: tuple[bytes, ...] = (begin, p0, p1, p2, p3, p4, p5, p6)
         else:
             found = layout.unpack_from(self._data, pos)
             text, pieces = found[1], (found[0], *found[2::2])

@@ -172,18 +172,15 @@ class Budget:
             raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
 
 
-class Slot:
+class Slot(NamedTuple):
     """A storage being read: the claims of the index, the place in the container, the names of tensors met so far."""
 
-    __slots__ = ("device", "dtype", "key", "names", "nbytes", "place")
-
-    def __init__(self, key: str, device: str, dtype: str, nbytes: int, place: Place) -> None:
-        self.key = key
-        self.device = device
-        self.dtype = dtype
-        self.nbytes = nbytes
-        self.place = place
-        self.names: list[str] = []
+    key: str
+    device: str
+    dtype: str
+    nbytes: int
+    place: Place
+    names: list[str]
 
 
 class StorageTable:
@@ -234,7 +231,7 @@ class StorageTable:
                 detail = f"{scalar(nbytes)} bytes are claimed"
                 self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
                 place, nbytes = Place(None, 0), 0
-            slot = self.slots[key] = Slot(key, device, dtype, nbytes, place)
+            slot = self.slots[key] = Slot(key, device, dtype, nbytes, place, [])
         elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
             detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
             detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
@@ -261,12 +258,10 @@ class StorageTable:
         out: list[Storage] = []
         big = self._big_endian
         for slot in self.slots.values():
-            key, device, dtype, nbytes = slot.key, slot.device, slot.dtype, slot.nbytes
-            offset, stored, record, crc, packed = slot.place
+            key, device, dtype, nbytes, (offset, stored, record, crc, packed), names = slot
             if not packed and stored > nbytes:
                 stored = nbytes
-            names = tuple(slot.names)
-            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, big, names)
+            fields = (key, key, device, dtype, nbytes, stored, offset, record, "", crc, packed, big, tuple(names))
             out.append(_new(Storage, fields))
         return tuple(out)
 
@@ -287,26 +282,17 @@ def joined(steps: tuple[Key, ...], name: str) -> str:
 
 
 def moved_tensor(tensor: Tensor, lead: str, steps: tuple[Key, ...] = (), shift: int | None = 0) -> Tensor:
-    """A tensor as a part of something larger. Spelled out, since ``replace`` takes five times as long.
+    """A tensor as a part of something larger.
 
     ``lead`` goes before the id of its storage, ``steps`` before its path and name; its bytes lie ``shift`` further on,
     or, with ``None``, at no place of their own.
     """
-    return Tensor(
-        (*steps, *tensor.path),
-        joined(steps, tensor.name) if steps else tensor.name,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride,
-        tensor.device,
-        None if tensor.storage is None else f"{lead}{tensor.storage}",
-        tensor.offset,
-        tensor.requires_grad,
-        tensor.kind,
-        tensor.cls,
-        tuple([moved_tensor(part, lead, steps, shift) for part in tensor.parts]),
-        None if tensor.file_offset is None or shift is None else tensor.file_offset + shift,
-        tensor.flags,
+    return tensor._replace(
+        path=(*steps, *tensor.path),
+        name=joined(steps, tensor.name) if steps else tensor.name,
+        storage=None if tensor.storage is None else f"{lead}{tensor.storage}",
+        parts=tuple([moved_tensor(part, lead, steps, shift) for part in tensor.parts]),
+        file_offset=None if tensor.file_offset is None or shift is None else tensor.file_offset + shift,
     )
 
 
@@ -426,10 +412,6 @@ def _end(offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], dtype: st
     return 0 if empty else itemsize(dtype, last + 1)
 
 
-def _v1(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    return _strided(ctx, args)
-
-
 def _v2(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[4])
     return tensor if len(args) == 6 else _flagged(tensor, args[6])
@@ -456,8 +438,7 @@ def _quantized(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     tensor = _strided(ctx, args, requires_grad=args[5], kind="quantized")
     if type(args[4]) is not tuple or len(args[4]) > 4:
         raise BadTensor("its quantizer is none")
-    scales = [part for part in args[4] if type(part) is Call]
-    for index, part in enumerate(scales):
+    for index, part in enumerate(part for part in args[4] if type(part) is Call):
         rebuild(ctx.inner(f"quantizer.{index}"), part)
     return tensor
 
@@ -493,14 +474,7 @@ def _sparse(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 
 _COMPRESSED = ("compressed_indices", "plain_indices", "values")
-
-
-def _sparse_csr(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    return _composite(ctx, "sparse_csr", _COMPRESSED, args, size=args[3])
-
-
-def _nested(ctx: Context, args: tuple[Any, ...]) -> Tensor:
-    return _composite(ctx, "nested", ("buffer", "sizes", "strides", "offsets"), args)
+_NESTED = ("buffer", "sizes", "strides", "offsets")
 
 
 def _composite(
@@ -566,7 +540,7 @@ def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
 
 READERS: dict[str, tuple[_Reader, int, int]] = {
     # function: reader, least and most arguments
-    "torch._utils._rebuild_tensor": (_v1, 4, 4),
+    "torch._utils._rebuild_tensor": (_strided, 4, 4),
     "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
     "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
     "torch.nn.parameter.Parameter": (_old_parameter, 1, 2),
@@ -574,8 +548,12 @@ READERS: dict[str, tuple[_Reader, int, int]] = {
     "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
     "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
     "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": (_sparse_csr, 4, 5),
-    "torch._utils._rebuild_nested_tensor": (_nested, 4, 4),
+    "torch._utils._rebuild_sparse_csr_tensor": (
+        lambda ctx, args: _composite(ctx, "sparse_csr", _COMPRESSED, args, size=args[3]),
+        4,
+        5,
+    ),
+    "torch._utils._rebuild_nested_tensor": (lambda ctx, args: _composite(ctx, "nested", _NESTED, args), 4, 4),
     "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
     "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
     "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),

@@ -28,7 +28,6 @@ __all__ = [
     "MAGIC",
     "TarReader",
     "looks_like_legacy",
-    "looks_like_tar",
     "members",
     "read_legacy",
     "read_plain_pickle",
@@ -81,13 +80,16 @@ def read_legacy(source: Source) -> Checkpoint:
     if ends_like_zip(source):
         detail = "zipfile reads the archive at its end, torch the stream before it"
         problems.append(Problem("zip-inside", detail=detail))
-    pids = [node.id for node in main.persistent if type(node.id) is tuple and len(node.id) > 1]
-    untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids)
+    pids = [node.id for node in main.persistent if type(node.id) is tuple and node.id]
+    untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids if len(pid) > 1)
     if untyped:  # newer dtypes have such storages: torch writes them in this format, too, and cannot read them
         detail = f"{untyped} storages have no type, and torch asks for one"
         problems.append(Problem("legacy-untyped", main.name, detail))
     listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
-    keys = [_key(key) for key in listed] if type(listed) is list else []
+    keys = []
+    for key in listed if type(listed) is list else ():
+        text = key.decode("latin-1") if type(key) is bytes else key
+        keys.append(str(text) if type(text) in (str, int) else "")  # what can be no key is one that nothing uses
     places, end = _places(source, position, keys, claimed(main), problems)
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
     problems += tree.problems
@@ -105,6 +107,14 @@ def read_legacy(source: Source) -> Checkpoint:
         if end < source.size:
             detail = f"{source.size - end} bytes after the last storage"
             problems.append(Problem("legacy-trailing-bytes", detail=detail))
+    facts = [("protocol version", str(pickles[1].root)[:40])] if len(pickles) > 1 else []
+    system = pickles[2].root if len(pickles) > 2 else None
+    if type(system) is Dict:
+        order = "little" if system.get("little_endian") is True else "big"
+        facts.append(("saved on", f"a {order}-endian machine"))
+    sources = sum(pid[0] == "module" for pid in pids)
+    if sources:
+        facts.append(("module sources", f"the Python source of {sources} classes is stored in the file"))
     return Checkpoint(
         path=source.name,
         format="torch-legacy",
@@ -112,17 +122,10 @@ def read_legacy(source: Source) -> Checkpoint:
         tensors=tree.tensors,
         storages=tree.storages,
         leaves=tree.leaves,
-        facts=_facts(pickles),
+        facts=tuple(facts),
         problems=tuple(problems),
         pickles=tuple(pickles),
     )
-
-
-def _key(key: object) -> str:
-    """A listed key as text; what can be no key is an empty one, which nothing uses."""
-    if type(key) is bytes:
-        return key.decode("latin-1")
-    return str(key) if type(key) in (str, int) else ""
 
 
 def _places(
@@ -153,21 +156,6 @@ def _places(
         places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
         position = start + slot.nbytes
     return places, position
-
-
-def _facts(pickles: list[Pickle]) -> tuple[tuple[str, str], ...]:
-    facts: list[tuple[str, str]] = []
-    if len(pickles) > 1:
-        facts.append(("protocol version", str(pickles[1].root)[:40]))
-    system = pickles[2].root if len(pickles) > 2 else None
-    if type(system) is Dict:
-        order = "little" if system.get("little_endian") is True else "big"
-        facts.append(("saved on", f"a {order}-endian machine"))
-    if len(pickles) > 3:
-        sources = [node for node in pickles[3].persistent if type(node.id) is tuple and node.id[:1] == ("module",)]
-        if sources:
-            facts.append(("module sources", f"the Python source of {len(sources)} classes is stored in the file"))
-    return tuple(facts)
 
 
 # -- plain pickles
@@ -244,11 +232,6 @@ class Member(NamedTuple):
     odd: str = ""
 
 
-def looks_like_tar(source: Source) -> bool:
-    """Whether a tar header with a right checksum begins it. tarfile, and so torch, also takes zeros for one."""
-    return _header(source.read(0, _BLOCK)) is not None
-
-
 def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[Member], list[Problem]]:
     """The members of a tar archive, in order, until its end or its first bad header; and what is wrong there."""
     out: list[Member] = []
@@ -305,11 +288,27 @@ def _octal(field: bytes) -> int | None:
 
 
 def read_tar(source: Source) -> Checkpoint | None:
-    """The checkpoint in a tar archive; ``None`` if the archive is another."""
+    """The checkpoint in a tar archive; ``None`` if it holds none, or is no tar archive."""
     reader = TarReader(source)
     if not {"pickle", "tensors", "storages"} <= reader.found.keys():
         return None
-    reader.check_members()
+    # Whatever makes tarfile, inside torch, take other members than these; and members that torch does not read.
+    problems = reader.problems
+    seen: set[str] = set()
+    for member in reader.listed:
+        name = member.name.removeprefix("./")
+        if name in _WANTED and (member.odd or name in seen):
+            problems.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
+        elif member.odd.startswith("an extended header"):
+            problems.append(Problem("tar-ambiguous", name, member.odd))
+        if member.offset + member.size > source.size:
+            problems.append(Problem("tar-cut", name[:80], "the archive ends inside this member"))
+        seen.add(name)
+    extra = sorted(seen - _WANTED)
+    if extra:
+        problems.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
+    if ends_like_zip(source):
+        problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it"))
     reader.read_tables()
     for name in ("sys_info", "pickle"):  # the object; beside it what only old readers load
         if name in reader.found:
@@ -347,25 +346,6 @@ class TarReader:
         self.places: dict[str, Place] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
-
-    def check_members(self) -> None:
-        """Whatever makes tarfile, inside torch, take other members than these; and members that torch does not read."""
-        out = self.problems
-        seen: set[str] = set()
-        for member in self.listed:
-            name = member.name.removeprefix("./")
-            if name in _WANTED and (member.odd or name in seen):
-                out.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
-            elif member.odd.startswith("an extended header"):
-                out.append(Problem("tar-ambiguous", name, member.odd))
-            if member.offset + member.size > self._source.size:
-                out.append(Problem("tar-cut", name[:80], "the archive ends inside this member"))
-            seen.add(name)
-        extra = sorted(seen - _WANTED)
-        if extra:
-            out.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
-        if ends_like_zip(self._source):
-            out.append(Problem("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it"))
 
     def part(self, name: str) -> Slice:
         """One member as a source."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
@@ -24,7 +24,6 @@ __all__ = [
     "MAX_RECORD",
     "RECORD",
     "Archive",
-    "Recorded",
     "check_storages",
     "needed_by",
     "note",
@@ -47,32 +46,12 @@ _MAX_ITEMS = 64  # GPUs, rows of storages, entries
 _PLAIN = ("transload", "torch", "cuda", "hip", "python", "system", "machine", "driver", "time")
 
 
-class Recorded(NamedTuple):
-    """Where a file comes from, as it tells. Anybody can write anything into it: it is a hint, not a proof."""
+def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
+    """Where a file comes from, as the bytes of the record tell: names and short texts. Never raises.
 
-    facts: tuple[tuple[str, str], ...]
-    """Names of software and what is known of the machine, with their versions or values."""
-    gpus: tuple[tuple[str, str], ...]
-    """Each GPU's name and compute capability."""
-    devices: tuple[tuple[str, int], ...]
-    """The devices of the storages, and how many storages each had, in the order of their first."""
-    entries: tuple[tuple[str, str], ...]
-    """What the user has added: names, and values as JSON."""
+    Empty if it is not one of ours. Anybody can write anything into it: it is a hint, not a proof.
 
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """All of it as names and short texts, to be shown."""
-        gpus = [f"{name} ({capability})" if capability else name for name, capability in self.gpus]
-        counts = {each: gpus.count(each) for each in gpus}
-        many = [f"{count} × {name}" if count > 1 else name for name, count in counts.items()]
-        devices = [f"{name} ({count} storages)" for name, count in self.devices]
-        named = (("gpus", ", ".join(many)), ("saved from", ", ".join(devices)))
-        return (*self.facts, *(pair for pair in named if pair[1]), *self.entries)
-
-
-def read_recorded(data: bytes) -> Recorded | None:
-    """The origin in the bytes of the record; ``None`` if it is not one of ours. Never raises.
-
-    >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}').pairs()
+    >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}')
     (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storages)'))
     """
     from json import dumps, loads
@@ -82,14 +61,14 @@ def read_recorded(data: bytes) -> Recorded | None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
-        return None
-    facts = tuple((name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name])
-    gpus: list[tuple[str, str]] = []
+        return ()
+    out = [(name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name]]
+    gpus: Counter[str] = Counter()
     held = found.get("gpus")
     for gpu in held[:_MAX_ITEMS] if isinstance(held, list) else ():
         if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
-            capability = gpu.get("capability")
-            gpus.append((_short(gpu["name"]), _short(capability) if isinstance(capability, str) else ""))
+            name, capability = _short(gpu["name"]), gpu.get("capability")
+            gpus[f"{name} ({_short(capability)})" if isinstance(capability, str) and capability else name] += 1
     devices: dict[str, int] = {}
     held = found.get("storages")
     for row in held if isinstance(held, list) else ():
@@ -97,12 +76,15 @@ def read_recorded(data: bytes) -> Recorded | None:
             continue
         if row[0] in devices or len(devices) < _MAX_ITEMS:
             devices[_short(row[0])] = devices.get(_short(row[0]), 0) + max(0, row[1])
-    added = found.get("entries")
-    entries = tuple(
-        (_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False)))
-        for name, value in (list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ())
+    told = (
+        ("gpus", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in gpus.items())),
+        ("saved from", ", ".join(f"{name} ({count} storages)" for name, count in devices.items())),
     )
-    return Recorded(facts, tuple(gpus), tuple(devices.items()), entries)
+    out += [pair for pair in told if pair[1]]
+    added = found.get("entries")  # by the user
+    for name, value in list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ():
+        out.append((_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False))))
+    return tuple(out)
 
 
 def _short(text: str) -> str:
@@ -217,17 +199,30 @@ def read_torch_zip(
     """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     found = list(problems)
     facts = tuple(note_facts(archive, _NOTES, found))
-    found += _check_notes(archive, dict(facts))
-    big_endian = dict(facts).get("byteorder") == "big"
+    # The small records on which torch.load fails before it looks at anything else.
+    told = dict(facts)
+    if "version" not in told:
+        found.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
+    elif not 1 <= _number(told["version"]) <= _NEWEST_VERSION:
+        detail = f"it says {told['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
+        found.append(Problem("zip-bad-version", "version", detail))
+    order = archive.get("byteorder", MAX_NOTE)
+    if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
+        found.append(Problem("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}"))
+    if _number(told.get("storage_alignment", "64")) < 0:
+        detail = f"it says {told['storage_alignment'][:40]!r}, which is no number"
+        found.append(Problem("zip-bad-note", ".storage_alignment", detail))
+    if "\\" in told.get("serialization_id", ""):  # bytes that are no text
+        found.append(Problem("zip-bad-note", ".data/serialization_id", "it is not text"))
+    big_endian = told.get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
     # What ``transload.save`` has recorded; a record that is not one of ours stays a foreign one.
     payload = archive.get(RECORD, MAX_RECORD)
-    recorded = read_recorded(payload.data) if payload is not None and not payload.problem else None
-    written_by = Origin(recorded=recorded.pairs()) if recorded else Origin()
-    known = (*_NOTES, RECORD) if written_by.recorded else _NOTES
+    recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
+    known = (*_NOTES, RECORD) if recorded else _NOTES
     records = tuple(archive.records.values())
-    held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=written_by)
+    held = Checkpoint(path, "torch-zip", nbytes, records=records, facts=facts, written_by=Origin(recorded=recorded))
     if not (tree or found or big_endian):
         light = counted(archive.records, known, pickle)
         if light is not None:
@@ -274,25 +269,6 @@ def note_facts(archive: Archive, names: Iterable[str], problems: list[Problem]) 
     """The folder of an archive, and what its small records say."""
     notes = ((name.rpartition("/")[2].strip("."), note(archive, name, problems)) for name in names)
     return [("folder", archive.root), *((name, text) for name, text in notes if text is not None)]
-
-
-def _check_notes(archive: Archive, known: dict[str, str]) -> list[Problem]:
-    """The small records on which torch.load fails before it looks at anything else."""
-    out: list[Problem] = []
-    if "version" not in known:
-        out.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
-    elif not 1 <= _number(known["version"]) <= _NEWEST_VERSION:
-        detail = f"it says {known['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
-        out.append(Problem("zip-bad-version", "version", detail))
-    order = archive.get("byteorder", MAX_NOTE)
-    if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
-        out.append(Problem("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}"))
-    if _number(known.get("storage_alignment", "64")) < 0:
-        detail = f"it says {known['storage_alignment'][:40]!r}, which is no number"
-        out.append(Problem("zip-bad-note", ".storage_alignment", detail))
-    if "\\" in known.get("serialization_id", ""):  # bytes that are no text
-        out.append(Problem("zip-bad-note", ".data/serialization_id", "it is not text"))
-    return out
 
 
 def _number(text: str) -> int:

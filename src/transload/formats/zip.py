@@ -51,7 +51,6 @@ __all__ = [
     "central_entry",
     "check_names",
     "descriptor",
-    "descriptor_size",
     "end_of_archive",
     "ends_like_zip",
     "find_root",
@@ -292,7 +291,27 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
         problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
     locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
-        directory_end, size, start, count = _end64(source, end, locator, (count, size, start), problems)
+        # torch looks for the zip64 end record where the locator says, and believes the plain one if it is not there;
+        # zipfile (before 2025) does not look at what the locator says but right before it.
+        _, first_disk, stated, disks = LOCATOR64.unpack(locator)
+        beside = end - 20 - END64.size
+        raw = source.read(stated, END64.size)
+        found = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
+        if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
+            problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
+        if stated + END64.size > source.size:
+            raise _NoDirectoryError("the zip64 end record is not where its locator says")
+        if not found:
+            problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
+        else:
+            plain = (count, size, start)
+            _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
+            directory_end = stated
+            if first_disk or disks != 1 or disk or cd_disk or here != count or length < END64.size - 12:
+                problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
+            for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, ALL32, ALL32), strict=True):
+                if narrow not in (wide, full):
+                    problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
     if start + size != directory_end:
         # torch looks for it where it is said to be; zipfile where one that ends at the end record begins.
         detail = (
@@ -307,34 +326,6 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
         problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
         raise _NoDirectoryError("the directory is too large to be one")
     return start, size, count
-
-
-def _end64(
-    source: Source, end: int, locator: bytes, plain: tuple[int, int, int], problems: list[Problem]
-) -> tuple[int, int, int, int]:
-    """The zip64 end record: where it begins, and size, start and count of the directory.
-
-    torch looks for it where the locator says, and believes the plain end record if it is not there; zipfile (before
-    2025) does not look at what the locator says but right before it.
-    """
-    _, first_disk, stated, disks = LOCATOR64.unpack(locator)
-    beside = end - 20 - END64.size
-    raw = source.read(stated, END64.size)
-    found = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
-    if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
-        problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
-    if stated + END64.size > source.size:
-        raise _NoDirectoryError("the zip64 end record is not where its locator says")
-    if not found:
-        problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
-        return (end, plain[1], plain[2], plain[0])
-    _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
-    if first_disk or disks != 1 or disk or cd_disk or here != count or length < END64.size - 12:
-        problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
-    for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, ALL32, ALL32), strict=True):
-        if narrow not in (wide, full):
-            problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
-    return stated, size, start, count
 
 
 def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
@@ -591,7 +582,11 @@ class _Walk:
         head = self.source.read(self.position + LOCAL.size, n_name + n_extra)
         if len(head) < n_name:
             return False
-        name, extra = self._name(text_of(head[:n_name])), head[n_name:]
+        name, extra = text_of(head[:n_name]), head[n_name:]
+        if not self.records:
+            self.root = name.partition("/")[0] if "/" in name else ""
+        if self.root:
+            name = name[len(self.root) + 1 :] if name.startswith(f"{self.root}/") else f"/{name}"
         if len(extra) < n_extra:
             if not self.records:  # all that is left, and it tells what the file was
                 self._add(Record(name, None, 0, 0, None, method))
@@ -606,20 +601,17 @@ class _Walk:
         present = max(0, min(stored, self.source.size - offset))
         end = offset + stored
         if flags & 8:
-            crc, width = self._descriptor(end, extra)
-            end += width
-            if not width and end + 16 <= self.source.size:
+            # Its checksum is in the descriptor after it: 24 bytes where zip64 was needed, else 16.
+            after = self.source.read(end, 24)
+            crc = None
+            if after[:4] == _DESCRIPTOR and len(after) >= 16:
+                crc = int.from_bytes(after[4:8], "little")
+                end += 24 if extra[:2] == b"\x01\x00" else 16
+            elif end + 16 <= self.source.size:
                 self.problems.append(Problem("zip-no-descriptor", name, f"none at byte {end}, where it should end"))
         self._add(Record(name, offset, size, present, crc if present == stored else None, method))
         self.position = end
         return bool(present == stored and end < self.source.size)
-
-    def _name(self, full: str) -> str:
-        if not self.records:
-            self.root = full.partition("/")[0] if "/" in full else ""
-        if not self.root:
-            return full
-        return full[len(self.root) + 1 :] if full.startswith(f"{self.root}/") else f"/{full}"
 
     def _add(self, record: Record) -> None:
         """Enter a record; an earlier one of its name keeps a place under another, so that both are looked at."""
@@ -675,13 +667,6 @@ class _Walk:
                 return start + _BLOCK - len(unpack.unused_data) - offset, size
         return -1, -1
 
-    def _descriptor(self, end: int, extra: bytes) -> tuple[int | None, int]:
-        """Checksum and length of the descriptor after a payload: 24 bytes where zip64 was needed, else 16."""
-        raw = self.source.read(end, 24)
-        if raw[:4] != _DESCRIPTOR or len(raw) < 16:
-            return None, 0
-        return int.from_bytes(raw[4:8], "little"), 24 if extra[:2] == b"\x01\x00" else 16
-
 
 # -- what torch writes around records
 
@@ -697,13 +682,6 @@ def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT
     extra = len(wide) + EXTRA.size + padding
     head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
     return b"".join((head, name, wide, b"FB", padding.to_bytes(2, "little"), b"Z" * padding))
-
-
-def descriptor_size(size: int, offset: int) -> int:
-    """The length of what follows the bytes of a record whose header begins at ``offset``."""
-    if not size:
-        return 0
-    return DESCRIPTOR64.size if max(size, offset) >= ALL32 else DESCRIPTOR.size
 
 
 def descriptor(size: int, crc32: int, offset: int) -> bytes:

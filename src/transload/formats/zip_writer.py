@@ -15,7 +15,6 @@ from transload.formats.zip import (
     ALIGNMENT,
     central_entry,
     descriptor,
-    descriptor_size,
     end_of_archive,
     local_header,
     small_records,
@@ -91,13 +90,12 @@ class Sink(Protocol):
 class _Entry:
     """A record that takes more than one step: its place in the directory, and its checksum so far."""
 
-    __slots__ = ("checksum", "index", "name", "number", "offset", "size", "started")
+    __slots__ = ("checksum", "index", "name", "number", "offset", "size")
 
     def __init__(self, name: bytes, size: int, offset: int, index: int, number: int) -> None:
         self.name, self.size, self.offset = name, size, offset
         self.index, self.number = index, number
         self.checksum = 0
-        self.started = False
 
 
 class _Write:
@@ -154,7 +152,7 @@ class _Archive:
             self._entries.append(b"")
             self._count += 1
             self.checksums.append(0)
-            self.end += len(header) + entry.size + descriptor_size(entry.size, entry.offset)
+            self.end += len(header) + entry.size + len(descriptor(entry.size, 0, entry.offset))
             left = record.size
             for chunk in record.content():
                 nbytes = len(chunk.view)
@@ -176,8 +174,8 @@ class _Archive:
     def complete(self, write: _Write) -> None:
         """Fill in the descriptors of a write: its checksums are there."""
         for (entry, chunk, slot), checksum in zip(write.parts, write.sums(), strict=True):
-            entry.checksum = combined(entry.checksum, checksum, len(chunk.view)) if entry.started else checksum
-            entry.started = True
+            before = entry.checksum  # 0 also where nothing came before
+            entry.checksum = combined(before, checksum, len(chunk.view)) if before else checksum
             if slot >= 0:
                 write.buffers[slot] = descriptor(entry.size, entry.checksum, entry.offset)
                 self._entries[entry.index] = central_entry(entry.name, entry.size, entry.checksum, entry.offset)
