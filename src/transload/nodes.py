@@ -7,7 +7,19 @@ are equal only to themselves. The graph may share nodes and may contain cycles: 
 
 from __future__ import annotations
 
-__all__ = ["Big", "Call", "Dict", "Extension", "Global", "OutOfBand", "Persistent", "Pickle", "Set", "module_class"]
+__all__ = [
+    "REBUILD_ARGUMENTS",
+    "Big",
+    "Call",
+    "Dict",
+    "Extension",
+    "Global",
+    "OutOfBand",
+    "Persistent",
+    "Pickle",
+    "Set",
+    "module_class",
+]
 
 
 class Global:
@@ -178,3 +190,28 @@ class Pickle:
         self.ambiguous: list[tuple[int, str]] = []
         self.broken = ""
         self.cut = False
+
+
+REBUILD_ARGUMENTS: dict[str, tuple[int, int]] = {
+    "torch._utils._rebuild_tensor": (4, 4),
+    "torch._utils._rebuild_tensor_v2": (6, 7),
+    "torch._utils._rebuild_tensor_v3": (7, 8),
+    "torch.nn.parameter.Parameter": (1, 2),
+    "torch._utils._rebuild_parameter": (3, 3),
+    "torch._utils._rebuild_parameter_with_state": (4, 4),
+    "torch._utils._rebuild_qtensor": (7, 7),
+    "torch._utils._rebuild_sparse_tensor": (2, 2),
+    "torch._utils._rebuild_sparse_csr_tensor": (4, 5),
+    "torch._utils._rebuild_nested_tensor": (4, 4),
+    "torch._utils._rebuild_meta_tensor_no_storage": (4, 4),
+    "torch._utils._rebuild_wrapper_subclass": (8, 8),
+    "torch._utils._rebuild_device_tensor_from_numpy": (4, 4),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (4, 4),
+    "torch._utils._rebuild_xla_tensor": (4, 4),
+    "torch._utils._rebuild_mlc_tensor": (4, 4),
+    "torch._tensor._rebuild_from_type": (4, 4),
+    "torch._tensor._rebuild_from_type_v2": (4, 4),
+    "torch.tensor._rebuild_from_type": (4, 4),
+    "torch.nested._internal.nested_tensor._rebuild_njt": (1, 1),
+}
+"""The functions of torch that rebuild tensors, with how many arguments they take at least and at most."""

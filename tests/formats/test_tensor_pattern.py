@@ -149,8 +149,8 @@ def test_the_pattern_reads_nearly_all_tensors_of_ordinary_files(monkeypatch: pyt
     monkeypatch.setattr(TensorPattern, "read", counting)
     for data in (pickle_in(weights(400)), pickle_in(shared()), pickle_in(trained()), old_form()):
         run(data)
-    assert len(taken) > 550
-    assert sum(end > 0 for end in taken) > 0.7 * len(taken)
+    assert sum(end > 0 for end in taken) > 500
+    assert sum(end > 0 for end in taken) > 0.95 * len(taken)
 
 
 def test_the_graph_is_the_same_with_the_pattern_and_without(stream: bytes, slowly: Callable[[bytes], Pickle]) -> None:

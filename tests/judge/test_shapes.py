@@ -21,7 +21,7 @@ from transload.formats.pickle_machine import run
 from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT
 from transload.judge.safety import _CARRIERS, _SHADOWED, check_call, judge_pickles
-from transload.nodes import Call, Dict, Global
+from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Global
 
 
 class InspectZip(Protocol):
@@ -281,10 +281,11 @@ def test_every_rebuild_function_has_its_signature() -> None:
         function = getattr(torch._utils, full.rpartition(".")[2])
         parameters = list(inspect.signature(function).parameters.values())
         required = [p for p in parameters if p.default is p.empty]
-        assert (len(required), len(parameters)) == READERS[full][1:], full
+        assert (len(required), len(parameters)) == REBUILD_ARGUMENTS[full], full
         for expected, index in carriers._asdict().items():
             assert index == 99 or parameters[index].name == expected, full
     assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_CARRIERS)
+    assert set(REBUILD_ARGUMENTS) == set(READERS)
 
 
 def test_what_may_not_be_shadowed_is_there() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import _codecs
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import compress
 from struct import Struct
 from struct import error as struct_error
@@ -162,14 +162,19 @@ _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
 _PUT = rb"r(....)"  # LONG_BINPUT: all but the first thirty tensors
 _SIZE = rb"(" + _INT + rb"{1,3}[\x85-\x87]|\(" + _INT + rb"+t)"  # TUPLE1 to TUPLE3; or MARK and TUPLE
-_CALL = re.compile(
+_CALL = (
     # MARK, the id of the storage: its key is BINUNICODE, or GET where it was met before; TUPLE, BINPERSID
     rb"\((" + _GET + _GET + rb")(?:X(.)\0\0\0([0-9]+)" + _PUT + rb"|(" + _GET + rb"))(" + _GET + _INT + rb"N?)t" + _PUT
     + rb"Q(" + _INT + rb")(?:\)\)|" + _SIZE + _PUT + _SIZE + _PUT + rb")"  # offset; size and stride, or EMPTY_TUPLEs
     + rb"([\x88\x89]" + _GET + rb")\)R" + _PUT  # whether it requires gradients; its hooks, an empty OrderedDict
-    + rb"t" + _PUT + rb"R" + _PUT,
-    re.DOTALL,
-).match  # fmt: skip
+    + rb"t" + _PUT + rb"R" + _PUT
+)  # fmt: skip
+
+
+@cache
+def _call_pattern() -> re.Pattern[bytes]:
+    return re.compile(_CALL, re.DOTALL)  # takes as long as reading many a small file, which needs none
+
 
 _TEXT, _AGAIN, _OFFSET = 3, 5, 8
 _PUTS = (4, 7, 10, 12, 14, 15, 16)
@@ -260,7 +265,7 @@ class TensorPattern:
         if template is not None and (end := self._fill(template, pos, stack, memo)):
             self._last = template
             return end
-        match = _CALL(self._data, pos)
+        match = _call_pattern().match(self._data, pos)
         if match is None:
             return 0
         head, length, text, _, again, tail, _, first, size, _, stride, _, last, _, _, _ = match.groups()
@@ -360,7 +365,7 @@ _UNHASHABLE = frozenset({list, bytearray, Dict})
 _UNHASHABLE_CLASSES = frozenset({"OrderedDict", "Counter", "set", "bytearray"})
 
 # As codecs.escape_decode does it, which warns on unknown escapes: a warning may be an error somewhere.
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))", re.DOTALL)
+_ESCAPE = rb"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(x|$)|(.))"
 _ESCAPES = dict(
     zip(b"\\'\"abfnrtv\n", (b"\\", b"'", b'"', b"\a", b"\b", b"\f", b"\n", b"\r", b"\t", b"\v", b""), strict=True)
 )
@@ -507,7 +512,8 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                     raise KeyError(index) from None
                 pos += 1 if op == 0x68 else 4
             elif op == 0x28:  # MARK
-                if data[pos : pos + 1] == b"(" and put >= 0 and (end := read_tensor(pos, stack, memo)):
+                # Below 256 no pickler writes LONG_BINPUT, which all of the pattern is.
+                if data[pos : pos + 1] == b"(" and put > 0xFF and (end := read_tensor(pos, stack, memo)):
                     pos, put = end, len(memo)
                 else:
                     meta.append(stack)
@@ -685,7 +691,7 @@ def _rare(vm: Machine, op: int) -> None:
         text = vm.line()
         if len(text) < 2 or text[0] != text[-1] or text[:1] not in b"'\"":
             raise Broken("a text without quotes")
-        _python2_text(vm, _ESCAPE.sub(_unescape, text[1:-1]))
+        _python2_text(vm, re.sub(_ESCAPE, _unescape, text[1:-1]))
     elif op == 0x56:  # UNICODE
         stack.append(_codecs.raw_unicode_escape_decode(vm.line())[0])
     elif op == 0x50:  # PERSID

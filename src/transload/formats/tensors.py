@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.findings import Noted, Problem
-from transload.nodes import Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
+from transload.nodes import REBUILD_ARGUMENTS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 __all__ = [
     "MAX_SIZE",
@@ -538,32 +538,29 @@ def _from_numpy(ctx: Context, args: tuple[Any, ...]) -> Tensor:
     )
 
 
-READERS: dict[str, tuple[_Reader, int, int]] = {
-    # function: reader, least and most arguments
-    "torch._utils._rebuild_tensor": (_strided, 4, 4),
-    "torch._utils._rebuild_tensor_v2": (_v2, 6, 7),
-    "torch._utils._rebuild_tensor_v3": (_v3, 7, 8),
-    "torch.nn.parameter.Parameter": (_old_parameter, 1, 2),
-    "torch._utils._rebuild_parameter": (_parameter, 3, 3),
-    "torch._utils._rebuild_parameter_with_state": (_parameter, 4, 4),
-    "torch._utils._rebuild_qtensor": (_quantized, 7, 7),
-    "torch._utils._rebuild_sparse_tensor": (_sparse, 2, 2),
-    "torch._utils._rebuild_sparse_csr_tensor": (
-        lambda ctx, args: _composite(ctx, "sparse_csr", _COMPRESSED, args, size=args[3]),
-        4,
-        5,
+READERS: dict[str, _Reader] = {
+    "torch._utils._rebuild_tensor": _strided,
+    "torch._utils._rebuild_tensor_v2": _v2,
+    "torch._utils._rebuild_tensor_v3": _v3,
+    "torch.nn.parameter.Parameter": _old_parameter,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": lambda ctx, args: _composite(
+        ctx, "sparse_csr", _COMPRESSED, args, size=args[3]
     ),
-    "torch._utils._rebuild_nested_tensor": (lambda ctx, args: _composite(ctx, "nested", _NESTED, args), 4, 4),
-    "torch._utils._rebuild_meta_tensor_no_storage": (_meta, 4, 4),
-    "torch._utils._rebuild_wrapper_subclass": (_wrapper, 8, 8),
-    "torch._utils._rebuild_device_tensor_from_numpy": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (_from_cpu, 4, 4),
-    "torch._utils._rebuild_xla_tensor": (_from_numpy, 4, 4),
-    "torch._utils._rebuild_mlc_tensor": (_from_numpy, 4, 4),
-    "torch._tensor._rebuild_from_type": (_from_type, 4, 4),
-    "torch._tensor._rebuild_from_type_v2": (_from_type, 4, 4),
-    "torch.tensor._rebuild_from_type": (_from_type, 4, 4),
-    "torch.nested._internal.nested_tensor._rebuild_njt": (_jagged, 1, 1),
+    "torch._utils._rebuild_nested_tensor": lambda ctx, args: _composite(ctx, "nested", _NESTED, args),
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
+    "torch._utils._rebuild_xla_tensor": _from_numpy,
+    "torch._utils._rebuild_mlc_tensor": _from_numpy,
+    "torch._tensor._rebuild_from_type": _from_type,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.tensor._rebuild_from_type": _from_type,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
 }
 
 
@@ -577,10 +574,10 @@ def rebuild(ctx: Context, node: object) -> Tensor:
 
 def apply(ctx: Context, function: str, args: object) -> Tensor:
     """The tensor a rebuild function would make of some arguments."""
-    entry = READERS.get(function)
-    if entry is None:
+    reader = READERS.get(function)
+    if reader is None:
         raise BadTensor(f"it is rebuilt by {function or 'no function'}")
-    reader, least, most = entry
+    least, most = REBUILD_ARGUMENTS[function]
     if type(args) is not tuple or not least <= len(args) <= most:
         raise BadTensor("its rebuild call has the wrong number of arguments")
     if ctx.depth >= MAX_NESTED:

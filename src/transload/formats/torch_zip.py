@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats import pickle_machine
-from transload.formats.tensors import Place, StorageTable, Tree, find_tensors
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.io.sources import Source
 from transload.nodes import Global, Pickle
+
+if TYPE_CHECKING:
+    from transload.formats.tensors import Place, StorageTable, Tree
 
 __all__ = [
     "MAX_RECORD",
@@ -248,6 +250,8 @@ def read_torch_zip(
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
     """Tensors and values of a pickle; every storage it names is entered, also those nothing uses."""
+    from transload.formats.tensors import find_tensors
+
     table.enter(pickle.persistent)
     # Where there is no pickle there is nothing, not the value None.
     root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
@@ -337,6 +341,8 @@ def storage_table(
     big_endian: bool = False,
 ) -> StorageTable:
     """A table that finds storages in the records of an archive, whose names are keys with one of ``forms`` around."""
+    from transload.formats.tensors import Place, StorageTable
+
     lead, end = forms[0]
     records = archive.records
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding, Integrity, Safety, rescue_command, worst_integrity, worst_safety
 from transload.io.sources import SourceLike
-from transload.judge.origin import origin
 from transload.judge.problems import judge_problems, rule_of, with_commands
 from transload.judge.safety import judge_pickles
 
@@ -47,7 +46,6 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
         safety=worst_safety(base, names.safety, forced),
         integrity=integrity_of(checkpoint),
         globals=names.globals,
-        written_by=origin(checkpoint) if told else checkpoint.written_by,
         flavour=checkpoint.flavour or _flavour(checkpoint),
         findings=(
             # In what torch.load does not read, nobody has to allow any names.
@@ -59,10 +57,13 @@ def judge(checkpoint: Checkpoint, *, told: bool = True) -> Checkpoint:
     judged = replace(judged, findings=with_commands(judged)) if judged.findings else judged
     if not told:
         return judged
+    from transload.judge.origin import origin
+
     # torch.load passes over the other records of an archive, and the pickles in them.
     loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]
     safety = names.safety if len(loaded) == len(checkpoint.pickles) else judge_pickles(loaded).safety
-    return replace(judged, prediction=f"torch.load {_prediction(judged, worst_safety(safety, forced))}")
+    prediction = f"torch.load {_prediction(judged, worst_safety(safety, forced))}"
+    return replace(judged, written_by=origin(checkpoint), prediction=prediction)
 
 
 def integrity_of(checkpoint: Checkpoint) -> Integrity:

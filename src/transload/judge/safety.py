@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.formats import pickle_machine
-from transload.formats.tensors import READERS
 from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_class_path, torch_spelling
-from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, module_class
+from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 __all__ = ["MAX_DEPTH", "check_call", "judge_pickles", "safe_globals_lines"]
 
@@ -112,7 +111,7 @@ def check_call(name: str, call: Call) -> Complaint:
 
 def _check_rebuild(name: str, args: tuple[Any, ...]) -> Complaint:
     count = len(args)
-    _, least, most = READERS[name]
+    least, most = REBUILD_ARGUMENTS[name]
     flag, hooks, metadata, state = _CARRIERS[name]
     if not least <= count <= most:
         return "unknown", f"{name} is called with {count} arguments"

@@ -7,6 +7,7 @@ lie in several places are put together from them.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 WINDOW = 16 << 20
-"""Bytes of a file held at once while its elements are put in another order."""
+"""Bytes of elements put in another order at once."""
 
 _PIECE = 4 << 20
 _MOST_PACKED = 1032  # times its size that anything can be deflated
@@ -451,6 +452,7 @@ def placed(part: Tensor, rank: int) -> Box:
 FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 """What ``memoryview.cast`` calls elements of these sizes."""
 
+_HELD = 2 << 20  # bytes read at once to be put in another order: what a processor's cache holds
 _PAGE = 4096
 _SPARSE = 4
 _COPIED = 16  # moving a run of so many elements takes as long as moving one that stands alone
@@ -614,20 +616,19 @@ class _Gather:
         self._start = start
         self._itemsize = itemsize
         self._format = FORMATS[itemsize]
+        self._window = memoryview(b"")  # kept: new memory for each reading would cost as much as the reading
 
     def fill(self, axes: list[Axis], first: int, out: memoryview, at: int = 0) -> None:
         """Put the elements of a view, from ``first`` of the storage on, into ``out``, from its element ``at`` on."""
         width = self._itemsize
         outer = max(axes, key=lambda axis: axis.step, default=_ONE)
         rest = [axis for axis in axes if axis is not outer]
-        most, inner = WINDOW // width, _span(rest)
+        most, inner = _HELD // width, _span(rest)
         scattered = outer.step * width >= _PAGE and inner * _SPARSE <= outer.step
         if not scattered and _span(axes) <= most:
-            count = _span(axes) * width
-            data = self._source.read(self._start + first * width, count)
-            if len(data) < count:
-                raise EndedError(count - len(data))
-            self._copy(axes, memoryview(data).cast(self._format), out, at)
+            held = self._memory(_span(axes) * width)
+            self._read(first, held)
+            self._copy(axes, held.cast(self._format), out, at)
             return
         many = most // inner if scattered else (most - inner) // outer.step + 1
         for index in range(0, outer.size, max(1, many)):
@@ -644,13 +645,20 @@ class _Gather:
         """Read what is wanted of each row, with little between the rows, and copy that."""
         width, step = _span(rest) * self._itemsize, _span(rest) + _LINE // self._itemsize
         apart = step * self._itemsize
-        held = memoryview(bytearray(rows.size * apart))
+        held = self._memory(rows.size * apart)
         for row in range(rows.size):
-            position = self._start + (first + row * rows.step) * self._itemsize
-            came = self._source.readinto(position, held[row * apart : row * apart + width])
-            if came < width:
-                raise EndedError(width - came)
+            self._read(first + row * rows.step, held[row * apart : row * apart + width])
         self._copy([rows._replace(step=step), *rest], held.cast(self._format), out, at)
+
+    def _memory(self, count: int) -> memoryview:
+        if len(self._window) < count:
+            self._window = memoryview(bytearray(count))
+        return self._window[:count]
+
+    def _read(self, first: int, into: memoryview) -> None:
+        came = self._source.readinto(self._start + first * self._itemsize, into)
+        if came < len(into):
+            raise EndedError(len(into) - came)
 
     def _copy(self, axes: list[Axis], held: memoryview, out: memoryview, at: int) -> None:
         """Run by run: of a dimension that is one on both sides, or of the longest there is."""
@@ -658,9 +666,10 @@ class _Gather:
             out[at] = held[0]
             return
         longest = max(axes, key=lambda axis: axis.size * (_COPIED if axis.step == axis.apart == 1 else 1))
+        # numpy moves much ten times as fast, but long runs not so much that it would be worth its import.
         long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
-        if not long_runs and prod(axis.size for axis in axes) >= _MANY and (numpy := _numpy()) is not None:
-            # Run by run this would be slow, and it is so much that numpy is worth its import.
+        much = len(out) >= _MANY and ("numpy" in sys.modules or not long_runs)
+        if much and (numpy := _numpy()) is not None:
             shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
             source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
             target = numpy.ndarray(shape, kind, out[at:], 0, [axis.apart * width for axis in axes])
@@ -681,7 +690,7 @@ class _Gather:
 
 @cache
 def _numpy() -> Any:
-    """numpy, where it is installed: it moves elements ten times as fast."""
+    """numpy, where it is installed."""
     try:
         return import_module("numpy")
     except Exception:  # noqa: BLE001 - not there, or broken
