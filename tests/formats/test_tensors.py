@@ -12,6 +12,7 @@ import torch
 from tests import forge
 from tests.each import each
 from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_id, tensor, tuple_of
+from tests.release import SAVES_FLOAT8
 from torch import nn
 
 from transload.checkpoint import Checkpoint, Tensor
@@ -62,7 +63,7 @@ NEW_DTYPES = [
         *("uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
         *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     )
-    if hasattr(torch, name)  # an older torch has fewer
+    if hasattr(torch, name) and (SAVES_FLOAT8 or "float8" not in name)  # an older torch has fewer
 ]
 
 STRIDED: dict[str, Any] = {
@@ -80,7 +81,7 @@ STRIDED: dict[str, Any] = {
     "a parameter": nn.Parameter(torch.ones(3)),
     "a frozen parameter": nn.Parameter(torch.ones(3), requires_grad=False),
     "an integer parameter": nn.Parameter(torch.arange(3), requires_grad=False),
-    "a buffer": nn.Buffer(torch.ones(3)),
+    **({"a buffer": nn.Buffer(torch.ones(3))} if hasattr(nn, "Buffer") else {}),
     "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
     "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
     "per tensor, qint8": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint8),

@@ -21,6 +21,7 @@ import pytest
 import torch
 from tests.each import each
 from tests.quantized import working_engine
+from tests.release import needs_torch
 from tests.shared import once
 
 import transload
@@ -31,9 +32,7 @@ from transload.judge.safety import safe_globals_lines
 HERE = Path(__file__).parent
 
 # What torch does has been compared with what is predicted from this release on.
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
-)
+pytestmark = needs_torch(2, 11)
 
 
 def load_belongings() -> ModuleType:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from tests.each import each
 from tests.judge.conftest import FILES, Alone
+from tests.release import needs_torch
 
 import transload
 
 # What torch does has been compared with what is predicted from this release on.
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
-)
+pytestmark = needs_torch(2, 11)
 
 
 def file_id(path: Path) -> str:
