@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["RELEASE", "SAVES_FLOAT8", "needs_torch"]
+__all__ = ["RELEASE", "SAVES_NEW_DTYPES", "needs_torch"]
 
 RELEASE = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
 
-SAVES_FLOAT8 = hasattr(torch.storage, "_new_dtypes")
-"""torch 2.1 has the dtypes, and its ``torch.save`` does not know them."""
+SAVES_NEW_DTYPES = hasattr(torch.storage, "_new_dtypes")
+"""torch 2.1 has float8, complex32 and bits, and its ``torch.save`` does not know them."""
 
 
 def needs_torch(*release: int) -> pytest.MarkDecorator:

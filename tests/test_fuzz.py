@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
-from tests.release import SAVES_FLOAT8
+from tests.release import SAVES_NEW_DTYPES
 
 from transload.checkpoint import Checkpoint, contiguous
 from transload.errors import CannotReadError
@@ -72,7 +72,7 @@ def state_dict() -> dict[str, Any]:
         "row": weight[6:12],
         "transposed": weight.view(4, 6).t(),
         "half": torch.ones(3, dtype=torch.float16),
-        **({"fp8": torch.ones(5).to(torch.float8_e4m3fn)} if SAVES_FLOAT8 else {}),
+        **({"fp8": torch.ones(5).to(torch.float8_e4m3fn)} if SAVES_NEW_DTYPES else {}),
         "step": torch.tensor(7),
         "empty": torch.empty(0, 3),
         "sparse": torch.eye(3).to_sparse(),

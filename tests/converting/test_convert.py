@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.each import each
-from tests.release import RELEASE, SAVES_FLOAT8
+from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.converting import convert, objects, parts
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
@@ -596,7 +596,7 @@ NEWER = [
 @each("name", NEWER)
 def test_newer_dtypes(name: str, tmp_path: Path) -> None:
     dtype = getattr(torch, name, None)
-    if dtype is None or ("float8" in name and not SAVES_FLOAT8):
+    if dtype is None or ("float8" in name and not SAVES_NEW_DTYPES):
         pytest.skip("an older torch")
     raw = torch.arange(64, dtype=torch.uint8)
     value = {"x": raw.view(dtype).reshape(2, -1)}
@@ -779,7 +779,7 @@ def test_views_that_are_none_any_more_are_named(tmp_path: Path, name: str, dtype
     assert [sorted(note.split(", ")) for note in notes] == ([told.split(", ")] if told else [])
 
 
-@pytest.mark.skipif(not SAVES_FLOAT8, reason="an older torch")
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
 def test_floating_dtypes_that_are_not_changed_are_told(tmp_path: Path) -> None:
     source = save({"a": torch.ones(4).to(torch.float8_e4m3fn), "b": torch.ones(2)}, tmp_path / "a.pt")
     made = convert(source, tmp_path / "b.safetensors", dtype="bfloat16")

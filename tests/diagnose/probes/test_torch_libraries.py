@@ -443,7 +443,7 @@ def test_the_installed_torch_says_it_in_a_known_way() -> None:
     plan = preloads(source)
     wanted = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
     assert wanted <= {each.stem for each in plan.rescue}
-    assert plan.marker.endswith("libcudart.so")
+    assert plan.marker.endswith("libcudart.so") or "not in _maps" not in source
 
 
 def test_patterns_of_names() -> None:
