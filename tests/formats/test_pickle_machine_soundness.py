@@ -451,7 +451,10 @@ def test_the_generator_makes_every_opcode_and_streams_that_load() -> None:
     assert {ord(opcode.code) for opcode in pickletools.opcodes} <= met
     assert len(pickletools.opcodes) == 68
     outcomes = {name: [oracle(data) for data in made] for name, oracle in ORACLES.items()}
-    for name, least in {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}.items():
+    enough = {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}
+    for name, least in enough.items():
+        if name not in ORACLES:
+            continue
         assert sum(outcome.end is not None for outcome in outcomes[name]) > least, name
         assert sum(len(outcome.asked) for outcome in outcomes[name]) > 3 * least, name
 
