@@ -286,7 +286,8 @@ def test_every_rebuild_function_has_its_signature() -> None:
 
     for full, carriers in _CARRIERS.items():
         function = getattr(torch._utils, full.rpartition(".")[2], None)
-        if function is None and RELEASE < (2, 6):
+        if function is None:
+            assert RELEASE < (2, 6), full
             continue
         parameters = list(inspect.signature(function).parameters.values())
         required = [p for p in parameters if p.default is p.empty]
