@@ -435,6 +435,12 @@ def load(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=RELEASE >= (2, 6))
 
 
+def too_new(told: Checkpoint) -> bool:
+    """Whether an older torch lacks the function that makes tensors of newer dtypes."""
+    name = "_rebuild_tensor_v3"
+    return not hasattr(torch._utils, name) and any(use.name == name for use in told.globals)
+
+
 # torch.load does not read these, whatever state they are in.
 NOT_FOR_TORCH = frozenset({"torch-tar", "safetensors", "pickle", "torch-directory"})
 
@@ -447,6 +453,8 @@ def test_what_we_call_sound_torch_loads_and_the_same(data: bytes) -> None:
     python2 = "pickle-python2-bytes" in {problem.code for problem in told.problems}  # wants another encoding
     if not told.ok or told.format in NOT_FOR_TORCH or old_form or python2 or "refuses" in told.prediction:
         return
+    if too_new(told):
+        return
     same(told, data, load(data))
 
 
@@ -456,7 +464,7 @@ def test_a_sound_file_is_sound_before_any_accident(name: str) -> None:
     told = told_of(data, verify=True)
     assert told.safety == "data-only"
     assert told.integrity in ("whole", "unchecked", "repairable")
-    if "refuses" not in told.prediction:  # Python 2 wrote opcodes that weights_only does not know
+    if "refuses" not in told.prediction and not too_new(told):  # Python 2 wrote opcodes that weights_only does not know
         same(told, data, load(data))
 
 
