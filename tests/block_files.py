@@ -135,4 +135,8 @@ def distributed(folder: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        checkpoint.save({"model": Net().state_dict()}, checkpoint_id=folder)
+        state = {"model": Net().state_dict()}
+        if not hasattr(checkpoint, "save"):  # before torch 2.2
+            checkpoint.save_state_dict(state, checkpoint.FileSystemWriter(folder), no_dist=True)
+        else:
+            checkpoint.save(state, checkpoint_id=folder)

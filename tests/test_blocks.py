@@ -30,6 +30,7 @@ import torch
 from tests.block_files import Net, clear, lay_out
 from tests.blocks import PAGES, ROOT, Block, blocks_of, steps_of
 from tests.diagnose.machines import healthy
+from tests.release import RELEASE
 from tests.test_doctor_pages import README_MACHINE
 
 import transload
@@ -114,6 +115,8 @@ def shell(block: Block, _: object) -> Iterator[str]:
         code, printed = run(step.command)
         if str(code) not in allowed(block, step.command):
             yield f"{step.command} exits with {code}: {printed}"
+        if RELEASE < (2, 6) and "Unsupported operand" in step.output:
+            continue  # that is what weights_only=True says, which is not the default there
         if step.output and AS_SHOWN and not like(step.output).fullmatch(loose(printed)):
             yield f"{step.command} prints {printed}"
 
@@ -179,7 +182,8 @@ def as_pattern(shown: str) -> str:
 
 def loose(text: str) -> str:
     """A text without its numbers and line breaks, which may differ between machines, terminals and releases."""
-    return " ".join(re.sub(r"\b[0-9a-f]{8}\b|\d[\d.,]*", "0", text).split())
+    text = text.replace("numpy.core.", "numpy._core.")  # as before numpy 2
+    return " ".join(re.sub(r"\b[0-9a-f]{8}\b|\d[\d.,]*(\+cpu\b)?", "0", text).split())
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
+from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.checkpoint import Checkpoint, contiguous
 from transload.errors import CannotReadError
@@ -71,7 +72,7 @@ def state_dict() -> dict[str, Any]:
         "row": weight[6:12],
         "transposed": weight.view(4, 6).t(),
         "half": torch.ones(3, dtype=torch.float16),
-        "fp8": torch.ones(5).to(torch.float8_e4m3fn),
+        **({"fp8": torch.ones(5).to(torch.float8_e4m3fn)} if SAVES_NEW_DTYPES else {}),
         "step": torch.tensor(7),
         "empty": torch.empty(0, 3),
         "sparse": torch.eye(3).to_sparse(),
@@ -83,7 +84,7 @@ def state_dict() -> dict[str, Any]:
 def typed() -> dict[str, Any]:
     """The same without what the stream format cannot hold."""
     held = state_dict()
-    del held["fp8"]
+    held.pop("fp8", None)
     return held
 
 
@@ -430,7 +431,14 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def load(data: bytes) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # Before 2.6 weights_only=True allows less, and compares the indices of a sparse tensor before it has read them.
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=RELEASE >= (2, 6))
+
+
+def too_new(told: Checkpoint) -> bool:
+    """Whether an older torch lacks the function that makes tensors of newer dtypes."""
+    name = "_rebuild_tensor_v3"
+    return not hasattr(torch._utils, name) and any(use.name == name for use in told.globals)
 
 
 # torch.load does not read these, whatever state they are in.
@@ -445,6 +453,8 @@ def test_what_we_call_sound_torch_loads_and_the_same(data: bytes) -> None:
     python2 = "pickle-python2-bytes" in {problem.code for problem in told.problems}  # wants another encoding
     if not told.ok or told.format in NOT_FOR_TORCH or old_form or python2 or "refuses" in told.prediction:
         return
+    if too_new(told):
+        return
     same(told, data, load(data))
 
 
@@ -454,7 +464,7 @@ def test_a_sound_file_is_sound_before_any_accident(name: str) -> None:
     told = told_of(data, verify=True)
     assert told.safety == "data-only"
     assert told.integrity in ("whole", "unchecked", "repairable")
-    if "refuses" not in told.prediction:  # Python 2 wrote opcodes that weights_only does not know
+    if "refuses" not in told.prediction and not too_new(told):  # Python 2 wrote opcodes that weights_only does not know
         same(told, data, load(data))
 
 

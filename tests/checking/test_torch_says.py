@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save as safetensors_of
 from tests import forge
 from tests.each import for_each
+from tests.release import RELEASE
 
 import transload
 from transload.checking.torch_says import Installed, Said, torch_says
 
 DATA = Path(__file__).parent.parent / "data"
-RELEASE = tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
 FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt", ".py", ".json"))
 TAGS = (
     *(

@@ -71,16 +71,20 @@ def test_there_and_back(path: Path, tmp_path: Path) -> None:
 def test_real_libraries_read_every_target(folder: Path, tmp_path: Path) -> None:
     torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
     library = pytest.importorskip("safetensors.torch")
+    from tests.release import RELEASE
+
     for path in sorted(folder.iterdir()):
         if path.suffix not in {".pt", ".ckpt"}:
             continue
+        if not all(hasattr(torch, dtype) for dtype, _, _ in wanted(path).values()):
+            continue  # an older torch
         base = tmp_path / path.name
         made = {to: convert(path, f"{base}.{to}", to=to) for to in ("safetensors", "torch", "npz", "raw")}
         lost = {to: {each.name for each in result.left} for to, result in made.items()}
         assert not lost["torch"]
         tensors = library.load_file(f"{base}.safetensors")
         tensors.update({name: tensors[kept] for name, kept in made["safetensors"].aliases})
-        loaded = dict(flattened(torch.load(f"{base}.torch", weights_only=True)))
+        loaded = dict(flattened(torch.load(f"{base}.torch", weights_only=RELEASE >= (2, 6))))
         index = json.loads((tmp_path / f"{path.name}.raw" / "index.json").read_text(encoding="utf-8"))
         with numpy.load(f"{base}.npz") as arrays:
             for name, (dtype, shape, digest) in wanted(path).items():

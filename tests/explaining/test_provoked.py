@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from tests.explaining.provoke import PROVOCATIONS, RELEASE, Provocation
+from tests.explaining.provoke import PROVOCATIONS, Provocation
+from tests.release import RELEASE
 
 import transload
 from transload.explaining.matching import known_errors

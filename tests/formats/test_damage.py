@@ -16,11 +16,13 @@ from pathlib import Path
 import torch
 from tests import forge
 from tests.each import each
+from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.judge import inspect
 
 PAGE = 4096
+LENGTHS_MATTER = RELEASE >= (2, 10)  # from then on torch compares the length of a storage with the index
 
 
 def saved(**options: object) -> bytes:
@@ -36,7 +38,8 @@ WHOLE = saved()
 LEGACY = saved(_use_new_zipfile_serialization=False)
 PLACES = {storage.key: storage.offset or 0 for storage in inspect(WHOLE).storages}
 INDEX = next(record for record in inspect(WHOLE).records if record.name == "data.pkl")
-DIRECTORY = WHOLE.index(b"PK\x01\x02archive"[:4], PLACES["2"])
+DIRECTORY = WHOLE.index(b"PK\x01\x02", PLACES["2"])
+SECOND_LINE = WHOLE.index(b"PK\x01\x02", DIRECTORY + 1)
 
 
 def zeroed(data: bytes, begin: int, end: int) -> bytes:
@@ -149,10 +152,14 @@ TABLE: dict[str, Row] = {
         "crc-mismatch pickle-broken record-unused",
         safety="unknown",
     ),
-    "a line of the directory is broken": row(zeroed(WHOLE, DIRECTORY + 200, DIRECTORY + 210), "repairable", WALKED),
+    "a line of the directory is broken": row(zeroed(WHOLE, SECOND_LINE, SECOND_LINE + 10), "repairable", WALKED),
     "a storage is missing": row(rezipped(drop="data/1"), "damaged", "storage-missing", "b.weight"),
-    "a storage is 4 bytes short": row(rezipped(change=resized("0", -4)), "damaged", "storage-size", "a.weight"),
-    "a storage is 4 bytes long": row(rezipped(change=resized("2", 4)), "damaged", "storage-size", "c"),
+    "a storage is 4 bytes short": row(
+        rezipped(change=resized("0", -4)), "damaged", "storage-size", "a.weight", loads=not LENGTHS_MATTER
+    ),
+    "a storage is 4 bytes long": row(
+        rezipped(change=resized("2", 4)), "damaged", "storage-size", "c", loads=not LENGTHS_MATTER
+    ),
     "the index is missing": row(rezipped(drop="data.pkl"), "damaged", "zip-no-pickle record-unused", safety="unknown"),
     "the version is missing": row(rezipped(drop="version"), "repairable", "zip-no-version"),
     "the byte order is missing": row(rezipped(drop="byteorder"), "whole", "", loads=True),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.each import each
+from tests.release import needs_torch
 
 from transload.cli.main import main
 from transload.formats.torch_legacy import MAGIC
@@ -189,6 +190,7 @@ def test_no_dtype_or_class_speaks_to_the_terminal(tmp_path: Path, capsys: pytest
         assert "\x1b" not in capsys.readouterr().out
 
 
+@needs_torch(2, 5)  # safe_globals
 def test_the_lines_to_paste_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "module.pt"
     torch.save(torch.nn.Sequential(*(getattr(torch.nn, n)() for n in ("ReLU", "GELU", "Tanh", "SiLU", "Mish"))), path)

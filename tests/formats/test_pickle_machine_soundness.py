@@ -186,7 +186,7 @@ ORACLES: dict[str, Oracle] = {
     "C, calls give text": lambda data: ask(pickle.Unpickler, PeekFile(data), Speaker),
     "Python, calls give text": lambda data: ask(PYTHON, io.BytesIO(data), Speaker),
     "C without peek": lambda data: ask(pickle.Unpickler, io.BytesIO(data), Stub),
-    "torch": ask_torch,
+    **({"torch": ask_torch} if hasattr(weights_only, "_read_global_instruction") else {}),  # from torch 2.6 on
 }
 
 
@@ -213,8 +213,9 @@ def check(data: bytes) -> None:
             if outcome.end is not None:
                 assert found.broken == "", f"{name} loads it"
                 assert found.ambiguous or outcome.end == found.end - found.start, f"{name} reads on elsewhere"
-        dotted = {(".".join(pair), "") for pair in spelled(found, "torch")}
-        assert torch_listed(rest) <= dotted or found.broken
+        if "torch" in ORACLES:
+            dotted = {(".".join(pair), "") for pair in spelled(found, "torch")}
+            assert torch_listed(rest) <= dotted or found.broken
 
 
 # -- streams made of opcodes -------------------------------------------------------------------------------------------
@@ -450,7 +451,10 @@ def test_the_generator_makes_every_opcode_and_streams_that_load() -> None:
     assert {ord(opcode.code) for opcode in pickletools.opcodes} <= met
     assert len(pickletools.opcodes) == 68
     outcomes = {name: [oracle(data) for data in made] for name, oracle in ORACLES.items()}
-    for name, least in {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}.items():
+    enough = {"C": 100, "Python": 100, "C without peek": 100, "torch": 10}
+    for name, least in enough.items():
+        if name not in ORACLES:
+            continue
         assert sum(outcome.end is not None for outcome in outcomes[name]) > least, name
         assert sum(len(outcome.asked) for outcome in outcomes[name]) > 3 * least, name
 

@@ -12,6 +12,7 @@ import torch
 from tests import forge
 from tests.each import each
 from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_id, tensor, tuple_of
+from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
 from torch import nn
 
 from transload.checkpoint import Checkpoint, Tensor
@@ -80,7 +81,7 @@ STRIDED: dict[str, Any] = {
     "a parameter": nn.Parameter(torch.ones(3)),
     "a frozen parameter": nn.Parameter(torch.ones(3), requires_grad=False),
     "an integer parameter": nn.Parameter(torch.arange(3), requires_grad=False),
-    "a buffer": nn.Buffer(torch.ones(3)),
+    **({"a buffer": nn.Buffer(torch.ones(3))} if hasattr(nn, "Buffer") else {}),
     "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
     "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
     "per tensor, qint8": torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 3, torch.qint8),
@@ -98,10 +99,12 @@ STRIDED: dict[str, Any] = {
 def test_a_tensor_is_what_torch_makes_of_it(kind: str, zipped: bool) -> None:
     data = saved(STRIDED[kind], zipped=zipped)
     told = inspect(data, verify=True)
-    assert said(only(told)) == facts(loaded(data))
+    trust = RELEASE < (2, 6) and STRIDED[kind].is_quantized  # which weights_only=True does not allow there
+    assert said(only(told)) == facts(loaded(data, trust=trust))
     assert (told.safety, told.problems) == ("data-only", ())
 
 
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
 @each("dtype", NEW_DTYPES)
 def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
     data = saved(torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))[1:3])
@@ -111,6 +114,7 @@ def test_a_newer_dtype_lies_in_a_storage_without_one(dtype: str) -> None:
     assert told.storages[0].nbytes == 8
 
 
+@pytest.mark.skipif(not SAVES_NEW_DTYPES, reason="an older torch")
 @pytest.mark.parametrize("dtype", ["uint16", "float8_e5m2"])
 def test_torch_writes_newer_dtypes_into_the_old_format_and_cannot_read_them(dtype: str) -> None:
     data = saved(torch.zeros(4, dtype=torch.uint8).view(getattr(torch, dtype)), zipped=False)
@@ -153,6 +157,7 @@ def test_a_sparse_tensor_is_its_parts(layout: str, zipped: bool) -> None:
     assert inspect(data).safety == "data-only"
 
 
+@needs_torch(2, 2)  # torch 2.1 cannot save one
 @FORMATS
 def test_a_nested_tensor_is_its_parts(zipped: bool) -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
@@ -165,6 +170,7 @@ def test_a_nested_tensor_is_its_parts(zipped: bool) -> None:
     assert told.safety == "data-only"
 
 
+@pytest.mark.skipif(not hasattr(torch, "jagged"), reason="an older torch")
 @FORMATS
 def test_a_jagged_tensor_holds_values_and_offsets_and_is_no_alarm(zipped: bool) -> None:
     value = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
@@ -222,6 +228,7 @@ def test_a_wrapper_holds_the_tensors_in_its_state(zipped: bool) -> None:
     assert told.safety == "needs-trust"
 
 
+@needs_torch(2, 5)  # torch.distributed.tensor
 def test_a_distributed_tensor_is_its_local_part() -> None:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available():

@@ -11,6 +11,7 @@ import torch
 from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, remade, storage_id, tensor, tuple_of
+from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats import torch_zip
@@ -52,7 +53,7 @@ NOTES = {
     "byte order with a line end": (remade(entries(), "byteorder", data=b"little\n"), "zip-bad-byteorder", False),
     "byte order in capitals": (remade(entries(), "byteorder", data=b"LITTLE"), "zip-bad-byteorder", False),
     "byte order no text": (remade(entries(), "byteorder", data=b"\xff\xfe"), "zip-bad-byteorder", False),
-    "alignment no number": (remade(entries(), ".storage_alignment", data=b"abc"), "zip-bad-note", False),
+    "alignment no number": (remade(entries(), ".storage_alignment", data=b"abc"), "zip-bad-note", RELEASE < (2, 7)),
     "alignment of 30 digits": (remade(entries(), ".storage_alignment", data=b"9" * 30), "zip-bad-note", True),
     "id no text": (remade(entries(), ".data/serialization_id", data=b"\xff" * 40), "zip-bad-note", False),
     "a long version": (remade(entries(), "version", data=b"3" + b" " * 5000), "record-unreadable", True),
@@ -85,9 +86,10 @@ def test_a_record_must_be_as_long_as_the_index_says_cve_2026_24747(wanted: int, 
     problem = next(problem for problem in told.problems if problem.code == "storage-size")
     assert f"holds {stored} bytes, the index wants {wanted}" in problem.detail
     assert "needed by w" in problem.detail
-    assert not loads(data)
+    assert loads(data) is (RELEASE < (2, 10) and stored > 0)
 
 
+@pytest.mark.skipif(not hasattr(torch.serialization, "skip_data"), reason="an older torch")
 def test_numbers_that_were_never_written_are_told_without_reading_them() -> None:
     buffer = io.BytesIO()
     with torch.serialization.skip_data():

@@ -22,7 +22,7 @@ ALONE = """
 import json, sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch._weights_only_unpickler as unpickler
-allowed = [*unpickler._get_allowed_globals(), *unpickler._get_user_allowed_globals()]
+allowed = [*unpickler._get_allowed_globals(), *getattr(unpickler, "_get_user_allowed_globals", dict)()]  # from 2.4 on
 
 def outcome(path, **how):
     try:

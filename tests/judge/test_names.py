@@ -40,6 +40,7 @@ def test_torch_lets_through_what_we_think(alone: Alone) -> None:
     assert set(alone.allowed) == TORCH_DEFAULT
 
 
+@pytest.mark.skipif(not hasattr(weights_only, "NAME_MAPPING"), reason="this torch translates no names")
 def test_torch_translates_what_we_think() -> None:
     pairs = {*NAME_MAPPING, *((module, "anything") for module in IMPORT_MAPPING), ("torch.tensor", "x"), ("a.b", "c")}
     for module, name in pairs:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from tests.each import each
 from tests.judge.conftest import FILES, Alone
+from tests.release import RELEASE, needs_torch
 
 import transload
 
 # What torch does has been compared with what is predicted from this release on.
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="needs torch 2.11 or newer"
-)
+pytestmark = needs_torch(2, 11)
 
 
 def file_id(path: Path) -> str:
@@ -53,6 +52,25 @@ def test_nested_tensors_are_refused_by_the_newest_torch() -> None:
     file = io.BytesIO()
     torch.save(torch.ones(2), file)
     assert transload.inspect(file.getvalue()).prediction == "torch.load loads it anywhere"
+
+
+def test_older_releases_cannot_rebuild_a_jagged_tensor_of_the_newest() -> None:
+    values, offsets = torch.ones(6, 3), torch.tensor([0, 2, 6])
+    plain = torch.nested.nested_tensor_from_jagged(values, offsets)
+    bounded = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
+    for bound in bounded._metadata_cache.values():
+        vars(bound).pop("_dynamo_dynamic_range", None)  # as torch 2.15 saves it
+    for value, fails in ((plain, False), (bounded, True)):
+        file = io.BytesIO()
+        torch.save(value, file)
+        said = transload.inspect(file.getvalue()).prediction
+        assert said.startswith("torch.load fails up to torch 2.14" if fails else "torch.load loads it up to torch 2.14")
+        file.seek(0)
+        if RELEASE < (2, 15) and fails:
+            with pytest.raises(AttributeError, match="_dynamo_dynamic_range"):
+                torch.load(file)
+        elif RELEASE < (2, 15):
+            torch.load(file)
 
 
 SPOILT = {

@@ -7,6 +7,7 @@ made.
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from tests.each import each
+from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
@@ -200,7 +202,12 @@ def test_the_shape_of_a_call_decides(verdict: str, case: str, inspect_zip: Inspe
 @each("case", SHAPES["data-only"])
 def test_torch_loads_what_is_data(case: str, archive_of: Callable[[bytes, dict[str, bytes]], bytes]) -> None:
     raw = archive_of(b"\x80\x02" + SHAPES["data-only"][case] + b".", {"0": bytes(16)})
-    torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    try:
+        torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if RELEASE >= (2, 6) or "Unsupported class" not in str(error):
+            raise
+        pytest.skip("this torch does not allow the name")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +285,10 @@ def test_every_rebuild_function_has_its_signature() -> None:
     import inspect
 
     for full, carriers in _CARRIERS.items():
-        function = getattr(torch._utils, full.rpartition(".")[2])
+        function = getattr(torch._utils, full.rpartition(".")[2], None)
+        if function is None:
+            assert RELEASE < (2, 6), full
+            continue
         parameters = list(inspect.signature(function).parameters.values())
         required = [p for p in parameters if p.default is p.empty]
         assert (len(required), len(parameters)) == REBUILD_ARGUMENTS[full], full

@@ -190,7 +190,11 @@ def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
     elif safety == "needs-trust":
         first = f"{_REFUSES} until you allow the names below"
     elif _NESTED & {use.full_name for use in checkpoint.globals}:
-        first = "loads it up to torch 2.14; from 2.15 on it refuses nested tensors until you allow them"
+        first = "loads it up to torch 2.14"
+        if any(part.name.startswith("_metadata_cache/") for tensor in checkpoint.tensors for part in tensor.parts):
+            # The bounds of its lengths, without the class that older releases save with them and ask for.
+            first = "fails up to torch 2.14, which cannot rebuild a jagged tensor that 2.15 saved"
+        first += "; from 2.15 on it refuses nested tensors until you allow them"
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]
     if not devices:
         return first or "loads it anywhere"

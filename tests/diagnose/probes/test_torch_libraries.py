@@ -445,9 +445,11 @@ def test_the_installed_torch_says_it_in_a_known_way() -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("no torch")
-    plan = preloads(Path(spec.origin).read_text(encoding="utf-8"))
-    assert {"libcublas", "libcudnn", "libnvJitLink", "libnccl"} <= {each.name.partition(".")[0] for each in plan.rescue}
-    assert plan.marker.endswith("libcudart.so")
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    plan = preloads(source)
+    wanted = {"libcublas", "libcudnn", "libnccl", *(["libnvJitLink"] if "libnvJitLink" in source else [])}
+    assert wanted <= {each.name.partition(".")[0] for each in plan.rescue}
+    assert plan.marker.endswith("libcudart.so") or "not in _maps" not in source
 
 
 def test_patterns_of_names() -> None:
