@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import mmap
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -89,3 +91,18 @@ def test_objects_that_torch_takes(kind: str, tmp_path: Path) -> None:
 def test_a_file_that_is_open_as_text(ask: str) -> None:
     with pytest.raises(transload.UsageError, match="gives text"):
         getattr(transload, ask)(io.StringIO("abc"))
+
+
+def test_a_handle_that_is_left_open_at_the_end_says_nothing(tmp_path: Path) -> None:
+    """Modules may have lost their names when it is closed."""
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(3)}, path)
+    program = """
+import sys
+from transload.io.sources import FileSource
+source = FileSource(sys.argv[1])
+sys.modules["transload.io.sources"].os = None
+del source
+"""
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

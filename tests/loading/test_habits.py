@@ -15,6 +15,7 @@ from tests.loading.equal import same
 from tests.loading.zoo import QUIET, saved
 from torch.utils.data import DataLoader, TensorDataset
 
+import transload
 from transload.errors import LoadError, UnsafeError, UsageError
 from transload.loading import load
 
@@ -197,3 +198,19 @@ def test_a_function_is_asked_once_for_each_storage_in_torchs_order() -> None:
     load(CUDA, ours)
     torch.load(CUDA, theirs)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_empty_storage_is_seen_as_several_dtypes(*, zipped: bool) -> None:
+    empty = torch.empty(0)
+    made = {"f": empty, "i": empty.view(torch.int32), "p": torch.nn.Parameter(empty), "g": torch.ones(2)}
+    buffer = io.BytesIO()
+    torch.save(made, buffer, _use_new_zipfile_serialization=zipped)
+    assert transload.inspect(buffer).ok
+    assert transload.verify(buffer).ok
+    for only in (True, False):
+        found = transload.load(buffer, weights_only=only)
+        assert [value.dtype for value in found.values()] == [value.dtype for value in made.values()]
+    again = io.BytesIO()
+    transload.save(made, again)
+    assert transload.load(again)["i"].dtype is torch.int32

@@ -232,7 +232,8 @@ class StorageTable:
                 self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
                 place, nbytes = Place(None, 0), 0
             slot = self.slots[key] = Slot(key, device, dtype, nbytes, place, [])
-        elif slot.nbytes != nbytes or slot.device != device or slot.dtype != dtype:  # torch keeps to the first of them
+        elif slot.nbytes != nbytes or slot.device != device or (nbytes and slot.dtype != dtype):
+            # torch keeps to the first of them. An empty storage may be seen as several dtypes.
             detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
             detail += f"first with {slot.nbytes} of {slot.dtype} on {slot.device[:_MAX_SHOWN]}"
             self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
@@ -127,9 +127,11 @@ class FileSource:
             os.close(self._fd)
             self._fd = -1
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # While the interpreter ends, this module may have lost its names: close is kept here.
         if getattr(self, "_fd", -1) >= 0:
-            self.close()
+            close(self._fd)
+            self._fd = -1
 
 
 class BytesSource:

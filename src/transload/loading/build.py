@@ -587,7 +587,8 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         if type(pid) is not tuple or not (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
             return None
         entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
-        if entry is None or id(hooks) in made or not _is_fresh(hooks, hooked):
+        # An empty storage may be named with another class each time.
+        if entry is None or not entry[1] or id(hooks) in made or not _is_fresh(hooks, hooked):
             return None
         if dtype is not None:  # it is named beside the storage, which does not know the newer ones
             untyped, nbytes, _ = entry

@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transload.dtypes import ITEMSIZE, itemsize
+from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.loading.refusal import Unknown, Wrong
-from transload.nodes import Persistent
+from transload.nodes import Global, Persistent
 
 if TYPE_CHECKING:
     import torch
@@ -368,6 +368,11 @@ class Rebuilder:
         if key not in self._known:
             raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
         storage, nbytes, (*_, dtype, name) = self._known[key]
+        if not nbytes and type(pid[1]) is Global:  # an empty one may be seen as several dtypes: each id says as which
+            import torch
+
+            name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
+            dtype = getattr(torch, name, None)
         if dtype is None:
             raise Wrong(f"a storage of {name}, which this torch does not have")
         view = pid[5] if len(pid) == 6 else None
