@@ -11,7 +11,7 @@ from transload.frozen import facts
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
 
-__all__ = ["KINDS", "Device", "Devices", "devices_of", "local_rank", "near_kind", "split"]
+__all__ = ["KINDS", "Device", "Devices", "devices_of", "local_rank", "near_device", "near_kind", "split"]
 
 
 KINDS = frozenset(
@@ -32,6 +32,19 @@ def near_kind(kind: str) -> str:
     from difflib import get_close_matches
 
     return _MEANT.get(kind.lower()) or next(iter(get_close_matches(kind.lower(), sorted(KINDS), 1, 0.7)), "")
+
+
+def near_device(name: str) -> str:
+    """The device that somebody may have meant by what is not one; empty where none is near, or it is one.
+
+    >>> near_device("gpu"), near_device("cuda1"), near_device("CUDA:1"), near_device("cuda:1")
+    ('cuda', 'cuda:1', 'cuda:1', '')
+    """
+    kind = name.rstrip("0123456789").removesuffix(":")
+    index = name[len(kind) :].removeprefix(":")
+    meant = kind if kind in KINDS else near_kind(kind)
+    device = f"{meant}:{index}" if meant and index else meant
+    return "" if device == name else device
 
 
 _LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, and a tag may be anything

@@ -184,6 +184,12 @@ def test_a_wish_that_cannot_be_granted_is_refused_with_a_fix(wish: Any, refused:
     assert plan.fix
 
 
+@pytest.mark.parametrize(("asked", "meant"), [("gpu", "cuda"), ("cuda1", "cuda:1"), ("CUDA:0", "cuda:0")])
+def test_what_is_not_a_device_but_near_to_one(asked: str, meant: str) -> None:
+    plan = place(checkpoint(("cuda:5", 8)), gpus(GB), asked)
+    assert f"Did you mean map_location={meant!r}?" in plan.fix[0]
+
+
 def test_a_number_is_told_the_name_it_means() -> None:
     assert place(checkpoint(("cuda:0", 8)), gpus(GB), 1).fix == ("Pass map_location='cuda:1'.",)
 

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from transload.checkpoint import Storage, Tensor
-from transload.devices import Device, Devices, devices_of, local_rank, split
+from transload.devices import Device, Devices, devices_of, local_rank, near_device, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import facts
 
@@ -350,6 +350,8 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
             fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
         if lost[0].reason == "float64":
             return Plan(moves, refused=f"it holds float64, which {lost[0].detail} does not have", fix=(fix,))
+        if not automatic and (meant := near_device(lost[0].detail)):
+            fix = f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
         names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
         here = listed([device.name for device in devices.available])
         reason = f"; {devices.absent}" if devices.absent else ""
