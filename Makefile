@@ -25,6 +25,9 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/
 	echo "make: '$(PYTHON)' is not a Python 3.10 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 has_torch = $(1) -c 'import sys, importlib.util; sys.exit(not importlib.util.find_spec("torch"))'
 
+# The tests start hundreds of processes that import transload, and each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs format zipapp clean
