@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
@@ -121,17 +121,17 @@ class FileSource:
             raise _cannot_read(self.name, error) from error
         return done
 
+    _close = staticmethod(os.close)  # this module may have lost its names when a handle is closed at the very end
+
     def close(self) -> None:
         """Close the descriptor; twice does no harm."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._close(self._fd)
             self._fd = -1
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # While the interpreter ends, this module may have lost its names: close is kept here.
+    def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            close(self._fd)
-            self._fd = -1
+            self.close()
 
 
 class BytesSource:
