@@ -51,7 +51,7 @@ EXCEPTIONS = {
 ALLOWED_ROOMS = {
     "loading": "torch",
     "saving": "torch",
-    "converting": "numpy",
+    "tensors": "numpy",
     "patching": "torch",
 }
 # The program of the torch child: it runs in a process of its own, by the interpreter that is examined.

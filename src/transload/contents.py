@@ -198,7 +198,7 @@ class GlobalUse:
 
 @facts(frozen=True)
 class Leaf:
-    """A value in the tree that is no tensor: an epoch, a learning rate, a ``torch.device``.
+    """A value in the tree that is not a tensor: an epoch, a learning rate, a ``torch.device``.
 
     ``kind`` is its type's name; ``text`` a short, printable form of the value.
     """

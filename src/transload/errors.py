@@ -174,7 +174,7 @@ class RescueError(TransloadError, ValueError):
 
 
 class ContentError(TransloadError, ValueError):
-    """The elements of a tensor are not all in the file, or are no plain run of numbers; the text names the tensor."""
+    """The elements of a tensor are not all in the file, or not a plain run of numbers; the text names the tensor."""
 
 
 class LoadError(TransloadError, RuntimeError):

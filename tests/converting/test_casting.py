@@ -12,6 +12,7 @@ from tests.each import each
 from transload.converting import transfer as casting
 from transload.converting.transfer import FLOATING, cast, cast_dtype, rounded_slowly
 from transload.dtypes import ITEMSIZE
+from transload.tensors.content import numpy_or_none
 
 CODES = {"float64": "d", "float32": "f", "float16": "e"}
 PAIRS = [(a, b) for a in sorted(FLOATING) for b in sorted(FLOATING) if a != b]
@@ -84,7 +85,7 @@ def test_both_ways_agree(dtype: str, wanted: str) -> None:
     pytest.importorskip("numpy")
     data = samples(dtype)
     made, infinite = cast(memoryview(data), dtype, wanted)
-    assert casting._numpy() is not None
+    assert numpy_or_none() is not None
     assert (bytes(made), infinite) == rounded_slowly(data, dtype, wanted)
 
 
@@ -106,7 +107,7 @@ def test_torch_rounds_as_we_do(dtype: str, wanted: str) -> None:
 def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     data = struct.pack("<3f", 1.0, 3e38, -65519.0)
     fast = cast(memoryview(data), "float32", "float16")
-    monkeypatch.setattr(casting, "_numpy", lambda: None)
+    monkeypatch.setattr(casting, "numpy_or_none", lambda: None)
     assert cast(memoryview(data), "float32", "float16") == fast
     assert fast[1] == 1
 

@@ -129,7 +129,7 @@ SHAPES: dict[str, dict[str, bytes]] = {
             UTILS + "parameter_with_state", TENSOR, YES, HOOKS, dictionary(data=TENSOR)
         ),
         "from_type with another class": call(FROM_TYPE, V2, name("nobody", "Knows"), V2_ARGS, b"}"),
-        "from_type with a class that is no tensor": call(
+        "from_type with a class that is not a tensor": call(
             FROM_TYPE, V2, name("collections", "OrderedDict"), V2_ARGS, b"}"
         ),
         "from_type with hooks inside": call(FROM_TYPE, V2, PLAIN, b"(" + PLACE + NO + SOME_HOOKS + b"t", b"}"),

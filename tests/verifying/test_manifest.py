@@ -134,7 +134,7 @@ BAD: dict[str, Any] = {
 def test_what_is_no_manifest(name: str, path: Path) -> None:
     bad = path.with_name("bad.json")
     bad.write_bytes(BAD[name])
-    with pytest.raises(ManifestError, match="no manifest"):
+    with pytest.raises(ManifestError, match="not a manifest"):
         verify(path, against=bad)
 
 

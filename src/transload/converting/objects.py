@@ -1,4 +1,4 @@
-"""The source's own object, as inert nodes: a way through it, and what of it is no tensor, as plain data.
+"""The source's own object, as inert nodes: a way through it, and what in it is not a tensor, as plain data.
 
 ``Leftovers`` turns what a target cannot hold into numbers, texts, lists and dictionaries for ``DST.leftovers.json``.
 Nothing is made of the file's own classes: an object becomes its attributes and the name of its class (``$class``), a

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
-from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,7 @@ from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import FileSource
-from transload.tensors.content import Content, ContentError, Run
+from transload.tensors.content import Content, ContentError, Run, numpy_or_none
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor
@@ -503,7 +502,7 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
     >>> cast(memoryview(pack("<2f", 1.0, 65520.0)), "float32", "float16")
     (b'\x00<\x00|', 1)
     """
-    numpy = _numpy()
+    numpy = numpy_or_none()
     if numpy is None:
         return rounded_slowly(bytes(data), dtype, wanted)
     with numpy.errstate(all="ignore"):
@@ -532,16 +531,6 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
         infinite = made & exact(_SIGN[wanted] - 1) == _INFINITE[wanted]
         count = int(numpy.count_nonzero(infinite & numpy.isfinite(values))) if infinite.any() else 0
     return made.tobytes(), count
-
-
-@cache
-def _numpy() -> Any:
-    """The module, if it is there and works."""
-    try:
-        import numpy as np
-    except Exception:  # noqa: BLE001 - broken in whatever way: it goes without
-        return None
-    return np
 
 
 def rounded_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:

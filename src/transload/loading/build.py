@@ -237,7 +237,7 @@ class _Builder:
             else:
                 made[ident] = self._rebuilder.persistent(node)
         else:
-            raise Wrong(_ODD.get(kind, "something that is no value"))
+            raise Wrong(_ODD.get(kind, "something that is not a value"))
 
     def _text(self, node: bytes) -> Any:
         """Text of Python 2 that is not UTF-8."""
@@ -277,7 +277,7 @@ class _Builder:
             self.made[id(node)] = tensor
             return
         if type(node.args) is not tuple:
-            raise Wrong("a call whose arguments are no tuple")
+            raise Wrong("a call whose arguments are not a tuple")
         self._busy.add(id(node))
         # The function is only named there, and is one of ours where torch has it no more.
         needed = node.args[1:] if self._called(node) in _FROM_TYPE else node.args
@@ -316,7 +316,7 @@ class _Builder:
         """``_rebuild_from_type_v2(function, class, arguments, state)``."""
         arguments: Any = node.args
         if len(arguments) != 4 or type(arguments[0]) is not Global:
-            raise Wrong("a tensor that is made by something that is no name")
+            raise Wrong("a tensor made by something that is not a name")
         kind, args, state = (self._get(argument) for argument in arguments[1:])
         if type(args) is not tuple:
             raise Wrong("a tensor that is made of arguments that are none")
@@ -345,7 +345,7 @@ class _Builder:
         if node.kind == "reduce" or target is None:
             return self._run(name, target, args)
         if not isinstance(target, type):
-            raise Wrong(f"an object of {name}, which is no class")
+            raise Wrong(f"an object of {name}, which is not a class")
         if node.kind in ("newobj", "newobj_ex") or not args:
             kwargs = {} if node.kwargs is None else self._get(node.kwargs)
             return self._run(name, target.__new__, (target, *args), kwargs)
@@ -412,7 +412,7 @@ class _Builder:
 def _callee(node: Call) -> Global:
     callee = node.callee if type(node.callee) is Global else module_class(node.callee)
     if type(callee) is not Global:
-        raise Wrong("a call of something that is no name")
+        raise Wrong("a call of something that is not a name")
     return callee
 
 
@@ -461,7 +461,7 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
         where = f"{checkpoint.path} › {tensor.name}"
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            what = f"its dtype {tensor.dtype} is none of torch {torch.__version__}"
+            what = f"torch {torch.__version__} does not have its dtype, {tensor.dtype}"
             raise LoadError(what, where=where, fix="A newer torch may have it.")
         if entry is None:
             raise BrokenFileError("its bytes are not in the file", where=where)

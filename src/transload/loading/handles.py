@@ -1,7 +1,7 @@
 """``transload.open``: the tensors of a checkpoint, read one by one when they are asked for.
 
 ``Handle`` is what users see. ``read_one`` makes a tensor, ``fill`` reads into an existing one; both work on a
-``_Reading``, the place of a strided tensor's bytes. Tensors that are no plain run of elements are built from their
+``_Reading``, the place of a strided tensor's bytes. Tensors that are not a plain run of elements are built from their
 parts, or as the whole file would be (``build_node``). ``load_into`` uses the same functions.
 """
 
@@ -435,7 +435,7 @@ def _used_below(root: object) -> tuple[set[int], set[str]]:
 def _read_composite(
     opened: Opened, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """A tensor that is no plain run of elements; read whole, whatever is wanted of it."""
+    """A tensor that is not a plain run of elements; read whole, whatever is wanted of it."""
     import torch
 
     check_one(opened, tensor)

@@ -161,7 +161,7 @@ class Rename(NamedTuple):
         return self.strip + key[len(self.add) :] if key.startswith(self.add) else key
 
     def leaves_out(self, key: str) -> bool:
-        """Whether a key is none of the model's: trainers keep other things beside it, wrappers do not."""
+        """Whether a key is not one of the model's: trainers keep other things beside it, wrappers do not."""
         return self.strip.endswith("model.") and not key.startswith(self.strip)
 
     @property
@@ -721,12 +721,12 @@ def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
 
 
 def values(match: Match, checkpoint: Checkpoint) -> list[str]:
-    """Entries of the state dict that are no tensors, as the file calls them: an epoch, extra state."""
+    """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
     path = match.branch.path
     apart = _MARKERS.isdisjoint
     modules = not all(apart(tensor.path[len(path) :]) for tensor in match.branch.tensors.values())
     if modules or checkpoint.format in _PROGRAMS:
-        return []  # attributes of an object are no entries
+        return []  # attributes of an object are not entries
     below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
     return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
 

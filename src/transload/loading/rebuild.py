@@ -50,12 +50,12 @@ def _content(args: Args, what: str) -> Any:
     pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
     if type(content) is dict or pairs:
         return content
-    raise Wrong(f"{what} that is made from what is no dictionary")
+    raise Wrong(f"{what} made from something other than a dictionary")
 
 
 def _set(args: Args) -> set[Any]:
     if len(args) > 1 or any(type(arg) not in (list, tuple) for arg in args):
-        raise Wrong("a set that is made from what is no list")
+        raise Wrong("a set made from something other than a list")
     try:
         return set(*args)
     except TypeError as error:
@@ -70,7 +70,7 @@ def _bytearray(args: Args) -> bytearray:
             return bytearray(data)
         case (str() as text, str() as codec) if codec in _LATIN:
             return bytearray(_latin(text))
-    raise Wrong("a byte array that is made from what are no bytes")
+    raise Wrong("a byte array made from something other than bytes")
 
 
 def _bytes(args: Args) -> bytes:
@@ -92,7 +92,7 @@ def _version(args: Args) -> Any:
     from torch.torch_version import TorchVersion
 
     if len(args) != 1 or type(args[0]) is not str:
-        raise Wrong("a version that is no text")
+        raise Wrong("a version that is not text")
     return TorchVersion(args[0])
 
 
@@ -112,7 +112,7 @@ def _latin(text: str) -> bytes:
 
 def _complex(args: Args) -> complex:
     if len(args) > 2 or any(type(arg) not in (float, int) for arg in args):
-        raise Wrong("a complex number that is made from what are no numbers")
+        raise Wrong("a complex number made from something other than numbers")
     return complex(*args)
 
 
@@ -120,9 +120,9 @@ def _size(args: Args) -> Any:
     import torch
 
     if len(args) > 1 or any(type(arg) is not tuple or len(arg) > _MAX_RANK for arg in args):
-        raise Wrong("a torch.Size that is made from what is no tuple")
+        raise Wrong("a torch.Size made from something other than a tuple")
     if args and any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in args[0]):
-        raise Wrong("a torch.Size of what are no numbers")
+        raise Wrong("a torch.Size of something other than integers")
     return torch.Size(*args)
 
 
@@ -132,7 +132,7 @@ def _device(args: Args) -> Any:
     match args:
         case (str() | int(),) | (str(), int()):
             return torch.device(*args)
-    raise Wrong("a torch.device that is made from what is no name and index")
+    raise Wrong("a torch.device made from something other than a name and an index")
 
 
 def _layout(args: Args) -> Any:
@@ -168,7 +168,7 @@ BUILDERS: dict[str, Callable[[Args], Any]] = {
 
 def _meta(maker: Rebuilder, dtype: object, size: Any, stride: Any, grad: object) -> torch.Tensor:
     if not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
-        raise Wrong("a meta tensor whose size or stride is no number")
+        raise Wrong("a meta tensor whose size or stride is not an integer")
     kind = maker.dtype(dtype)
     return maker.torch.empty_strided(size, stride, dtype=kind, device="meta", requires_grad=grad is True)
 
@@ -177,9 +177,9 @@ def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
     """(class, dtype, size, stride, offset, layout, device, requires_grad)."""
     kind, dtype, size, stride, offset, layout, device, grad = args
     if not isinstance(kind, type) or not issubclass(kind, maker.torch.Tensor):
-        raise Wrong("a wrapper of a class that is none of tensors")
+        raise Wrong("a wrapper of a class that is not a tensor class")
     if not are_sizes(size) or not are_sizes(stride):
-        raise Wrong("a wrapper whose size or stride is no number")
+        raise Wrong("a wrapper whose size or stride is not an integer")
     made: torch.Tensor = maker.torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as torch.load does
         kind,
         size,
@@ -205,7 +205,7 @@ def _quantized(maker: Rebuilder, *args: Any) -> Any:
         raise Wrong("a quantized tensor without a quantizer")
     if quantizer[0] == maker.torch.per_tensor_affine:
         if len(quantizer) != 3 or type(quantizer[1]) is not float or type(quantizer[2]) is not int:
-            raise Wrong("a quantized tensor whose scale is no number")
+            raise Wrong("a quantized tensor whose scale is not a number")
         empty: Any = maker.torch._empty_affine_quantized  # noqa: SLF001 - as torch.load does
         made = empty(size, scale=quantizer[1], zero_point=quantizer[2], dtype=dtype, device=device)
     else:
@@ -225,7 +225,7 @@ def _by_channel(maker: Rebuilder, size: Any, quantizer: Args, dtype: Any, device
         raise Wrong("a quantized tensor of no known scheme")
     axis = quantizer[3]
     if type(axis) is not int or not 0 <= axis < len(size):
-        raise Wrong("a quantized tensor whose axis is none of its dimensions")
+        raise Wrong("a quantized tensor whose axis is not one of its dimensions")
     parts: list[Any] = []  # scales and zero points: tensors, or lists as older releases wrote them
     for part, kind in zip(quantizer[1:3], kinds, strict=True):
         if type(part) is list and all(type(number) in (int, float) for number in part):
@@ -417,7 +417,7 @@ class Rebuilder:
     def tensor(self, value: object, what: str) -> torch.Tensor:
         """A tensor."""
         if not isinstance(value, self.torch.Tensor):
-            raise Wrong(f"{what} that is no tensor")
+            raise Wrong(f"{what} that is not a tensor")
         return value
 
     def check(
@@ -425,7 +425,7 @@ class Rebuilder:
     ) -> torch.device:
         """That a view lies in a storage; the device of that."""
         if type(offset) is not int or offset < 0 or not are_sizes(size) or not are_sizes(stride):
-            raise Wrong("a tensor whose offset, size or stride is no number")
+            raise Wrong("a tensor whose offset, size or stride is not an integer")
         if len(size) != len(stride):
             raise Wrong(f"a tensor with {len(size)} sizes and {len(stride)} strides")
         end, numel = offset + 1, 1
@@ -488,7 +488,7 @@ class Rebuilder:
         """A tensor as one of a subclass, with its state: ``torch._tensor._rebuild_from_type_v2``."""
         tensor: Any = self.torch.Tensor
         if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
-            raise Wrong("a tensor of a class that is none of tensors")
+            raise Wrong("a tensor of a class that is not a tensor class")
         if type(made) is not kind:
             made = made.as_subclass(kind)
         if getattr(kind, "__setstate__", tensor.__setstate__) is not tensor.__setstate__:

@@ -278,7 +278,7 @@ def _gpus() -> dict[str, Any]:
             {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
             for each in devices
         ]
-    except Exception:  # noqa: BLE001 - a device that does not answer is no reason not to save
+    except Exception:  # noqa: BLE001 - a device that does not answer does not stop a save
         return {}
     with suppress(OSError, ValueError), open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
         if driver := file.read(64).strip():
@@ -292,7 +292,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise UsageError(f"{place} has the name {wrong!r:.80}, which is no text", fix=_FIX)
+            raise UsageError(f"{place} has the name {wrong!r:.80}, which is not text", fix=_FIX)
         return {_text(key, place): _plain(each, f"{place}[{key!r:.80}]", depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each, f"{place}[{index}]", depth + 1) for index, each in enumerate(value)]

@@ -11,7 +11,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import import_module
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -36,6 +35,7 @@ __all__ = [
     "Run",
     "View",
     "boxes",
+    "numpy_or_none",
     "open_content",
     "placed",
     "select",
@@ -669,7 +669,7 @@ class _Gather:
         # numpy moves much ten times as fast, but long runs not so much that it would be worth its import.
         long_runs = longest.step == longest.apart == 1 and longest.size >= _LONG
         much = len(out) >= _MANY and ("numpy" in sys.modules or not long_runs)
-        if much and (numpy := _numpy()) is not None:
+        if much and (numpy := numpy_or_none()) is not None:
             shape, kind, width = [axis.size for axis in axes], f"u{self._itemsize}", self._itemsize
             source = numpy.ndarray(shape, kind, held, 0, [axis.step * width for axis in axes])
             target = numpy.ndarray(shape, kind, out[at:], 0, [axis.apart * width for axis in axes])
@@ -689,12 +689,13 @@ class _Gather:
 
 
 @cache
-def _numpy() -> Any:
-    """numpy, where it is installed."""
+def numpy_or_none() -> Any:
+    """The module, if it is there and works."""
     try:
-        return import_module("numpy")
-    except Exception:  # noqa: BLE001 - not there, or broken
+        import numpy as np
+    except Exception:  # noqa: BLE001 - broken in whatever way: it goes without
         return None
+    return np
 
 
 def _span(axes: list[Axis]) -> int:

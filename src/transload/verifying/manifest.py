@@ -121,7 +121,8 @@ def read_manifest(path: str) -> Manifest:
     try:
         return Manifest(path, _entries(json.loads(text)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ManifestError(f"this is no manifest ({type(error).__name__}: {error})", where=path, fix=_FIX) from error
+        what = f"this is not a manifest ({type(error).__name__}: {error})"
+        raise ManifestError(what, where=path, fix=_FIX) from error
 
 
 def _entries(table: dict[str, Any]) -> tuple[ManifestEntry, ...]:
