@@ -11,9 +11,6 @@ from transload.frozen import facts
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
 
-__all__ = ["KINDS", "Device", "Devices", "devices_of", "local_rank", "near_device", "near_kind", "split"]
-
-
 KINDS = frozenset(
     {
         *("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "meta", "xla", "privateuseone"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ITEMSIZE", "QUANTIZED", "SAFETENSORS", "SCALAR_TYPES", "STORAGES", "itemsize"]
-
 # Bytes an element of a storage takes. Of the sub-byte dtypes torch stores one element a byte, except the packed
 # ones (x2, 4x2, 2x4), whose storage element is the byte itself.
 _BY_SIZE = (

@@ -14,40 +14,6 @@ from typing import Any, Literal
 
 from transload.frozen import facts
 
-__all__ = [
-    "Accelerator",
-    "Answer",
-    "Cuda",
-    "CudaGpu",
-    "Driver",
-    "DriverLibraries",
-    "Experiment",
-    "Extension",
-    "Hardware",
-    "Kernel",
-    "Library",
-    "Machine",
-    "Node",
-    "Nodes",
-    "Nvml",
-    "NvmlGpu",
-    "PciDevice",
-    "Platform",
-    "ProcGpu",
-    "Python",
-    "Resolved",
-    "Step",
-    "Surroundings",
-    "Toolkit",
-    "Torch",
-    "TorchInstall",
-    "TorchLibraries",
-    "TorchRun",
-    "Unknown",
-    "Variables",
-    "to_dict",
-]
-
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
 
 

@@ -7,20 +7,6 @@ are equal only to themselves. The graph may share nodes and may contain cycles: 
 
 from __future__ import annotations
 
-__all__ = [
-    "REBUILD_ARGUMENTS",
-    "Big",
-    "Call",
-    "Dict",
-    "Extension",
-    "Global",
-    "OutOfBand",
-    "Persistent",
-    "Pickle",
-    "Set",
-    "module_class",
-]
-
 
 class Global:
     """A name to import, one node for each distinct ``(module, name)`` of a stream, as the file spells it."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from transload.nodes import Global
     from transload.render.lines import Block
 
-__all__ = ["Check", "check", "checked", "report"]
-
 
 @dataclass(frozen=True)
 class Check:

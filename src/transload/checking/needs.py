@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.machine import Machine, Python
 
-__all__ = ["Compatibility", "Package", "compatibility", "is_cuda_compatible", "packages", "raw_bytes"]
-
 
 def raw_bytes(path: str, start: int, count: int) -> bytes:
     """Up to ``count`` bytes of a file from ``start`` on; none if it cannot be read."""

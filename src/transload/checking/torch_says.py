@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from transload.loading.placement import Devices
     from transload.nodes import Persistent, Pickle
 
-__all__ = ["Installed", "Said", "installed", "torch_says"]
-
 Version = tuple[int, ...]
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transload.machine import Machine
     from transload.render.lines import Block
 
-__all__ = ["doctor_arguments", "run_doctor"]
-
 _PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
 _LONGEST_REPORT = 1 << 26
 _INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")

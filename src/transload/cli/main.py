@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     Outcome = int | Callable[[], int]
 
-__all__ = ["main", "parser_of"]
-
 _USAGE = "usage: transload COMMAND [options]"
 _EXAMPLES = """\
 examples:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from transload.render.lines import Block
 
-__all__ = ["as_bug", "complain", "show", "show_result", "write"]
-
-
 begun = False
 """Whether a document was written to stdout: a second one would make neither readable."""
 

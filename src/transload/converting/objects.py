@@ -24,19 +24,6 @@ from transload.nodes import Call, Dict, Global, Set
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
 
-__all__ = [
-    "KEY_TYPES",
-    "NOTHING",
-    "BoundedWalk",
-    "Leftovers",
-    "Omission",
-    "call_items",
-    "last_pairs",
-    "node_at",
-    "tensor_attributes",
-    "with_full_names",
-]
-
 
 class Omission(NamedTuple):
     """Something that is not in the target, and why. ``lost``: it belongs there, but the target cannot hold it."""

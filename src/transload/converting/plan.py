@@ -36,21 +36,6 @@ from transload.tensors.content import Allowance, Content
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
 
-__all__ = [
-    "NUMPY_DTYPES",
-    "SAFETENSORS_DTYPES",
-    "Candidate",
-    "Options",
-    "Plan",
-    "candidates",
-    "dtype_of",
-    "format_of",
-    "member_name",
-    "notes",
-    "size_of",
-]
-
-
 # -- what is asked for
 
 _FORMATS = ("safetensors", "torch", "npz", "raw")

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     Path = tuple[Key, ...]
     Span = tuple[int, int, Any]
 
-__all__ = ["Slot", "Structure", "byte_span", "carried_calls", "lay_out", "overlapping", "pickled", "tie_of"]
-
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
 

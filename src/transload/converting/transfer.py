@@ -26,22 +26,6 @@ from transload.tensors.content import Content, ContentError, Run, numpy_or_none
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor
 
-__all__ = [
-    "CAN_POUR",
-    "FLOATING",
-    "Descriptor",
-    "Entry",
-    "Job",
-    "Location",
-    "Writer",
-    "cast",
-    "cast_dtype",
-    "check_source",
-    "compare",
-    "pour",
-    "rounded_slowly",
-]
-
 _PIECE = 4 << 20
 _CAST_PIECE = 256 << 10  # numpy makes several arrays of each: larger ones are fresh memory every time
 _DIFFERENT = "the bytes read back differ from those written"

@@ -23,8 +23,6 @@ from transload.errors import ConvertError
 from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_checkpoint
 
-__all__ = ["WRITERS"]
-
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:
     return ConvertError(f"{name} does not read back as it was written", where=path)

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
     from transload.machine import Machine
 
-__all__ = ["doctor", "judge_machine"]
-
 
 def doctor(python: str = "", *, torch: bool = True, timeout: float = 0.0) -> Diagnosis:
     """Examine this machine, and the environment of ``python`` (this interpreter unless another is named).

@@ -19,25 +19,6 @@ from transload.machine import Machine
 if TYPE_CHECKING:
     from transload.machine import Library, Node, PciDevice, Step
 
-__all__ = [
-    "CONTROL",
-    "CVD",
-    "LAYERS",
-    "RULES",
-    "UVM",
-    "Card",
-    "Case",
-    "Layer",
-    "Lines",
-    "Match",
-    "Rule",
-    "is_nvidia_library",
-    "page_only",
-    "quoted",
-    "rule",
-    "rules",
-]
-
 Lines = tuple[str, ...]
 T = TypeVar("T")
 

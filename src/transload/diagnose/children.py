@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from transload.machine import State
 
-__all__ = ["MARK", "Child", "Outcome", "Question", "in_fork", "source"]
-
 MARK = b"\x1e"
 """Marks each line that is meant for the parent; everything else was printed by a library."""
 

@@ -21,18 +21,6 @@ from transload.machine import Unknown
 
 from .host import reason
 
-__all__ = [
-    "Elf",
-    "Wanted",
-    "architectures",
-    "contents",
-    "lacking",
-    "read_elf",
-    "undefined",
-    "version_definitions",
-    "version_needs",
-]
-
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Subject = TypeVar("_Subject", "Elf", str)

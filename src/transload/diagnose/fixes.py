@@ -19,33 +19,6 @@ if TYPE_CHECKING:
     from transload.diagnose.tables.wheels import WheelChoice
     from transload.machine import Machine
 
-__all__ = [
-    "bring",
-    "drop_folder",
-    "drop_library",
-    "give_gpu",
-    "give_slurm",
-    "install",
-    "install_driver",
-    "install_torch",
-    "jetson_torch",
-    "modprobe_option",
-    "on_host",
-    "reboot",
-    "reinstall",
-    "reload_module",
-    "set_variable",
-    "sudo",
-    "system_package",
-    "uninstall",
-    "unset",
-    "wanted",
-    "wheel",
-    "wheel_choice",
-    "wheel_platform",
-    "write_line",
-]
-
 Lines = tuple[str, ...]
 
 

@@ -17,8 +17,6 @@ from transload.machine import Unknown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Host", "reason"]
-
 _LIMIT = 1 << 20  # no file we read as a whole is longer; /proc has some without an end
 _LINKS = 40  # as the kernel's own limit on symbolic links
 _NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR})

@@ -22,8 +22,6 @@ from transload.machine import Unknown
 from .elf import Elf, read_elf
 from .host import Host
 
-__all__ = ["Found", "Loader", "Missing", "Object", "Opened", "Process", "elements", "read_cache"]
-
 _CACHE = "/etc/ld.so.cache"
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["page", "parts", "section"]
-
 _UP = "[All causes](README.md)\n"  # for readers of the site
 _MARKUP = re.compile(r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(https?://[^>]*)>")
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from transload.machine import Machine
 
-__all__ = ["Names", "names_here", "redacted"]
-
 T = TypeVar("T")  # a Diagnosis or a Machine
 
 

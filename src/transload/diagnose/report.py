@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from transload.machine import Answer, TorchInstall
 
-__all__ = ["ORDER", "Diagnosis", "Muted", "Status", "chain", "facts", "page", "report", "source_of", "steps"]
-
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]
 

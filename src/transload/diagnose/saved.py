@@ -12,8 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from transload.errors import UsageError
 from transload.machine import Machine, Unknown
 
-__all__ = ["machine_from", "machine_in"]
-
 
 def machine_in(text: str, where: str) -> Machine:
     """The machine in the output of ``transload doctor --json``, which ``where`` names in an error."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from transload.diagnose.case import Rule
     from transload.machine import Machine
 
-__all__ = ["decide"]
-
 _WORDS = 200  # of an error of ours
 _ORDER = {layer.name: place for place, layer in enumerate(LAYERS)}
 _CHAIN = {layer.name: layer.chain for layer in LAYERS}

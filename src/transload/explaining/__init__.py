@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transload.explaining.matching import KnownError, Occurrence
     from transload.explaining.result import Answer, Explanation, Unexplained
 
-__all__ = ["explain", "explain_bytes"]
-
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300

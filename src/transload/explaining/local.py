@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from transload.findings import Finding
     from transload.machine import Machine
 
-__all__ = ["LocalChecks", "files_in"]
-
 _MOST_FINDINGS = 4
 _SAME = 60  # characters that torch's words and the text must share to be the same error
 _WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})

@@ -36,8 +36,6 @@ from typing import Any, NamedTuple
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
 from transload.explaining.result import Near
 
-__all__ = ["KnownError", "Match", "Occurrence", "Search", "known_errors", "nearest", "search", "subjects", "variant"]
-
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
     *("driver", "results", "libraries", "machine", "around"),

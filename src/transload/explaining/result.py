@@ -10,8 +10,6 @@ from transload.frozen import facts
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
 
-__all__ = ["Answer", "Explanation", "FileHere", "MachineHere", "Near", "Unexplained", "doctor_steps", "report"]
-
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):

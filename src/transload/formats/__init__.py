@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transload.formats.zip import ZipIndex
     from transload.io.sources import Source, SourceLike
 
-__all__ = ["no_collecting", "read"]
-
 
 @contextmanager
 def no_collecting(*, strangers: bool = False) -> Iterator[None]:

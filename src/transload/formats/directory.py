@@ -26,8 +26,6 @@ from transload.formats.zip import Payload
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
 
-__all__ = ["inner_name", "list_directory", "open_directory", "read_directory", "read_sharded", "read_unzipped"]
-
 ReadFile = Callable[[str], Checkpoint]
 """Reads the file at a path. Bad content is a problem of the checkpoint, never an error."""
 

@@ -13,9 +13,6 @@ from functools import cached_property
 from transload.findings import is_named, quoted, rescue_command
 from transload.io.sources import BytesSource, Slice, Source
 
-__all__ = ["LEGACY_MAGIC", "SCAN", "Foreign", "identify", "identify_zip", "mangled"]
-
-
 # Everything is decided from these few bytes, so that a file of a terabyte costs what a small one does.
 HEAD = 64 * 1024
 TAIL = 64 * 1024

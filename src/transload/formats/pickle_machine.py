@@ -20,9 +20,6 @@ from typing import Any
 from transload.io.sources import Source
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-__all__ = ["MAX_INT_BYTES", "MAX_STREAM", "TensorPattern", "opcodes", "run", "run_all", "run_at"]
-
-
 MAX_GAP = 64
 """Writers number the memo without gaps. Beyond this many (and a quarter of all entries) indexes are hashed with a
 secret: integers hash to themselves, so a file could choose them to make every lookup walk over all the others."""

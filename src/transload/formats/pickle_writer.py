@@ -17,9 +17,6 @@ from typing import Any, ClassVar
 from transload.errors import TransloadError
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
-__all__ = ["CannotPickleGraphError", "dumps"]
-
-
 MAX_AGAIN = 1_000_000
 """Steps spent on tuples and calls that hold themselves. Each is begun again inside itself, and a file of a megabyte
 could ask for 10^10 of them; a true one needs a few."""

@@ -29,24 +29,6 @@ from transload.formats.torch_zip import (
 )
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
-__all__ = [
-    "OPERATORS",
-    "Budget",
-    "code_problems",
-    "complaints",
-    "described",
-    "entries",
-    "head",
-    "items",
-    "load_json",
-    "looks_like_pickle",
-    "operators",
-    "read_package",
-    "read_torchscript",
-    "text",
-    "typed",
-]
-
 ALLOWANCE = 256 << 20
 """Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
 same bytes, would otherwise ask for gigabytes of work."""

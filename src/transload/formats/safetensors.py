@@ -15,9 +15,6 @@ from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.findings import Noted, some
 from transload.io.sources import Source
 
-__all__ = ["header_metadata", "looks_like", "read_safetensors"]
-
-
 PREFIX = 8
 # The reference's own limit. Without one, a length field of 2**60 would ask for as much memory.
 MAX_HEADER = 100_000_000

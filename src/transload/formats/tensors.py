@@ -15,27 +15,6 @@ from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.findings import Noted, Problem
 from transload.nodes import REBUILD_ARGUMENTS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
-__all__ = [
-    "MAX_SIZE",
-    "READERS",
-    "Budget",
-    "Place",
-    "Slot",
-    "StorageTable",
-    "Tree",
-    "called",
-    "claimed",
-    "device_text",
-    "find_tensors",
-    "joined",
-    "leaf_kind",
-    "moved_storage",
-    "moved_tensor",
-    "short",
-    "short_key",
-]
-
-
 _MAX_TEXT = 200
 _MAX_KEY = 1000
 

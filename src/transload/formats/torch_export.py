@@ -47,8 +47,6 @@ from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict, Pickle
 
-__all__ = ["HEADER", "capability", "graph_problems", "ptx_target", "read_aotinductor", "read_elf", "read_export"]
-
 # What torch.export writes as the target of a node: operators, and Python's arithmetic on sizes. torch.export.load finds
 # any other text that begins with "torch" by walking attributes from the package torch: "torch.os.system" is a function.
 _TARGETS = re.compile(

@@ -24,16 +24,6 @@ from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
-__all__ = [
-    "MAGIC",
-    "TarReader",
-    "looks_like_legacy",
-    "members",
-    "read_legacy",
-    "read_plain_pickle",
-    "read_tar",
-]
-
 MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # As torch.save writes it when it is given protocol 3, 4 or 5.

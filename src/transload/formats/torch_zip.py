@@ -22,22 +22,6 @@ from transload.nodes import Global, Pickle
 if TYPE_CHECKING:
     from transload.formats.tensors import Place, StorageTable, Tree
 
-__all__ = [
-    "MAX_RECORD",
-    "RECORD",
-    "Archive",
-    "check_storages",
-    "needed_by",
-    "note",
-    "pickle_problems",
-    "read_pickle",
-    "read_recorded",
-    "read_torch_zip",
-    "storage_table",
-    "stray_records",
-]
-
-
 RECORD = ".transload/origin.json"
 
 MAX_RECORD = 1 << 20

@@ -20,9 +20,6 @@ from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import each, threads
 from transload.io.sources import Source, inflated
 
-__all__ = ["Lost", "checksums", "mismatch", "verify_records"]
-
-
 _BUFFER = 1 << 20  # stays in the cache of a processor between being read and being summed
 _PART = 16 * _BUFFER
 _SMALL = 64 << 10

@@ -34,36 +34,6 @@ from transload.checkpoint import Record
 from transload.findings import Problem
 from transload.io.sources import Source, inflated
 
-__all__ = [
-    "ALIGNMENT",
-    "ALL32",
-    "CENTRAL",
-    "DESCRIPTOR",
-    "DESCRIPTOR64",
-    "END",
-    "END64",
-    "EXTRA",
-    "LOCAL",
-    "LOCATOR64",
-    "Entry",
-    "Payload",
-    "ZipIndex",
-    "central_entry",
-    "check_names",
-    "descriptor",
-    "end_of_archive",
-    "ends_like_zip",
-    "find_root",
-    "local_header",
-    "names_below",
-    "read_index",
-    "read_payload",
-    "small_records",
-    "starts_like_zip",
-    "walk_index",
-    "widen",
-]
-
 # The structures, each with its signature.
 LOCAL = Struct("<4s5H3L2H")
 CENTRAL = Struct("<4s6H3L5H2L")

@@ -25,21 +25,6 @@ from transload.io.pool import cores
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = [
-    "AHEAD",
-    "PIECE",
-    "SMALL",
-    "Bunch",
-    "Checksums",
-    "Chunk",
-    "Record",
-    "Sink",
-    "opening_records",
-    "write_archive",
-    "write_checkpoint",
-]
-
-
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 
 PIECE = 2 << 20

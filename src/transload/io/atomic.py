@@ -30,21 +30,6 @@ except ImportError:  # Windows, where a file that is open cannot be removed anyw
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = [
-    "AtomicFile",
-    "DirectFile",
-    "FileObject",
-    "SystemFile",
-    "clear_debris",
-    "flush_directory",
-    "hidden_name",
-    "hidden_pattern",
-    "is_atomic",
-    "lock",
-    "place_of",
-]
-
-
 _AT_ONCE = 1000  # buffers: the system takes 1024
 _BEHIND = 16 << 20  # bytes after which the system is asked to begin to write them to the disk
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE

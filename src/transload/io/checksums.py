@@ -10,9 +10,6 @@ from importlib import import_module
 from typing import NamedTuple
 from zlib import crc32
 
-__all__ = ["ONE", "POLYNOMIAL", "combined", "fastest_crc32", "power", "times"]
-
-
 POLYNOMIAL = 0xEDB88320
 ONE = 1 << 31
 """Polynomials over GF(2) have the constant term in the highest bit."""

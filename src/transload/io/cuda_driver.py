@@ -14,9 +14,6 @@ from typing import Any
 
 from transload.errors import LoadError
 
-__all__ = ["Driver", "DriverError", "cuda_driver"]
-
-
 _PORTABLE = 1  # pinned for every device
 _READ_ONLY = 8
 _CAN_REGISTER_READ_ONLY = 113

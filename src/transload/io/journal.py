@@ -21,24 +21,6 @@ from transload.errors import BusyFileError, CannotReadError, CannotWriteError, R
 from transload.frozen import facts
 from transload.io.sources import Assembly, BytesSource, Part, Source, has_journal, journal_path
 
-__all__ = [
-    "Change",
-    "Changes",
-    "Disk",
-    "Journal",
-    "apply",
-    "copy_changed",
-    "journal_of",
-    "names_of",
-    "recover",
-    "refuse_in_place",
-    "refuse_target",
-    "refuse_written_by_others",
-    "stale_journal",
-    "state_of",
-    "undo_changes",
-]
-
 
 class Change(NamedTuple):
     """Bytes in place of others."""

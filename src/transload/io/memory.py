@@ -10,9 +10,6 @@ from typing import Any
 
 from transload.errors import DoesNotFitError
 
-__all__ = ["PAGE", "Pages", "copy", "huge_pages_pay", "in_huge_pages", "is_equal", "view"]
-
-
 PAGE = 4096
 """What reading past the page cache wants positions, lengths and addresses to be multiples of."""
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterable
 from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
-__all__ = ["Progress", "cores", "each", "telling", "threads"]
-
-
 _GROUP = "/sys/fs/cgroup"
 
 

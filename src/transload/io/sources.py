@@ -11,23 +11,6 @@ from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from transload.errors import CannotReadError, UsageError
 
-__all__ = [
-    "Assembly",
-    "BytesSource",
-    "FileSource",
-    "ObjectSource",
-    "Part",
-    "Slice",
-    "Source",
-    "SourceLike",
-    "copied",
-    "has_journal",
-    "inflated",
-    "journal_path",
-    "open_source",
-]
-
-
 _PIECE = 1 << 20
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 

@@ -10,8 +10,6 @@ from transload.io.sources import SourceLike
 from transload.judge.problems import judge_problems, rule_of, with_commands
 from transload.judge.safety import judge_pickles
 
-__all__ = ["inspect", "integrity_of", "judge"]
-
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_LOADED = _PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8

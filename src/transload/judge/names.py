@@ -14,8 +14,6 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 from transload.dtypes import ITEMSIZE, QUANTIZED, STORAGES
 
-__all__ = ["TORCH_DEFAULT", "canonical", "classify", "is_class_path", "is_dangerous", "torch_spelling"]
-
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from transload.checkpoint import Checkpoint, Origin
 from transload.nodes import Call, Dict, Global
 
-__all__ = ["origin"]
-
 
 class _Clue(NamedTuple):
     """A trace: the first and last release that leave it, and what it is. An empty bound is open."""

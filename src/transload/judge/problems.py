@@ -21,26 +21,6 @@ from transload.findings import (
     worst_safety,
 )
 
-__all__ = [
-    "CONVERT",
-    "RESCUE",
-    "RESCUED",
-    "RULES",
-    "SETS",
-    "WITHOUT_CODE",
-    "Rule",
-    "codes_of",
-    "command_lines",
-    "convert_command",
-    "judge_problems",
-    "refuse_broken",
-    "rule_of",
-    "sentence_of",
-    "with_commands",
-    "worth_a_warning",
-]
-
-
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
 WITHOUT_CODE = "This takes its tensors alone, without its code, so that no trust is needed."

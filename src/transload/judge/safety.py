@@ -15,8 +15,6 @@ from transload.formats import pickle_machine
 from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_class_path, torch_spelling
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
-__all__ = ["MAX_DEPTH", "check_call", "judge_pickles", "safe_globals_lines"]
-
 Complaint = tuple[Safety, str] | None
 
 

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from transload.io.sources import Source, SourceLike
     from transload.tensors import Piece
 
-__all__ = ["Progressing", "ReadOptions", "check_settings", "load", "read_storages"]
-
-
 Progressing = bool | Callable[[int, int], object] | None
 
 _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})

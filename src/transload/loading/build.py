@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from transload.loading.rebuild import Rebuilder
     from transload.tensors import Piece
 
-__all__ = ["build_object", "is_fake_mode", "kind_of", "ordinary", "plain_tensors", "view"]
-
-
 Args = tuple[Any, ...]
 Step = Callable[[Any], None]
 

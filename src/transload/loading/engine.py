@@ -44,26 +44,6 @@ if TYPE_CHECKING:
     from transload.io.cuda_driver import Driver
     from transload.io.sources import Source
 
-__all__ = [
-    "KEPT",
-    "MOST_RING",
-    "SLOTS",
-    "Choice",
-    "Facts",
-    "Lane",
-    "MappedLane",
-    "RingLane",
-    "Transfer",
-    "borrowed",
-    "bring",
-    "cached_share",
-    "choose",
-    "cuda_lanes",
-    "forecast",
-    "returned",
-    "work",
-]
-
 # -- the choice of a way
 
 MOST_RING = 12

@@ -49,23 +49,6 @@ if TYPE_CHECKING:
     from transload.loading.placement import Plan
     from transload.tensors.content import Index
 
-__all__ = [
-    "STAGE",
-    "Destinations",
-    "Handle",
-    "Lazy",
-    "Straight",
-    "build_node",
-    "caller",
-    "changed",
-    "check_one",
-    "fill",
-    "open",
-    "open_checkpoint",
-    "read_one",
-    "straight",
-]
-
 
 def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  # noqa: A001 - as torch has load
     """Open a checkpoint of any format; its tensors are read one by one, when they are asked for.

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from transload.loading.handles import Opened
     from transload.tensors import Piece
 
-__all__ = ["KeysWarning", "Loaded", "Match", "MismatchError", "branches", "find", "load_into"]
-
 
 class MismatchError(LoadError):
     """The file and the model do not fit. The text says how, in groups; every name is in the attributes."""

@@ -18,26 +18,6 @@ from transload.io.memory import PAGE, Pages, copy, view
 if TYPE_CHECKING:
     from transload.io.sources import Source
 
-__all__ = [
-    "CELL",
-    "GAP",
-    "LITTLE",
-    "SLOT_PAIR",
-    "Ended",
-    "File",
-    "HostLane",
-    "Job",
-    "Place",
-    "ReadRequest",
-    "Run",
-    "Settings",
-    "Sums",
-    "Take",
-    "Tell",
-    "jobs",
-    "read_here",
-]
-
 CELL = 4 << 20
 """Bytes of a cell. Measured on an H200 with 16 cores: of 2, 4, 8 and 16 MiB, 4 and 8 fill the bus, and four make the
 smaller ring; with 2 the threads wait for one another."""

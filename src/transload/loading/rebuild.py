@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from transload.loading.placement import DeviceMap
     from transload.tensors import Piece
 
-__all__ = ["BUILDERS", "Rebuilder", "sparse_tensor", "validate"]
-
-
 Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 """A storage as ``build.entries`` has it."""

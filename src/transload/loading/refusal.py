@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
     from transload.nodes import Global, Pickle
 
-__all__ = [
-    "Allowed",
-    "Unknown",
-    "Wrong",
-    "loaded_pickles",
-    "refuse_program",
-    "refuse_unsafe",
-    "registrar",
-]
-
-
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, whatever the program says (torch/_weights_only_unpickler.py, and two more)."""
 

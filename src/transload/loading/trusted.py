@@ -21,19 +21,6 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint
 
-__all__ = [
-    "MissingClassError",
-    "MissingModuleError",
-    "as_file",
-    "class_of",
-    "load_exported",
-    "load_script",
-    "load_trusted",
-    "storage_dtype",
-    "unpickler_of",
-]
-
-
 _BUFFER = 1 << 20
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Patch", "load_ipython_extension", "patch", "unload_ipython_extension", "unpatch"]
-
 
 class Patch:
     """The result of ``patch``. As a context manager it restores the previous state at its end."""

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-__all__ = ["is_missing", "requested", "substitute", "substitute_name", "warned"]
-
 requested = ""
 """The device to use instead of missing ones, or ``auto``; empty while not patched."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["cancel", "install", "install_in_child", "replace", "undo", "when_imported"]
-
 _ABSENT = object()
 _undo: list[Callable[[], None]] = []
 

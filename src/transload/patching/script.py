@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
-__all__ = ["program_of"]
-
 
 def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
     """A function that runs a script or a module with its arguments; what it raises is the program's own."""

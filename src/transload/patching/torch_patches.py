@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     Wrap = Callable[[Any], Any]
     Replace = Callable[[object, str, object], None]
 
-__all__ = ["patch_torch"]
-
 _FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
 _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-__all__ = ["explained", "runners", "tell", "tidy"]
-
 runners: set[CodeType] = set()
 """Functions that execute a program: a traceback begins below them."""
 

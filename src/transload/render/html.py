@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from transload.contents import Contents
 
-__all__ = ["MAX_TWIGS", "fragment"]
-
 MAX_TWIGS = 600
 """Lines of the tensor tree in the page: a notebook is saved with its output, and must open again."""
 

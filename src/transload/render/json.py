@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from transload.errors import TransloadError
 
-__all__ = ["error_to_dict", "to_json"]
-
 _SAFE_BITS = 4096  # int.__str__ refuses numbers of over 4300 digits
 
 

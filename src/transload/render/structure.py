@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from transload.contents import Contents, Key, Tensor
 
-__all__ = ["structure"]
-
 MAX_LINES = 2000
 MAX_DEPTH = 100
 """Deeper than any checkpoint; a pickle of a megabyte can nest a million levels."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from transload.contents import Tensor
 
-__all__ = ["Row", "Twig", "opened", "tensor_tree", "tree_rows"]
-
 _SEPARATOR = regex(r"(?=[./])")
 _DIGITS = regex(r"[0-9]{1,18}")
 _DEEPEST = 48  # a name of a million dots is one long name, not a million levels

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "cut", "plural", "printable", "shape_text", "size"]
-
 LIMIT = 160
 """Longest name shown whole, unless the caller asks otherwise. A pickle may carry a key of a gigabyte."""
 

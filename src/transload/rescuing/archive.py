@@ -23,28 +23,6 @@ from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, che
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 
-__all__ = [
-    "METADATA",
-    "ArchiveRecord",
-    "Filler",
-    "LostRange",
-    "Recovered",
-    "archive",
-    "archive_pieces",
-    "checksum",
-    "claim_of",
-    "differences",
-    "is_clutter",
-    "key_of",
-    "literal",
-    "method_of",
-    "recover_archive",
-    "recover_directory",
-    "repaired",
-    "replaced",
-    "stored_record",
-]
-
 _UTF8 = 0x0800
 _CHUNK = 1 << 20
 

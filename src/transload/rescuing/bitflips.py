@@ -24,17 +24,6 @@ from transload.io.pool import each, threads
 from transload.io.sources import Source
 from transload.rescuing.result import Certainty, Repair
 
-__all__ = [
-    "DEFLATED",
-    "MAX_RATIO",
-    "Bit",
-    "Claim",
-    "Verdict",
-    "check_records",
-    "repaired_bytes",
-    "repairs_of",
-]
-
 DEFLATED = 8
 MAX_RATIO = 1032
 """No deflated byte inflates to more."""

@@ -32,8 +32,6 @@ from transload.rescuing.archive import (
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
 from transload.tensors.damage import with_parts
 
-__all__ = ["Outcomes", "completed", "extents", "filled", "is_program", "rebuilt", "refuse_growth", "without_lost"]
-
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45

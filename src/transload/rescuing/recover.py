@@ -42,8 +42,6 @@ from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, check_records, repa
 from transload.rescuing.result import Repair
 from transload.rescuing.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 
-__all__ = ["journal_undone", "recover", "unwrapped"]
-
 _MAX_SEARCH = 64 << 20
 """How far the beginning of a checkpoint is searched for behind something else."""
 

@@ -9,8 +9,6 @@ from transload.frozen import facts
 from transload.render.lines import Block, Line, Prose, Table, as_text
 from transload.render.words import plural, printable, size
 
-__all__ = ["Certainty", "Fill", "LostRecord", "Repair", "Rescue", "TensorOutcome", "report"]
-
 Fill = Literal["zeros", "nan"]
 Certainty = Literal["proven", "probable", "ambiguous"]
 

@@ -19,8 +19,6 @@ from transload.formats.zip import ALIGNMENT, ALL32, CENTRAL, DESCRIPTOR, DESCRIP
 from transload.io.sources import Source
 from transload.rescuing.bitflips import DEFLATED, repaired_bytes
 
-__all__ = ["HAS_DESCRIPTOR", "FoundRecord", "Scan", "distance", "find_directory", "find_header", "starts_record"]
-
 HAS_DESCRIPTOR = 8
 """The zip flag that says that checksum and sizes follow the bytes, in a descriptor."""
 

@@ -37,8 +37,6 @@ from transload.judge.problems import command_lines
 from transload.nodes import Pickle
 from transload.retagging.tags import Edit, find_sites, patched, rewritten, same_but_tags, spliced, tag_of
 
-__all__ = ["OTHERS", "Plan", "TagChange", "TagMap", "plan_of", "refuse_file", "tag_map_of"]
-
 OTHERS = "*"
 """The key of a mapping that stands for every tag it does not name."""
 

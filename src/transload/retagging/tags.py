@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from transload.formats.pickle_machine import opcodes
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
-__all__ = ["Edit", "Sites", "find_sites", "patched", "rewritten", "same_but_tags", "spliced", "tag_of"]
-
 _MARK, _TUPLE, _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x28, 0x74, 0x68, 0x80, 0x95, 0x94
 _GETS = frozenset(b"hjg")
 _PUTS = frozenset(b"qrp\x94")

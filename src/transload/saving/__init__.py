@@ -37,8 +37,6 @@ from transload.saving.storages import Copy, bloat_words, copied_records, records
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["save", "save_async"]
-
 _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a number of 16 bits
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # reasons of a directory to refuse a new file
 

@@ -18,8 +18,6 @@ from traceback import clear_frames
 
 from transload.errors import SaveError
 
-__all__ = ["MAX_IN_FLIGHT", "Saving", "background"]
-
 MAX_IN_FLIGHT = 2
 """Saves that are being written or wait: each is a copy of everything it saves. A further call waits for the first."""
 

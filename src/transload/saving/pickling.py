@@ -22,8 +22,6 @@ from transload.checkpoint import contiguous
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.errors import CannotPickleError, SaveError
 
-__all__ = ["Stored", "merged", "pickled"]
-
 
 class Geometry(NamedTuple):
     """The elements of its storage that a tensor shows; ``itemsize`` is the size of each in bytes."""

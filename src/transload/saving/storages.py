@@ -21,18 +21,6 @@ from transload.io.memory import Pages, copy, view
 from transload.io.pool import cores, each
 from transload.saving.pickling import Stored, merged
 
-__all__ = [
-    "Copy",
-    "CudaFetcher",
-    "Ring",
-    "bloat_words",
-    "copied_records",
-    "fetch_all",
-    "records_of",
-    "rings_for",
-    "snapshot_of",
-]
-
 _MAX_THREADS = 8
 _TOGETHER = 4096  # small storages that are read at once, at most
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint, Key, Record, Storage
 
-__all__ = ["Inflating", "OpenCheckpoint", "PackedStorages", "Piece", "ReopenedFile", "members"]
-
 
 class OpenCheckpoint:
     """Everything opened for one checkpoint.

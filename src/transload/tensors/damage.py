@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from transload.checkpoint import Storage, Tensor
     from transload.tensors.content import Content
 
-__all__ = ["Damage", "Key", "Records", "damages", "key_of", "misplaced", "records_of", "sum_records", "with_parts"]
-
 _PIECE = 1 << 20
 _MAX_INDEX = 100_000_000
 _DESCRIPTOR = 24  # bytes behind a record, at most, that hold its checksum

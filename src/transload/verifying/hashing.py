@@ -24,8 +24,6 @@ from transload.tensors.content import Allowance, Content, ContentError
 from transload.tensors.damage import Key, Records, key_of
 from transload.verifying.manifest import TensorSum
 
-__all__ = ["FLOATING", "Job", "Values", "counted", "plan_of", "sum_tensors", "tensor_count", "with_aliases"]
-
 _PIECE = 1 << 20
 _ALONE = 4 << 20  # fewer bytes are not worth starting threads
 _TINY = 8 << 10  # nor are tensors of so few: finding them takes longer than hashing, and one thread at a time does it

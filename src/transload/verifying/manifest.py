@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from transload.errors import ManifestError
 from transload.io.sources import FileSource
 
-__all__ = ["Difference", "Manifest", "TensorSum", "compare", "hash_of_all", "read_manifest", "refuse_target", "to_json"]
-
 _MAX = 1 << 30
 _FIX = "Write it with transload verify FILE --write m.json."
 

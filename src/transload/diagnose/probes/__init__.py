@@ -33,8 +33,6 @@ from transload.machine import (
     Variables,
 )
 
-__all__ = ["probe"]
-
 _DRIVER = 8.0
 """Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
 _EXPERIMENTS = 9.0

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["Report", "begin", "form", "mapped"]
-
 
 class Report:
     """Reports facts to the parent, a line each, on a copy of standard output that nothing else closes or redirects."""

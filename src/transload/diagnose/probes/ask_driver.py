@@ -12,8 +12,6 @@ import sys
 
 from transload.diagnose.probes.ask import Report, begin, mapped
 
-__all__ = ["Driver", "ask_cuda", "ask_nvml"]
-
 DEVICES = 256
 """No more are asked for, whatever count a driver gives."""
 ABSENT = -1

@@ -15,8 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["ask_torch"]
-
 LIBRARIES = (
     *("libcuda", "libcublas", "libcudnn", "libcufft", "libcufile", "libcupti", "libcurand", "libcusolver"),
     *("libcusparse", "libnccl", "libnvrtc", "libnvJitLink", "libnvToolsExt", "libnvshmem", "libnvidia-"),
@@ -136,6 +134,7 @@ def attribute(thing: Any, *names: str) -> str:
 
 
 def matmul(torch: Any, device: str) -> None:
+    """Multiply on a device and check the result."""
     ones = torch.ones(64, 64, device=device)
     expect(((ones + ones) @ ones).sum().item(), 2 * 64**3)
 

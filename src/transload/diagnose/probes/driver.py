@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from transload.diagnose.host import Host
     from transload.machine import State
 
-__all__ = ["cuda", "experiments", "nvml", "question"]
-
 _FLAGS = ("-I", "-S", "-B")
 """Our own interpreter without any site: half the time, and nothing from the environment that could break it."""
 _NAMES = {"cuda": ("libcuda.so.1", "nvcuda.dll"), "nvml": ("libnvidia-ml.so.1", "nvml.dll")}

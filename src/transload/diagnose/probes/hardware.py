@@ -25,8 +25,6 @@ from transload.machine import (
     Unknown,
 )
 
-__all__ = ["accelerators", "daemons_and_stuck", "hardware", "kernel", "kernel_log", "nodes"]
-
 _BUS = "/sys/bus/pci/devices"
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
 _MEMORY, _UNSET = 0x00000200, 0x20000000  # IORESOURCE_MEM, IORESOURCE_UNSET of the kernel

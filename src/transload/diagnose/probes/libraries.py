@@ -35,18 +35,6 @@ from transload.machine import (
     Unknown,
 )
 
-__all__ = [
-    "KNOWN",
-    "Preload",
-    "Preloads",
-    "driver_libraries",
-    "extensions",
-    "package_of",
-    "preloads",
-    "torch_libraries",
-]
-
-
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
 _FOLDERS = (

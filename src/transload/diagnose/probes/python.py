@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from transload.diagnose.host import Host
 
-__all__ = ["Distribution", "assigned", "build", "choose", "distributions", "fields", "python", "version"]
-
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two
 
 _RELEVANT = (

@@ -10,23 +10,6 @@ from dataclasses import dataclass
 from transload.diagnose.host import Host, reason
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
-__all__ = [
-    "DECIDING",
-    "SHOWN",
-    "Mount",
-    "executable",
-    "group_names",
-    "memory",
-    "mount_of",
-    "mounts",
-    "platform",
-    "service_of",
-    "surroundings",
-    "toolkit",
-    "variables",
-]
-
-
 # Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
 _LAPTOPS = frozenset({8, 9, 10, 14, 31, 32})
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from transload.diagnose.children import Outcome
     from transload.diagnose.host import Host
 
-__all__ = ["question", "torch", "torch_run"]
-
 _SUFFIX = r"(?:\.[\w-]+)?\.(?:so|pyd)"
 _MODULE = re.compile(rf"torch(?:{_SUFFIX}|\.pyc?)", re.ASCII)
 _START = re.compile(rf"__init__(?:{_SUFFIX}|\.pyc?)", re.ASCII)

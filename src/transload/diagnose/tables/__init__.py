@@ -11,46 +11,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-__all__ = [
-    "INDEX",
-    "PLATFORMS",
-    "TEGRA",
-    "Build",
-    "Capability",
-    "Chip",
-    "Generation",
-    "Platform",
-    "Result",
-    "Sure",
-    "System",
-    "Version",
-    "branch_of",
-    "branch_of_cuda",
-    "build_of",
-    "chip_of",
-    "chips",
-    "covers",
-    "cu_result",
-    "cuda_of_branch",
-    "cuda_text",
-    "default_build",
-    "driver_floor",
-    "first_branch",
-    "generation",
-    "generation_of",
-    "index_builds",
-    "is_data_centre",
-    "is_nvswitch",
-    "numbers_of",
-    "nvml_result",
-    "parse_capability",
-    "parse_version",
-    "releases",
-    "runs_on",
-    "table",
-    "toolkit_driver",
-]
-
 Version = tuple[int, ...]
 Capability = tuple[int, int]
 Sure = Literal["seen", "stated", "guess"]

@@ -29,8 +29,6 @@ from transload.diagnose.tables import (
     releases,
 )
 
-__all__ = ["WheelChoice", "choose_wheel"]
-
 
 @dataclass(frozen=True, slots=True)
 class WheelChoice:
