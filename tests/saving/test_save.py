@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import errno
 import importlib
+import inspect
 import io
 import json
 import os
@@ -697,3 +698,59 @@ def test_a_name_that_says_safetensors(tmp_path: Path) -> None:
     """torch goes by the name from 2.13 on."""
     with pytest.warns(SaveWarning, match=r"model\.safetensors: torch from 2\.13 on .* Name it \.pt"):
         save({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+
+
+# -- the arguments of torch.save that begin with an underscore
+
+
+def test_every_argument_of_torch_save_is_accepted() -> None:
+    theirs = inspect.signature(torch.save).parameters
+    assert list(inspect.signature(save).parameters)[: len(theirs)] == list(theirs)
+    assert list(inspect.signature(save_async).parameters)[: len(theirs)] == list(theirs)
+
+
+def test_without_the_record_of_the_byte_order() -> None:
+    data = saved({"w": torch.ones(2)}, _disable_byteorder_record=True)
+    assert "byteorder" not in records(data)
+    assert torch.equal(loaded(data)["w"], torch.ones(2))
+
+
+def test_tensors_pickle_where_torch_save_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", save)
+    whole = torch.arange(6.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, view = pickle.loads(pickle.dumps((whole, whole[2:])))
+    assert torch.equal(again, whole)
+    assert torch.equal(view, whole[2:])
+
+
+class Fitted(torch.nn.Module):
+    pass
+
+
+def test_the_legacy_form_has_the_source_of_modules_and_no_path() -> None:
+    data = saved([Fitted(), Fitted()], _use_new_zipfile_serialization=False)
+    assert data.count(b"class Fitted(torch.nn.Module):") == 1
+    assert b"test_save.py" in data
+    assert str(Path(__file__).parent).encode() not in data
+    assert [type(each) for each in loaded(data)] == [Fitted, Fitted]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_legacy_form_of_large_storages(in_background: bool, tmp_path: Path) -> None:
+    value: Any = {"large": torch.arange(2_000_000), "small": [torch.full((3,), float(n)) for n in range(50)]}
+    path, told = tmp_path / "old.pt", [0, 0]
+
+    def tell(done: int, total: int) -> None:
+        told[:] = done, total
+
+    if in_background:
+        save_async(value, path, _use_new_zipfile_serialization=False, progress=tell).result()
+    else:
+        save(value, path, _use_new_zipfile_serialization=False, progress=tell)
+    found = torch.load(path)
+    assert torch.equal(found["large"], value["large"])
+    assert torch.equal(torch.stack(found["small"]), torch.stack(value["small"]))
+    assert told == [16_000_600, 16_000_600]
+    assert read(path).format == "torch-legacy"

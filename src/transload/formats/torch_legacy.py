@@ -11,8 +11,10 @@ A tar archive has four members, three of them streams of pickles mixed with raw 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Checkpoint
 from transload.dtypes import ITEMSIZE, STORAGES
@@ -24,6 +26,9 @@ from transload.formats.zip import ends_like_zip
 from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 
+if TYPE_CHECKING:
+    from transload.formats.zip_writer import Bunch, Record, Sink
+
 MAGIC = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # As torch.save writes it when it is given protocol 3, 4 or 5.
@@ -32,6 +37,8 @@ _OTHER_MAGIC = (
     _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
     _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
 )
+PROTOCOL = 1001
+_COUNT = Struct("<q")
 MAX_DOUBT = 1 << 24
 """Bytes to read of what may be no pickle: random ones soon announce a text of gigabytes."""
 
@@ -63,8 +70,8 @@ def read_legacy(source: Source) -> Checkpoint:
             detail = f"part {stage + 1} of 5 breaks off; lost: {', '.join(_STAGES[stage:])} and all storages"
             problems.append(Problem("legacy-cut", name, detail))
             break
-    if len(pickles) > 1 and pickles[1].root != 1001 and not pickles[1].broken:
-        problems.append(Problem("legacy-bad-protocol", _STAGES[1], "torch reads protocol version 1001 only"))
+    if len(pickles) > 1 and pickles[1].root != PROTOCOL and not pickles[1].broken:
+        problems.append(Problem("legacy-bad-protocol", _STAGES[1], f"torch reads protocol version {PROTOCOL} only"))
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
     if ends_like_zip(source):
@@ -116,6 +123,43 @@ def read_legacy(source: Source) -> Checkpoint:
         problems=tuple(problems),
         pickles=tuple(pickles),
     )
+
+
+def write_legacy(
+    sink: Sink,
+    pickled: bytes,
+    protocol: int,
+    numels: Sequence[int],
+    storages: Iterable[Record | Bunch],
+    tell: Callable[[int], None] | None = None,
+) -> None:
+    """Write a stream, storages in the order of their keys, which count from 0; ``numels`` are their element counts."""
+    import pickle
+
+    from transload.formats.zip_writer import Bunch, Chunk
+
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": PROTOCOL, "little_endian": sys.byteorder == "little", "type_sizes": sizes}
+    keys = [str(index) for index in range(len(numels))]
+    before = [pickle.dumps(value, protocol) for value in (MAGIC, PROTOCOL, system)]
+    sink.write([*before, pickled, pickle.dumps(keys, protocol)])
+    counts = iter(numels)
+    for record in storages:
+        if isinstance(record, Bunch):
+            contents = [content for _, content in record.records]
+            sink.write([b"".join(part for content in contents for part in (_COUNT.pack(next(counts)), content))])
+            nbytes = sum(map(len, contents))
+        else:
+            sink.write([_COUNT.pack(next(counts))])
+            nbytes = record.size
+            for chunk in [Chunk(record.content)] if isinstance(record.content, bytes) else record.content():
+                if chunk.ready:
+                    chunk.ready()
+                sink.write([chunk.view])
+                if chunk.done:
+                    chunk.done()
+        if tell:
+            tell(nbytes)
 
 
 def _places(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from transload._version import __version__
 from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
+from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import Record, Sink, opening_records, write_checkpoint
 from transload.io.atomic import AtomicFile, DirectFile, FileObject, SystemFile, is_atomic
@@ -49,6 +50,8 @@ def save(
     f: Any,
     pickle_module: Any = None,
     pickle_protocol: int = 2,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
     *,
     device: str = "cpu",
     origin: Origin = True,
@@ -69,6 +72,9 @@ def save(
     ``origin=False`` equal objects give equal files. ``progress`` is ``True`` for a line on the terminal, or a function
     that gets the bytes done and the bytes in all.
 
+    The two arguments with an underscore are those of ``torch.save``: without the first, the file has the form of torch
+    before 1.6, which has no room for ``origin``.
+
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP
     """
@@ -76,7 +82,9 @@ def save(
 
     path = _path(f)
     background.settle(path or f)
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    legacy = not _use_new_zipfile_serialization
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
+    prepared.byteorder = not _disable_byteorder_record
     prepared.write()
 
 
@@ -85,6 +93,8 @@ def save_async(
     f: Any,
     pickle_module: Any = None,
     pickle_protocol: int = 2,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
     *,
     device: str = "cpu",
     origin: Origin = True,
@@ -108,7 +118,9 @@ def save_async(
     path = _path(f)
     background.raise_unnoticed()
     background.make_room()
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress)
+    legacy = not _use_new_zipfile_serialization
+    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, legacy)
+    prepared.byteorder = not _disable_byteorder_record
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
@@ -147,6 +159,7 @@ class _Save:
         compact: bool,
         atomic: bool,
         progress: Progress,
+        legacy: bool,
     ) -> None:
         if device not in ("cpu", "keep"):
             what = f"device={device!r}: a file is saved with tags of the CPU ('cpu') or of the devices in use ('keep')"
@@ -168,12 +181,17 @@ class _Save:
             what = "torch.serialization.skip_data() is in force"
             raise SaveError(what, fix="Use torch.save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
+        self.legacy_protocol = int(protocol) if legacy else None
+        self.byteorder = True  # whether the archive has the record that says it
         self.copies: list[Copy] | None = None  # of the storages, to be written instead
         with no_collecting(strangers=True):
             portable = device == "cpu"
-            self.data, self.storages = pickled(obj, module, int(protocol), portable=portable, compact=compact)
+            self.data, self.storages = pickled(
+                obj, module, int(protocol), portable=portable, compact=compact, legacy=legacy
+            )
             bloat = "" if compact else bloat_words(obj, self.storages)
-            self.origin = b"" if origin is False or origin is None else _origin_of(origin, self.storages)
+            self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
+            self.numels = [each.numel for each in self.storages]
             self.nbytes = sum(each.nbytes for each in self.storages)
             self.alignment = _alignment()
         if path and path.lower().endswith(".safetensors"):
@@ -205,11 +223,18 @@ class _Save:
                 last.enter_context(no_collecting(strangers=True))
             for ring in rings.values():
                 last.callback(ring.fetcher.finish)
+            records = records_of(self.storages, rings) if self.copies is None else copied_records(self.copies)
+            if self.legacy_protocol is not None:
+                tell = telling(self.progress, self.nbytes, "saving")
+                write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, tell)
+                return
             opening = opening_records(self.data, self.alignment, sys.byteorder)
+            if not self.byteorder:
+                opening = [record for record in opening if record.name != b"byteorder"]
             write_checkpoint(
                 sink,
                 opening,
-                records_of(self.storages, rings) if self.copies is None else copied_records(self.copies),
+                records,
                 self.nbytes,
                 origin=Record(_ORIGIN, len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,

@@ -8,7 +8,9 @@ of a storage that is much larger. ``pickled`` is the front; ``_Reducer`` collect
 from __future__ import annotations
 
 import copyreg
+import inspect
 import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -110,18 +112,18 @@ class Stored(_Ref):
 
 
 def pickled(
-    obj: Any, pickle_module: Any, protocol: int, *, portable: bool, compact: bool
+    obj: Any, pickle_module: Any, protocol: int, *, portable: bool, compact: bool, legacy: bool = False
 ) -> tuple[bytes, list[Stored]]:
     """The pickle of an object, and the storages it refers to, in the order of their keys.
 
-    ``portable`` tags every storage ``cpu``; ``compact`` cuts views out of their storages. The error names the part that
-    cannot be pickled.
+    ``portable`` tags every storage ``cpu``; ``compact`` cuts views out of their storages; ``legacy`` refers to storages
+    and classes of modules as torch did before 1.6. The error names the part that cannot be pickled.
     """
     try:
-        reducer = _Reducer(protocol, None, portable=portable, exact=compact)
+        reducer = _Reducer(protocol, None, portable=portable, exact=compact, legacy=legacy)
         data = _dump(obj, reducer, pickle_module)
         if compact:
-            reducer = _Reducer(protocol, _Cuts(reducer.storages), portable=portable)
+            reducer = _Reducer(protocol, _Cuts(reducer.storages), portable=portable, legacy=legacy)
             data = _dump(obj, reducer, pickle_module)
     except SaveError:
         raise
@@ -145,7 +147,9 @@ def _dump(obj: Any, reducer: _Reducer, pickle_module: Any) -> bytes:
 
         def persistent_id(self, obj: Any) -> Any:
             reducer = self.transload
-            return reducer.persistent_id(obj) if type(obj) in reducer.storage_classes else None
+            if type(obj) in reducer.storage_classes:
+                return reducer.persistent_id(obj)
+            return reducer.class_id(obj) if reducer.legacy and isinstance(obj, type) else None
 
     def reducer_override(self: Any, obj: Any) -> Any:
         reduced = self.transload.reduce(obj)
@@ -217,7 +221,9 @@ class _Reducer:
     Nothing it refers to may refer to it: storages must be freed with the last reference, not by the garbage collector.
     """
 
-    def __init__(self, protocol: int, cuts: _Cuts | None, *, portable: bool, exact: bool = False) -> None:
+    def __init__(
+        self, protocol: int, cuts: _Cuts | None, *, portable: bool, exact: bool = False, legacy: bool = False
+    ) -> None:
         import torch
 
         self.storages: list[Stored] = []
@@ -227,6 +233,8 @@ class _Reducer:
         self._exact = exact  # whether each use of a storage is noted, since views are to be cut out of it
         self.protocol = protocol
         self._portable = portable
+        self.legacy = legacy
+        self._classes: set[type] = set()  # those of modules that have an id in the legacy form
         self._torch: Any = torch
         self.tensor, self._strided, self._kinds = torch.Tensor, torch.strided, _kinds()
         self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
@@ -241,18 +249,36 @@ class _Reducer:
         """What the pickle has in place of a storage."""
         ref = obj if isinstance(obj, _Ref) else self._use_of_torch(obj, None)[0]
         tag = "cpu" if self._portable else self._torch.serialization.location_tag(ref.storage)
-        return ("storage", ref.kind, ref.key, tag, ref.numel)
+        stored = ("storage", ref.kind, ref.key, tag, ref.numel)
+        return (*stored, None) if self.legacy else stored  # None: it is not a part of another storage
+
+    def class_id(self, kind: type) -> tuple[Any, ...] | None:
+        """What the legacy form has in place of a class of modules at first: the class, its file and its source.
+
+        torch.load compares the source with that of the class it finds, and warns where it has changed. The file gets
+        the name without the folders, which are nobody's business.
+        """
+        if not issubclass(kind, self._torch.nn.Module) or kind in self._classes:
+            return None
+        self._classes.add(kind)
+        try:
+            file, source = (inspect.getsourcefile(kind) or "").rpartition(os.sep)[2], inspect.getsource(kind)
+        except (OSError, TypeError):  # a class made by code that is no longer there; torch accepts that, too
+            return ("module", kind, None, None)
+        return ("module", kind, file, source)
 
     def _use_of_torch(self, obj: Any, geometry: Geometry | None) -> tuple[_Ref, int, tuple[int, ...]]:
         """As ``_use``, for a storage as torch reduces a tensor to it."""
         torch = self._torch
-        if obj.device.type == "meta":
+        typed = isinstance(obj, torch.storage.TypedStorage)
+        storage = obj._untyped_storage if typed else obj  # noqa: SLF001 - whoever asks a typed one by name is warned
+        if storage.device.type == "meta":
             what = "a storage on the meta device has no bytes to save"
             raise CannotPickleError(what, fix="Save the tensor instead of its storage.")
-        if isinstance(obj, torch.storage.TypedStorage):
+        if typed:
             kind = getattr(torch, obj._pickle_storage_type())  # noqa: SLF001 - as torch.save asks
-            return self._use(obj._untyped_storage, obj.dtype, kind, obj.element_size(), geometry)  # noqa: SLF001 - as above
-        return self._use(obj, torch.uint8, torch.storage.UntypedStorage, 1, geometry)
+            return self._use(storage, obj.dtype, kind, obj._element_size(), geometry)  # noqa: SLF001 - as above
+        return self._use(storage, torch.uint8, torch.storage.UntypedStorage, 1, geometry)
 
     def _use(
         self, storage: Any, dtype: Any, kind: Any, itemsize: int, geometry: Geometry | None
@@ -350,7 +376,7 @@ class _Reducer:
         if name in _WITH_STORAGE and function is getattr(torch._utils, name, None):  # noqa: SLF001 - in files
             storage, offset, size, stride, *more = arguments
             if isinstance(storage, torch.storage.TypedStorage):
-                itemsize = storage.element_size()
+                itemsize = storage._element_size()  # noqa: SLF001 - as above
             else:  # its dtype is among the other arguments
                 dtypes = (each for each in more if isinstance(each, torch.dtype))
                 itemsize = next((torch.empty(0, dtype=dtype).element_size() for dtype in dtypes), 1)
