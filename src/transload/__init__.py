@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         NoDeviceError,
         NoDirectoryError,
         NotACheckpointError,
+        NotAFileError,
         NoTorchError,
         OverflowRefusedError,
         RescueError,
@@ -93,6 +94,7 @@ __all__ = [
     "NoDirectoryError",
     "NoTorchError",
     "NotACheckpointError",
+    "NotAFileError",
     "OverflowRefusedError",
     "Plan",
     "Rescue",
@@ -140,8 +142,8 @@ _NAMES = {
         BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError
         ConvertError DirectoryError DoesNotFitError FileWarning ForbiddenFileError ForbiddenWriteError
         FullDiskError LandingWarning LoadError ManifestError MissingFileError NoDeviceError NoDirectoryError
-        NoTorchError NotACheckpointError OverflowRefusedError RescueError RetagError SaveError SaveWarning
-        TransloadError UnsafeError UsageError
+        NoTorchError NotACheckpointError NotAFileError OverflowRefusedError RescueError RetagError SaveError
+        SaveWarning TransloadError UnsafeError UsageError
     """,
     "transload.explaining": "explain",
     "transload.explaining.result": "Explanation",

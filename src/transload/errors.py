@@ -94,6 +94,10 @@ class UsageError(TransloadError, ValueError):
     """The call itself makes no sense."""
 
 
+class NotAFileError(UsageError, AttributeError, TypeError):
+    """What was given is neither a path nor a file object; torch raises the one class or the other."""
+
+
 class NoDirectoryError(CannotWriteError, FileNotFoundError):
     """The directory of the file does not exist."""
 

@@ -93,6 +93,16 @@ def test_a_file_that_is_open_as_text(ask: str) -> None:
         getattr(transload, ask)(io.StringIO("abc"))
 
 
+@each("ask", ["inspect", "load", "open", "verify"])
+@each("given", [7, None, []])
+def test_what_is_not_a_file(ask: str, given: Any) -> None:
+    with pytest.raises(AttributeError):
+        torch.load(given)
+    with pytest.raises(transload.NotAFileError, match=r"not (int|NoneType|list)") as caught:
+        getattr(transload, ask)(given)
+    assert isinstance(caught.value, AttributeError)
+
+
 def test_a_handle_that_is_left_open_at_the_end_says_nothing(tmp_path: Path) -> None:
     """Modules may have lost their names when it is closed."""
     path = tmp_path / "a.pt"

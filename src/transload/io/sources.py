@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from threading import Lock
 from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
 
-from transload.errors import CannotReadError, UsageError
+from transload.errors import CannotReadError, NotAFileError, UsageError
 
 _PIECE = 1 << 20
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
@@ -228,7 +228,7 @@ def open_source(f: SourceLike) -> Source:
         return BytesSource(f)
     if hasattr(f, "read") and hasattr(f, "seek"):
         return ObjectSource(f)
-    raise UsageError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
+    raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
 
 
 def _cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:

@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from transload._version import __version__
-from transload.errors import CannotWriteError, NoTorchError, SaveError, SaveWarning, UsageError
+from transload.errors import CannotWriteError, NotAFileError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.formats import no_collecting
 from transload.formats.torch_legacy import write_legacy
 from transload.formats.zip import ALIGNMENT
@@ -137,7 +137,7 @@ def _path(f: Any) -> str | None:
             raise UsageError(f"no file can have the name {path!r:.80}", fix="Leave out the NUL.")
         return path
     if not callable(getattr(f, "write", None)):
-        raise UsageError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
+        raise NotAFileError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
     return None
 
 

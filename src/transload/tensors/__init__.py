@@ -16,7 +16,7 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from transload.errors import BrokenFileError, UsageError
+from transload.errors import BrokenFileError, NotAFileError, UsageError
 from transload.frozen import facts
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike, journal_path
 from transload.nodes import Call, Dict
@@ -324,7 +324,7 @@ def _from_object(f: object) -> Source:
     if isinstance(f, bytes | bytearray | memoryview):
         return BytesSource(f)
     if not (hasattr(f, "read") and hasattr(f, "seek")):
-        raise UsageError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
+        raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
     if isinstance(f.read(0), str):
         raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
     source = _Object(cast(BinaryIO, f))
