@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
 from tests.each import each
 
+import transload
 from transload.cli.main import main
+from transload.diagnose import probes
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
@@ -82,3 +89,67 @@ def test_it_runs_where_no_package_is_installed(program: Transload, data: Path) -
 def test_a_rank_is_heard(program: Transload, data: Path) -> None:
     done = program("check", str(data / "h200" / "train_cuda0.ckpt"), "--json", LOCAL_RANK="2")
     assert valid(done.stdout)["rank"] == 2
+
+
+@pytest.fixture
+def folder(data: Path, tmp_path: Path) -> Path:
+    """Two checkpoints that can be loaded, one that cannot, and something else."""
+    for name in ("state_dict_cuda1.pt", "train_cuda0.ckpt", "whole_module_cuda0.pt"):
+        shutil.copyfile(data / "h200" / name, tmp_path / name)
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    return tmp_path
+
+
+@each("name", ["", "/*_cuda*"])
+def test_a_directory_or_a_pattern_stands_for_its_files(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{folder}{name}"]) == 1
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[1:4]] == sorted(map(str, folder.glob("*_cuda*")))
+    assert shown.count("cannot be loaded") == 2
+    assert "3 files, 1 that cannot be loaded" in shown
+    assert main(["check", f"{folder}{name}", "--json"]) == 1
+    documents = json.loads(capsys.readouterr().out)
+    assert [document["ok"] for document in documents] == [True, True, False]
+    for document in documents:
+        valid(json.dumps(document))
+
+
+def test_one_file_that_cannot_be_read_does_not_hide_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(folder / "missing.pt"), str(folder / "train_cuda0.ckpt")]) == 2
+    shown = capsys.readouterr()
+    assert "2 files, no problem, 1 not read" in shown.out
+    assert "missing.pt: No such file" in shown.err
+
+
+def test_the_machine_is_examined_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Mock(wraps=probes.probe)
+    monkeypatch.setattr(probes, "probe", probe)
+    main(["check", str(folder)])
+    probe.assert_called_once()
+
+
+def test_a_module_with_tags_of_a_gpu_needs_a_map_location_too(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", str(data / "h200" / "whole_module_cuda0.pt")])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "add_safe_globals" in shown
+    assert "Also pass map_location='cpu' to torch.load, since there is no cuda:0 here." in shown
+
+
+def test_the_environment_that_is_judged_is_named(data: Path, tmp_path: Path) -> None:
+    """Where transload's own Python has no torch, that of the current folder is judged."""
+    venv.create(tmp_path / "own", with_pip=False)
+    (tmp_path / "venv").symlink_to(sys.prefix)
+    file = data / "h200" / "train_cuda0.ckpt"
+    done = subprocess.run(
+        [tmp_path / "own" / "bin" / "python", "-m", "transload", "check", file],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(transload.__file__).parent.parent), "PATH": ""},
+        check=False,
+    )
+    assert "transload's own environment has no torch; ./venv has one" in " ".join(done.stdout.split()), done.stderr

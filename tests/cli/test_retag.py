@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+import torch
+from tests.loading.zoo import tagged
 
 from transload.cli.main import main
 from transload.judge import inspect
@@ -141,3 +143,44 @@ def test_it_imports_neither_torch_nor_what_it_does_not_need(imported: Imported, 
 def test_a_tag_that_nothing_bears_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["retag", str(path), "--map", "cuda:9=cpu"]) == 0
     assert "nothing is tagged cuda:9; the file has " in capsys.readouterr().out
+
+
+def test_several_files_and_directories(path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = path.parent / "inner" / "other.pt"
+    other.parent.mkdir()
+    shutil.copyfile(data / "h200" / "state_dict_cuda1.pt", other)
+    given = [str(path), str(other.parent), str(path.parent / "missing.pt")]
+    assert main(["retag", *given, "--to", "cpu", "--dry-run"]) == 2
+    assert "3 files, 2 would change, 1 not retagged" in capsys.readouterr().out
+    assert tags(other) == {"cuda:1"}
+    assert main(["retag", *given, "--to", "cpu", "--keep-undo"]) == 2
+    shown = capsys.readouterr()
+    assert "3 files, 2 changed, 1 not retagged" in shown.out
+    assert "missing.pt: " in shown.err
+    assert tags(path) == tags(other) == {"cpu"}
+    assert main(["retag", *given[:2], "--undo", "--json"]) == 0
+    for document in json.loads(capsys.readouterr().out):
+        assert valid(json.dumps(document))["method"] == "undo"
+    assert tags(other) == {"cuda:1"}
+
+
+def test_a_directory_of_shards(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = path.parent / "sharded"
+    folder.mkdir()
+    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    weights = {}
+    for number, name in enumerate(names):
+        with tagged("cuda:3"):
+            torch.save({f"w{number}": torch.ones(2)}, folder / name)
+        weights[f"w{number}"] = name
+    index = {"metadata": {"total_size": 16}, "weight_map": weights}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert main(["retag", str(folder), "--to", "cuda:0"]) == 0
+    assert "2 files, 2 changed" in capsys.readouterr().out
+    assert [tags(folder / name) for name in names] == [{"cuda:0"}] * 2
+
+
+def test_a_copy_is_of_one_file(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["retag", str(path), str(path.parent / "b.pt"), "--to", "cpu", "-o", str(path.parent / "c.pt")]) == 2
+    assert "-o names one copy" in capsys.readouterr().err
+    assert not (path.parent / "c.pt").exists()

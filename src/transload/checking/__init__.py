@@ -76,6 +76,7 @@ class Check:
             "absent": self.devices.absent,
             "plan": self.plan.to_dict(),
             "torch": self.torch.to_dict(),
+            "python": self.diagnosis.machine.python.executable,
             "packages": [package.to_dict() for package in self.packages],
             "cuda": self.cuda.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
@@ -98,6 +99,33 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
     'cpu'
     """
     from transload.diagnose import judge_machine
+
+    if machine is None:
+        return check_here(path, device, diagnosis_here())
+    return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
+
+
+def diagnosis_here() -> Diagnosis:
+    """This machine, as far as a check needs to know it: torch is not run."""
+    from transload.diagnose import judge_machine
+    from transload.diagnose.probes import probe
+
+    return judge_machine(probe(torch=False))
+
+
+def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) -> Check:
+    """As ``check``, on this machine, which was examined already."""
+    from transload.loading.engine import forecast
+
+    made = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
+    # How its bytes would be moved: as load chooses, but for what only a working driver can tell.
+    cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
+    host = sum(move.nbytes for move in made.plan.moves) - cuda
+    how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
+    return replace(made, plan=replace(made.plan, how=how))
+
+
+def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
     from transload.judge import inspect, judge
 
     checkpoint = inspect(path)
@@ -110,18 +138,8 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
         with open_content(path) as content:
             found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(content).items())
         if found:
-            checkpoint = judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
-    if machine is not None:
-        return checked(checkpoint, judge_machine(machine), device, machine.variables.values)
-    from transload.diagnose.probes import probe
-    from transload.loading.engine import forecast
-
-    made = checked(checkpoint, judge_machine(probe(torch=False)), device, dict(os.environ), cwd=os.curdir)
-    # How its bytes would be moved: as load chooses, but for what only a working driver can tell.
-    cuda = sum(move.nbytes for move in made.plan.moves if move.device.startswith("cuda"))
-    host = sum(move.nbytes for move in made.plan.moves) - cuda
-    how = forecast(os.fspath(path), host, cuda).why if made.plan.ok and host + cuda else ""
-    return replace(made, plan=replace(made.plan, how=how))
+            return judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
+    return checkpoint
 
 
 def checked(
@@ -268,6 +286,9 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
             if fix:  # for those who trust all of it; before the way that needs no trust
                 at = fix.index(WITHOUT_CODE) if WITHOUT_CODE in fix else len(fix)
                 fix.insert(at, "Or, if you trust its author, pass weights_only=False.")
+                if absent := [use.device for use in checkpoint.devices if not devices.get(use.device)]:
+                    words = f"Also pass map_location='cpu' to torch.load, since there is no {' or '.join(absent)} here."
+                    fix.insert(at + 1, words)
             yield replace(finding, severity="error", fix=tuple(fix))
         elif finding.severity != "note" and finding.code not in ("needs-trust", "rare-opcodes", "aoti-architecture"):
             yield finding
@@ -303,6 +324,36 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 # -- the report
 
 
+def several(results: Sequence[Check], total: int) -> Iterator[Block]:
+    """A table of several files, and why some of ``total`` cannot be loaded."""
+    from transload.render.checkpoint import format_words
+    from transload.render.lines import Line, Prose, Table, heading
+    from transload.render.words import plural, printable, size
+
+    rows: list[tuple[Line, ...]] = [tuple(((word, "dim"),) for word in ("file", "format", "size", "here", "lands on"))]
+    for each in results:
+        there = dict.fromkeys(move.device for move in each.plan.moves if move.device)
+        rows.append(
+            (
+                ((printable(each.checkpoint.path), ""),),
+                ((format_words(each.checkpoint), "dim"),),
+                ((size(each.checkpoint.tensor_nbytes), ""),),
+                (("loads", "good") if each.ok else ("cannot be loaded", "bad"),),
+                ((", ".join(there) if each.ok else "", ""),),
+            )
+        )
+    if results:
+        yield Table(rows, right=frozenset({2}), drops=(1, 2), indent=0)
+    bad = [each for each in results if not each.ok]
+    for each in bad:
+        yield from heading(printable(each.checkpoint.path, None))
+        yield Prose(((printable(each.refusal, None), ""),), lead=(("✗ ", "bad"),))
+    tally = [plural(total, "file"), f"{len(bad):,} that cannot be loaded" if bad else "no problem"]
+    if len(results) < total:
+        tally.append(f"{total - len(results):,} not read")
+    yield from heading(", ".join(tally), "transload check FILE says more of one" if bad else "")
+
+
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict first, then where everything lands and what prevents it."""
     from transload.loading.placement import landing
@@ -320,6 +371,9 @@ def report(check: Check) -> Iterator[Block]:
         ("file", f"{held} of {size(checkpoint.tensor_nbytes)}", ""),
         ("torch.load", outcome, ""),
     ]
+    python = check.diagnosis.machine.python
+    if python.why:  # it is not the one that runs transload
+        summary.append(("Python", f"{python.executable}, {python.why}", ""))
     if checkpoint.tensors or not check.cuda:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
     yield Prose(((printable(checkpoint.path, None), "strong"),))

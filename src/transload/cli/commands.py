@@ -11,39 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# -- check
-
-
-def check_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
-    parser.epilog = """\
-examples:
-  transload check model.pt                 can it be loaded, and where to
-  transload check model.pt --device cuda:1
-  transload check model.pt --device none   each tensor where it was saved
-  transload check model.pt --json | jq .plan
-
-exit codes:
-  0  the file can be loaded as asked
-  1  it cannot
-  2  the command could not do its job
-"""
-    parser.add_argument("path", metavar="FILE", help="a checkpoint file, or the directory of one")
-    parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
-
-
-def run_check(arguments: Namespace) -> int:
-    """Check one file."""
-    from transload.checking import check
-    from transload.cli.output import show_result
-
-    result = check(arguments.path, None if arguments.device == "none" else arguments.device)
-    from transload.checking import report
-
-    show_result(result, report, arguments)
-    return int(not result.ok)
-
-
 # -- convert
 
 
@@ -164,7 +131,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
 
     try:
         if path != "-":
-            with open(path, "rb") as file:  # noqa: PTH123
+            with open(path, "rb") as file:
                 if file.seekable() and is_packed(file.read(HEAD)):
                     raise not_a_text(path)
                 return read_end(file)
@@ -239,72 +206,6 @@ def run_rescue(arguments: Namespace) -> int:
 
     show_result(result, report, arguments)
     return result.exit_code
-
-
-# -- retag
-
-
-def retag_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of ``retag``: nothing of the checkpoint is run or loaded."""
-    parser.epilog = """\
-examples:
-  transload retag model.pt --to cpu             torch.load works anywhere
-  transload retag model.pt --to cpu --dry-run   show what would be done
-  transload retag model.pt --map cuda:1=cuda:0 -o other.pt
-  transload retag model.pt --to cuda:0 --keep-undo
-  transload retag model.pt --undo               take the last one back
-
-exit codes:
-  0  the tags are as asked
-  2  they are not, and the file is as it was
-"""
-    option = parser.add_argument
-    option("path", metavar="FILE", help="a file of torch.save, zip or legacy format")
-    option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
-    option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
-    option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
-    option("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
-    option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
-    option("--hard-links", action="store_true", help="also change a file that has other names")
-
-
-def run_retag(arguments: Namespace) -> int:
-    """Retag one file, or take that back."""
-    from transload.cli.output import show_result
-    from transload.errors import UsageError
-    from transload.retagging import retag, undo
-
-    if arguments.undo:
-        others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
-        given = [name for name, value in others.items() if value]
-        if given:
-            raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
-        result = undo(arguments.path, dry_run=arguments.dry_run)
-    else:
-        tags: dict[str, str] = {}
-        for pair in arguments.map:
-            old, equals, new = pair.rpartition("=")
-            if not (old and equals and new):
-                raise UsageError(f"--map takes two devices, such as cuda:1=cuda:0, not {pair!r}")
-            if tags.setdefault(old, new) != new:
-                raise UsageError(f"--map gives {old} two devices: {tags[old]} and {new}")
-        if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
-            raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
-        if not tags:
-            raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
-        result = retag(
-            arguments.path,
-            tags,
-            out=arguments.out,
-            dry_run=arguments.dry_run,
-            keep_undo=arguments.keep_undo,
-            hard_links=arguments.hard_links,
-        )
-    from transload.retagging import report
-
-    show_result(result, report, arguments)
-    return 0
 
 
 # -- run

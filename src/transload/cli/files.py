@@ -1,10 +1,11 @@
-"""``transload inspect`` and ``transload verify``: they take several files, and one that fails does not stop them."""
+"""The commands that take several files: inspect, verify, check and retag. One that fails does not stop them."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from transload.cli.output import as_bug, complain, show, write
+from transload.cli.output import as_bug, complain, finish_retag, show, write
 from transload.errors import TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -12,15 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from transload.render.lines import Block
+    from transload.retagging import Retag
 
 T = TypeVar("T")
 
 
-def _each(paths: Sequence[str], look: Callable[[str], T]) -> list[T | TransloadError]:
+def _each(paths: Sequence[str], look: Callable[[str], T], *, finish: bool = True) -> list[T | TransloadError]:
     """The result for each file, or the error that kept us from one; errors are told."""
     results: list[T | TransloadError] = []
     for path in paths:
         try:
+            if finish:
+                finish_retag(path)
             results.append(look(path))
         except TransloadError as error:  # noqa: PERF203
             results.append(error)
@@ -30,6 +34,38 @@ def _each(paths: Sequence[str], look: Callable[[str], T]) -> list[T | TransloadE
         if isinstance(result, TransloadError):
             complain(result)
     return results
+
+
+_PARTS = ("shard", "rank file", "weights", "beside the checkpoint")
+
+
+def expanded(names: Iterable[str], *, parts: bool = False) -> list[str]:
+    """The files that names on the command line stand for: patterns that no shell has expanded, and directories.
+
+    A directory stands for itself and other checkpoints in it, or, where it is not one itself, for those in it alone.
+    With ``parts``, one that is a checkpoint stands for the files of torch that it consists of.
+    """
+    from glob import glob
+    from os.path import isdir, isfile, join, lexists
+
+    from transload.errors import CannotReadError
+
+    found: list[str] = []
+    for name in names:
+        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
+            kinds: dict[str, str] = {}
+            if isdir(path):
+                from transload.judge import inspect
+
+                with suppress(CannotReadError):  # reported when it is opened
+                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
+            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
+            if parts and not inside:
+                saved = [file for file, kind in kinds.items() if kind in _PARTS and isfile(file)]
+                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
+            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
+            found += inside or [path, *beside]
+    return list(dict.fromkeys(found))
 
 
 def _write_json(paths: Sequence[str], results: Iterable[Any]) -> None:
@@ -136,7 +172,7 @@ exit codes:
 
 def run_verify(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, write the manifest if all is well, return the worst exit code."""
-    from transload.verifying import files_in, verify
+    from transload.verifying import verify
 
     manifest = None
     if arguments.write or arguments.against:
@@ -148,7 +184,7 @@ def run_verify(arguments: Namespace) -> int:
     named = arguments.paths or [entry.path for entry in (manifest.files if manifest else ())]
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
-    paths = list(dict.fromkeys(found for path in named for found in files_in(path)))
+    paths = expanded(named)
     hashes = arguments.hash or bool(arguments.write)
     results = _each(
         paths, lambda path: verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
@@ -177,3 +213,122 @@ def run_verify(arguments: Namespace) -> int:
         if not arguments.json:
             show([written(arguments.write, sum(len(each.tensors) for each in done))], arguments.color)
     return code
+
+
+# -- check
+
+
+def check_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
+    parser.epilog = """\
+examples:
+  transload check model.pt                 can it be loaded, and where to
+  transload check model.pt --device cuda:1
+  transload check model.pt --device none   each tensor where it was saved
+  transload check checkpoints/             each checkpoint in a directory
+  transload check model.pt --json | jq .plan
+
+exit codes:
+  0  every file can be loaded as asked
+  1  one cannot
+  2  a file could not be read
+"""
+    parser.add_argument("paths", nargs="+", metavar="FILE", help="a checkpoint file, or a directory of some")
+    parser.add_argument("--device", metavar="D", default="auto", help="where to: auto, none, cpu, cuda:1 and so on")
+
+
+def run_check(arguments: Namespace) -> int:
+    """Check all files, and return the worst exit code."""
+    from transload.checking import check_here, diagnosis_here, report, several
+
+    paths = expanded(arguments.paths)
+    device = None if arguments.device == "none" else arguments.device
+    diagnosis = diagnosis_here()
+    results = _each(paths, lambda path: check_here(path, device, diagnosis))
+    done = [result for result in results if not isinstance(result, TransloadError)]
+    if arguments.json:
+        _write_json(paths, results)
+    elif len(results) > 1:
+        show(several(done, len(results)), arguments.color)
+    elif done:
+        show(report(done[0]), arguments.color)
+    return 2 if len(done) < len(results) else int(not all(result.ok for result in done))
+
+
+# -- retag
+
+
+def retag_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of ``retag``: nothing of the checkpoint is run or loaded."""
+    parser.epilog = """\
+examples:
+  transload retag model.pt --to cpu             torch.load works anywhere
+  transload retag model.pt --to cpu --dry-run   show what would be done
+  transload retag model.pt --map cuda:1=cuda:0 -o other.pt
+  transload retag model.pt --to cuda:0 --keep-undo
+  transload retag model.pt --undo               take the last one back
+  transload retag checkpoints/ --to cpu         each checkpoint in a directory
+
+exit codes:
+  0  the tags are as asked
+  2  those of a file are not, and the file is as it was
+"""
+    option = parser.add_argument
+    option(
+        "paths", nargs="+", metavar="FILE", help="a file of torch.save, zip or legacy format, or a directory of some"
+    )
+    option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
+    option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
+    option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
+    option("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    option("--keep-undo", action="store_true", help="keep beside the file what --undo needs")
+    option("--undo", action="store_true", help="take back the last retag, made with --keep-undo")
+    option("--hard-links", action="store_true", help="also change a file that has other names")
+
+
+def run_retag(arguments: Namespace) -> int:
+    """Retag all files, or take that back; a file that fails does not stop it."""
+    from transload.retagging import report, retag, several, undo
+
+    tags: dict[str, str] = {}
+    if arguments.undo:
+        others = {"--to": arguments.to, "--map": arguments.map, "-o": arguments.out, "--keep-undo": arguments.keep_undo}
+        given = [name for name, value in others.items() if value]
+        if given:
+            raise UsageError(f"--undo takes back what was done: {' and '.join(given)} cannot go with it")
+    else:
+        for pair in arguments.map:
+            old, equals, new = pair.rpartition("=")
+            if not (old and equals and new):
+                raise UsageError(f"--map takes two devices, such as cuda:1=cuda:0, not {pair!r}")
+            if tags.setdefault(old, new) != new:
+                raise UsageError(f"--map gives {old} two devices: {tags[old]} and {new}")
+        if arguments.to and tags.setdefault("*", arguments.to) != arguments.to:
+            raise UsageError(f"all others are given two devices: {tags['*']} and {arguments.to}")
+        if not tags:
+            raise UsageError("no device is named", fix="Say where to: --to cpu, or --map cuda:1=cuda:0.")
+    paths = expanded(arguments.paths, parts=True)
+    if arguments.out and len(paths) > 1:
+        raise UsageError("-o names one copy, and there are several files", fix="Retag them one by one, or in place.")
+
+    def change(path: str) -> Retag:
+        if arguments.undo:
+            return undo(path, dry_run=arguments.dry_run)
+        return retag(
+            path,
+            tags,
+            out=arguments.out,
+            dry_run=arguments.dry_run,
+            keep_undo=arguments.keep_undo,
+            hard_links=arguments.hard_links,
+        )
+
+    results = _each(paths, change, finish=False)  # retag does that itself, and says more
+    done = [result for result in results if not isinstance(result, TransloadError)]
+    if arguments.json:
+        _write_json(paths, results)
+    elif len(results) > 1:
+        show(several(done, len(results)), arguments.color)
+    elif done:
+        show(report(done[0]), arguments.color)
+    return 2 if len(done) < len(results) else 0

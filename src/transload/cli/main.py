@@ -38,11 +38,6 @@ options:
 _HELP_WIDTH = 80
 _INTERRUPTED = 130  # 128 and the number of the signal, as shells report it
 _PIPE_CLOSED = 141
-_RECOVERED = {
-    "restored": "an interrupted retag was taken back",
-    "finished": "an interrupted retag was finished",
-    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,14 +101,14 @@ def _dispatch(argv: list[str]) -> Outcome:
     kind = "option" if command.startswith("-") else "command"
     near = get_close_matches(command, COMMANDS, 1)
     hint = f"did you mean 'transload {near[0]}'?" if near else "'transload --help' lists what there is"
-    if os.path.exists(command):  # noqa: PTH110 - pathlib costs as much as all the rest of this path
+    if os.path.exists(command):
         hint = f"did you mean 'transload inspect {printable(command)}'?"
     print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
     return 2
 
 
 def _module_of(command: str) -> ModuleType:
-    if command in ("inspect", "verify"):
+    if command in ("inspect", "verify", "check", "retag"):
         from transload.cli import files
 
         return files
@@ -148,19 +143,10 @@ def parser_of(command: str) -> ArgumentParser:
 
 def _run(command: str, rest: list[str]) -> Outcome:
     arguments = parser_of(command).parse_args(rest)
-    if command != "retag":  # which recovers a file itself, and tells more
-        for path in filter(None, getattr(arguments, "paths", None) or [getattr(arguments, "path", None)]):
-            from transload.io.sources import has_journal
+    if path := getattr(arguments, "path", None):
+        from transload.cli.output import finish_retag
 
-            if not has_journal(path):
-                continue
-            # An interrupted retag is put right before anything looks at the file.
-            from transload.io.journal import recover
-
-            if outcome := recover(path):
-                from transload.render.words import printable
-
-                print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
+        finish_retag(path)
     in_json = getattr(arguments, "json", False)
     if in_json:
         from transload.cli import output

@@ -54,6 +54,24 @@ def complain(error: TransloadError) -> None:
         print(f"{'    ' if line.startswith('$ ') else '  '}{printable(line, None)}", file=sys.stderr)
 
 
+_RECOVERED = {
+    "restored": "an interrupted retag was taken back",
+    "finished": "an interrupted retag was finished",
+    "stale": "beside it lies the journal of an interrupted retag of another file; see docs/retag.md",
+}
+
+
+def finish_retag(path: str) -> None:
+    """Finish an interrupted retag of a file, or take it back, before anything looks at the file."""
+    from transload.io.sources import has_journal
+
+    if has_journal(path):
+        from transload.io.journal import recover
+
+        if outcome := recover(path):
+            print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
+
+
 def as_bug(error: Exception, where: str = "") -> TransloadError:
     """What to say of an exception that should never have got so far; ``TRANSLOAD_DEBUG`` also shows where it arose."""
     if os.environ.get("TRANSLOAD_DEBUG"):

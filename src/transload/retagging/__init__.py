@@ -8,7 +8,7 @@ its pickle; ``transload.io.journal`` changes the file, or writes a copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transload.errors import ForbiddenWriteError, UsageError
@@ -26,11 +26,11 @@ from transload.io.journal import (
 )
 from transload.io.sources import FileSource
 from transload.judge import inspect
-from transload.render.lines import Block, Line, Prose, Table, as_text
+from transload.render.lines import Block, Line, Prose, Table, as_text, heading
 from transload.render.words import plural, printable, size
 from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
 
-__all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "tag_map_of", "undo"]
+__all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "several", "tag_map_of", "undo"]
 
 
 @facts(frozen=True)
@@ -214,6 +214,23 @@ def report(retag: Retag) -> Iterator[Block]:
         yield _row("undo", "transload retag FILE --undo takes it back")
     for warning in retag.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
+
+
+def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
+    """A table of several files; ``total`` counts those that failed, too."""
+    rows: list[tuple[Line, ...]] = [tuple(((word, "dim"),) for word in ("file", "tags", "written"))]
+    for each in results:
+        tags = [f"{tag.old} → {tag.new}" for tag in each.tags if tag.old != tag.new]
+        more = f" and {len(tags) - 3} more" if len(tags) > 3 else ""
+        words = ", ".join(map(printable, tags[:3])) + more or _METHODS[each.method]
+        written = size(each.written) if each.done else f"would be {size(each.written)}"
+        rows.append((((printable(each.path), ""),), ((words, "" if tags else "dim"),), ((written, ""),)))
+    if results:
+        yield Table(rows, right=frozenset({2}), indent=0)
+    failed = f", {total - len(results):,} not retagged" if len(results) < total else ""
+    changed = sum(each.changed for each in results)
+    verb = "changed" if all(each.done for each in results) else "would change"
+    yield from heading(f"{plural(total, 'file')}, {changed:,} {verb}{failed}")
 
 
 def _row(label: str, words: str, role: str = "") -> Block:

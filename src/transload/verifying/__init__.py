@@ -17,13 +17,13 @@ from typing import Any, TextIO
 
 from transload._version import __version__
 from transload.checkpoint import FORMATS
-from transload.errors import CannotReadError, ManifestError, UsageError
+from transload.errors import ManifestError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
 from transload.frozen import facts
 from transload.io import pool
 from transload.io.atomic import AtomicFile
 from transload.io.sources import SourceLike
-from transload.judge import inspect, integrity_of, judge
+from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, RULES, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Line, Prose, Style, Table, heading, layout, note, plain
@@ -48,7 +48,6 @@ __all__ = [
     "Progress",
     "TensorSum",
     "Verification",
-    "files_in",
     "report",
     "several",
     "verify",
@@ -258,23 +257,6 @@ class _Found:
             tensors=tuple(entries),
             sha256=hash_of_all(entries) if hashed else "",
         )
-
-
-def files_in(path: str) -> list[str]:
-    """The checkpoints that a path stands for: itself; of a directory also other checkpoints in it.
-
-    A directory that is not a checkpoint by itself stands for those that were found in it.
-    """
-    if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds
-        return [path]
-    try:
-        parts = inspect(path).parts
-    except CannotReadError:  # reported when it is verified
-        return [path]
-    found = [part.name for part in parts if part.kind == "looks like a checkpoint"]
-    beside = [part.name for part in parts if part.kind == "beside the checkpoint"]
-    below = [os.path.join(path, name) for name in found or beside]  # noqa: PTH118 - as above
-    return below if found else [path, *below]
 
 
 def write_manifest(path: str, verifications: Sequence[Verification], *, overwrite: bool = False) -> None:
