@@ -22,8 +22,10 @@ def _unpatched() -> Iterator[None]:
 
     def forget() -> None:
         transload.unpatch()
-        for kept in (devices._counts, devices._settled, devices._substitutes, devices.warned):
+        for kept in (devices._counts, devices._settled, devices._substitutes, devices.warned, devices.asked):
             kept.clear()
+        devices.noted.clear()
+        devices.answered.clear()
 
     forget()
     yield

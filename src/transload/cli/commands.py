@@ -220,6 +220,7 @@ examples:
   transload run infer.py --weights model.pt   load onto the devices here
   transload run -m package.train --epochs 3   as python -m
   transload run --device cpu infer.py         the CPU for absent GPUs
+  transload run --pretend-cuda train.py       for one that insists on CUDA
   transload run - < infer.py                  the program from stdin
   torchrun --nproc-per-node 2 -m transload run train.py
 
@@ -229,6 +230,8 @@ exit codes:
 """
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
     parser.add_argument("--device", metavar="D", default="auto", help="what to use instead of missing devices")
+    parser.add_argument("--pretend-cuda", action="store_true", help="let torch.cuda.is_available() be True on the CPU")
+    parser.add_argument("--quiet", action="store_true", help="do not list at the end what was changed")
     parser.add_argument("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
 
 
@@ -238,4 +241,10 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    return program_of(words, module=arguments.module, device=checked(arguments.device))
+    return program_of(
+        words,
+        module=arguments.module,
+        device=checked(arguments.device),
+        pretend=arguments.pretend_cuda,
+        quiet=arguments.quiet,
+    )

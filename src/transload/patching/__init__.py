@@ -41,8 +41,9 @@ def patch(device: str = "auto") -> Patch:
     It applies to ``torch.load``, ``.to``, ``.cuda``, ``torch.zeros`` and everything else that takes a device.
 
     Devices that work here are left alone. Missing ones are replaced by ``device``; ``auto`` is the GPU of this process,
-    or the CPU where there is none. One ``LandingWarning`` says so. An exception that nobody catches is explained below
-    its traceback. Children of ``multiprocessing`` are patched, too.
+    or the CPU where there is none, and ``spread`` takes cuda:(N mod count) for cuda:N where there are fewer GPUs. One
+    ``LandingWarning`` says so. Where there is no GPU, ``torch.cuda`` answers for the CPU, and NCCL becomes gloo. An
+    exception that nobody catches is explained below its traceback. Children of ``multiprocessing`` are patched, too.
 
     torch may be imported before or after. ``unpatch()`` undoes it; so does the end of a ``with`` block.
 
@@ -66,9 +67,9 @@ def unpatch() -> None:
 
 
 def checked(device: object) -> str:
-    """The name of a device, or ``auto``; ``UsageError`` if it is neither."""
+    """The name of a device, or ``auto`` or ``spread``; ``UsageError`` if it is neither."""
     name = str(device)
-    if name == "auto":
+    if name in ("auto", "spread"):
         return name
     from transload.devices import KINDS
 

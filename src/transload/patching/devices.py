@@ -11,7 +11,25 @@ if TYPE_CHECKING:
     from typing import Any
 
 requested = ""
-"""The device to use instead of missing ones, or ``auto``; empty while not patched."""
+"""The device to use instead of missing ones, or ``auto`` or ``spread``; empty while not patched."""
+
+pretending = False
+"""Whether ``torch.cuda.is_available()`` is to be True though it is not."""
+
+asked: set[str] = set()
+"""Which of ``is_available`` and ``device_count`` the program has asked, and was told that there is no GPU."""
+
+failed = False
+"""Whether the program ended with an error."""
+
+noted: dict[str, None] = {}
+"""What was changed for the program, in order, for the list at its end."""
+
+answered: dict[str, None] = {}
+"""The functions that were answered for the CPU, likewise."""
+
+looking: list[str] = []
+"""The device we are looking for ourselves, so that we hear the truth."""
 
 _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
 """Devices that torch knows by itself. One that a package adds is present, or torch does not know its name."""
@@ -55,13 +73,25 @@ def substitute_name(name: str) -> str:
         from transload.loading.placement import devices_here
 
         try:
+            looking.append(name)
             found = devices_here([name], 0)  # the same rules as transload.load
         except RuntimeError:  # CUDA cannot be asked: torch will say why
             return ""
-        other = (found.own or "cpu") if requested == "auto" else requested
+        finally:
+            looking.pop()
+        other = (found.own or "cpu") if requested in ("auto", "spread") else requested
+        kind, _, index = name.partition(":")
+        if requested == "spread" and index and _count(kind) > 0:
+            other = f"{kind}:{int(index) % _count(kind)}"
         _substitutes[key] = other  # for good: a model and its inputs must meet
+        noted[f"{name} → {other}"] = None
         _warn(name, other, found.absent)
     return _substitutes[key]
+
+
+def on_cpu() -> bool:
+    """Whether what is meant for CUDA goes to the CPU."""
+    return is_missing("cuda") and substitute_name("cuda") == "cpu"
 
 
 def _name(device: Any) -> str:
@@ -93,10 +123,15 @@ def _count(kind: str) -> int:
             _counts[key] = int(torch.backends.mps.is_available())
         else:
             known = hasattr(module, "is_available") and hasattr(module, "device_count")
-            _counts[key] = int(module.device_count()) if known and module.is_available() else 0
+            _counts[key] = int(_true(module.device_count)()) if known and _true(module.is_available)() else 0
         if _counts[key] and getattr(module, "is_initialized", bool)():
             _settled[kind] = _counts[key]
     return _counts[key]
+
+
+def _true(function: Any) -> Any:
+    """A function of torch without our wrapper."""
+    return getattr(function, "__wrapped__", function)
 
 
 def _warn(name: str, other: str, why: str) -> None:

@@ -94,7 +94,8 @@ def _patch_spawn(spawn: Any) -> None:
 class _PatchInChild:
     def __reduce__(self) -> tuple[Any, ...]:
         home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-        return exec, (_JOIN.format(home=home, device=devices.requested, warned=sorted(devices.warned)), {})
+        state = {"device": devices.requested, "warned": sorted(devices.warned), "pretending": devices.pretending}
+        return exec, (_JOIN.format(home=home, state=state), {})
 
 
 # The child may not have us on its path yet, and must not fail if it never has.
@@ -103,7 +104,7 @@ import sys
 sys.path.append({home!r})
 try:
     from transload.patching.install import install_in_child
-    install_in_child({device!r}, {warned!r})
+    install_in_child(**{state!r})
 except ImportError:
     pass
 finally:
@@ -112,9 +113,10 @@ finally:
 """
 
 
-def install_in_child(device: str, warned: list[str]) -> None:
+def install_in_child(device: str, warned: list[str], pretending: bool) -> None:
     """Patch as the parent did, without repeating its warnings."""
     devices.warned.update(warned)
+    devices.pretending = pretending
     install(device, explain=False)
 
 

@@ -6,7 +6,7 @@ import builtins
 import os
 import sys
 
-from transload.patching import uncaught
+from transload.patching import devices, uncaught
 from transload.patching.install import install
 
 TYPE_CHECKING = False
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def program_of(words: list[str], *, module: bool, device: str = "auto") -> Callable[[], int]:
-    """A function that runs a script or a module with its arguments; what it raises is the program's own."""
+def program_of(
+    words: list[str], *, module: bool, device: str = "auto", pretend: bool = False, quiet: bool = False
+) -> Callable[[], int]:
+    """A function that runs a script or a module with its arguments; what it raises is the program's own.
+
+    ``pretend`` lets the program believe that CUDA is available. At its end the changes are listed, unless ``quiet``.
+    """
     path = words[0]
     if not module and path != "-" and not os.access(path, os.R_OK):
         from transload.errors import CannotReadError
@@ -30,17 +35,39 @@ def program_of(words: list[str], *, module: bool, device: str = "auto") -> Calla
         raise CannotReadError("there is no such script", where=path, fix=fix)
 
     def run() -> int:
+        devices.pretending = pretend
         install(device, explain=False)
+        if not quiet:
+            import atexit
+
+            atexit.register(_list_changes, os.getpid())
         try:
             _execute(words, module=module)
-        except SystemExit:
+        except SystemExit as leaving:
+            devices.failed = leaving.code not in (None, 0)
             raise
         except BaseException:
+            devices.failed = True
             sys.excepthook = uncaught.explained(sys.excepthook)  # around the one the program may have set
             raise
         return 0
 
     return run
+
+
+def _list_changes(process: int) -> None:
+    """Tell on stderr what was changed: nobody should take what a CPU did for what a GPU does."""
+    if process != os.getpid() or sys.stderr is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    lines = []
+    if devices.noted:
+        lines.append(f"transload run changed: {', '.join(devices.noted)}")
+    if devices.answered:
+        lines.append(f"answered for the CPU: {', '.join(devices.answered)}")
+    if devices.failed and devices.asked and not devices.pretending:
+        asked = " and ".join(f"torch.cuda.{name}()" for name in sorted(devices.asked, reverse=True))
+        lines.append(f"It asked {asked}, and there is no GPU. --pretend-cuda answers as if there were one.")
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def _execute(words: list[str], *, module: bool) -> None:

@@ -14,7 +14,8 @@ import sys
 from functools import partial, wraps
 
 from transload.patching import devices
-from transload.patching.devices import is_missing, substitute
+from transload.patching.cuda_on_cpu import patch_cuda
+from transload.patching.devices import is_missing, on_cpu, substitute
 
 TYPE_CHECKING = False  # as in install.py
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _DEVICE = re.compile(r"[a-z]\w{0,30}(:\d{1,3})?")
 def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]], None]) -> None:
     """Patch torch. ``replace`` sets an attribute until the patches are removed, ``then`` adds what is done at that."""
     _register_restore(torch.serialization, then)
+    patch_cuda(torch, replace)
 
     # torch would fill its tables of its own functions with ours at first use.
     from torch.utils._device import _device_constructors
@@ -108,6 +110,8 @@ def _making(real: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs["device"] = substitute(kwargs["device"])
+        if kwargs.get("pin_memory") and on_cpu():
+            kwargs["pin_memory"] = False
         return real(*args, **kwargs)
 
     return make

@@ -1,0 +1,164 @@
+"""What ``torch.cuda`` answers under the patch on a machine without CUDA. ``bench/run.py`` runs whole programs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.each import each
+
+import transload
+from transload.patching import devices
+
+if TYPE_CHECKING:
+    from tests.patching.conftest import Cards, Python
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.usefixtures("no_cards"),
+    pytest.mark.filterwarnings("ignore:.*set_default_tensor_type", "ignore:.*(CUDA|cuda) is not available"),
+]
+
+X = torch.ones(3)
+FAILS: dict[str, Callable[[], Any]] = {
+    "current_stream": lambda: torch.cuda.current_stream(*()),
+    "default_stream": lambda: torch.cuda.default_stream(*()),
+    "get_device_capability": lambda: torch.cuda.get_device_capability(*()),
+    "get_device_properties": lambda: torch.cuda.get_device_properties(0),
+    "get_rng_state": lambda: torch.cuda.get_rng_state(*()),
+    "init": lambda: torch.cuda.init(*()),
+    "initial_seed": lambda: torch.cuda.initial_seed(*()),
+    "ipc_collect": lambda: torch.cuda.ipc_collect(*()),
+    "reset_peak_memory_stats": lambda: torch.cuda.reset_peak_memory_stats(*()),
+    "set_per_process_memory_fraction": lambda: torch.cuda.set_per_process_memory_fraction(0.5),
+    "Event": lambda: torch.cuda.Event(enable_timing=True).record(),
+    "Stream": lambda: torch.cuda.Stream(*()),
+    "Generator": lambda: torch.Generator("cuda"),
+    "FloatTensor": lambda: torch.cuda.FloatTensor([1.0]),
+    "type of a name": lambda: X.type("torch.cuda.DoubleTensor"),
+    "type": lambda: X.type(torch.cuda.HalfTensor),
+    "default type": lambda: torch.set_default_tensor_type("torch.cuda.FloatTensor"),
+    "pin_memory": lambda: torch.empty(3, pin_memory=True),
+    "range_push": lambda: torch.cuda.nvtx.range_push("a"),
+    "record_stream": lambda: X.record_stream(torch.cuda.current_stream()),
+}
+
+
+@each("name", FAILS)
+def test_it_fails_without_the_patch_and_works_under_it(name: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError, TypeError, AttributeError)):
+        FAILS[name]()
+    with quiet():
+        FAILS[name]()
+
+
+def quiet(device: str = "auto") -> Any:
+    warnings.simplefilter("ignore", transload.LandingWarning)
+    return transload.patch(device)
+
+
+def test_answers_are_those_of_the_cpu() -> None:
+    with quiet():
+        properties = torch.cuda.get_device_properties("cuda:0")
+        assert properties.total_memory > 0
+        assert properties.name.startswith("CPU (")
+        assert torch.cuda.get_device_capability() == (0, 0)
+        made = torch.cuda.DoubleTensor(2, 3)
+        assert (made.dtype, made.device.type, made.shape) == (torch.float64, "cpu", (2, 3))
+        assert isinstance(X, torch.cuda.FloatTensor)
+        assert not isinstance(X, torch.cuda.DoubleTensor)
+        assert torch.cuda.FloatTensor.dtype == torch.float32
+        assert X.type(torch.cuda.IntTensor).dtype == torch.int32
+        assert X.type() == "torch.FloatTensor"
+
+
+def test_events_measure_time() -> None:
+    with quiet():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with pytest.raises(ValueError, match="must be recorded"):
+            start.elapsed_time(end)
+        start.record()
+        torch.cuda.current_stream().record_event(end)
+        assert 0 <= start.elapsed_time(end) < 60_000
+        assert end.query()
+        assert isinstance(end, torch.cuda.Event)
+        assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream)
+
+
+def test_a_generator_is_one_of_torch() -> None:
+    real = torch.Generator
+    with quiet():
+        made = torch.Generator(device="cuda").manual_seed(3)
+        assert type(made) is real
+        assert isinstance(made, torch.Generator)
+        assert issubclass(real, torch.Generator)
+        assert torch.rand(2, generator=made, device="cuda").shape == (2,)
+        assert torch.Generator().device.type == "cpu"
+    assert torch.Generator is real
+
+
+def test_graphs_are_refused_with_the_reason() -> None:
+    with quiet(), pytest.raises(RuntimeError, match="CUDA graphs record the kernels of a GPU"):
+        torch.cuda.CUDAGraph()
+    with quiet():  # libraries name the class in annotations
+        assert torch.cuda.CUDAGraph | None
+
+
+def test_whether_cuda_is_there_is_answered_truthfully(monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        assert not torch.cuda.is_available()
+        assert torch.cuda.device_count() == 0
+        assert devices.asked == {"is_available", "device_count"}
+        monkeypatch.setattr(devices, "pretending", True)
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 1
+        assert str(X.to("cuda").device) == "cpu"
+        assert isinstance(torch.nn.DataParallel(torch.nn.Linear(2, 2).cuda())(torch.ones(1, 2)), torch.Tensor)
+    assert not torch.cuda.is_available()
+
+
+def test_nothing_is_answered_where_there_is_a_gpu(cards: Cards) -> None:
+    cards(1)
+    with transload.patch(), pytest.raises((RuntimeError, AssertionError)):
+        torch.cuda.Stream()
+    assert not devices.answered
+
+
+@pytest.mark.parametrize(("name", "lands"), [("cuda:0", "cuda:0"), ("cuda:2", "cuda:0"), ("cuda:5", "cuda:1")])
+def test_devices_beyond_the_last_are_spread(name: str, lands: str, cards: Cards) -> None:
+    cards(2)
+    with quiet("spread"):
+        assert str(devices.substitute(name)) == lands
+
+
+TRAINING = """
+import sys, torch
+from torch import distributed as dist
+meeting = {"init_method": "file://" + sys.argv[1], "rank": 0, "world_size": 1}
+dist.init_process_group("nccl", device_id=torch.device("cuda:0"), **meeting)
+assert dist.get_backend() == dist.get_backend(dist.new_group(backend="nccl")) == "gloo"
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)
+model(torch.ones(4, 2).cuda()).sum().backward()
+dist.destroy_process_group()
+print("done", torch.cuda.is_available())
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@each(("options", "ending"), [((), "0"), ((), "3"), (("--quiet",), "0"), (("--pretend-cuda",), "3")])
+def test_a_program_for_nccl_and_what_is_told_at_its_end(
+    python: Python, tmp_path: Path, options: tuple[str, ...], ending: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    done = python("-m", "transload", "run", *options, script, tmp_path / "meeting", ending, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == int(ending), done.stderr
+    assert done.stdout == f"done {'--pretend-cuda' in options}\n"
+    told = "transload run changed: cuda → cpu, nccl → gloo, SyncBatchNorm stays BatchNorm" in done.stderr
+    assert told == ("--quiet" not in options), done.stderr
+    assert ("--pretend-cuda answers as if there were one" in done.stderr) == (ending == "3" and not options)
