@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -313,7 +312,7 @@ class Contents:
     records: tuple[Record, ...] = ()
     parts: tuple[Part, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
-    written_by: Origin = field(default_factory=Origin)
+    written_by: Origin = Origin()
     problems: tuple[Problem, ...] = ()
     pickles: tuple[Pickle, ...] = ()
     counted: tuple[tuple[str, int], ...] = ()

@@ -6,10 +6,10 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transload.findings import Problem
+from transload.frozen import replace
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint

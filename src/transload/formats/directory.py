@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from transload.formats.safetensors import looks_like
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
 from transload.formats.zip import Payload
+from transload.frozen import replace
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
 

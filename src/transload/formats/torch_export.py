@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
@@ -44,6 +43,7 @@ from transload.formats.torch_zip import (
     stray_records,
 )
 from transload.formats.zip import read_index, starts_like_zip
+from transload.frozen import replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict, Pickle
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
@@ -16,6 +15,7 @@ from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats import pickle_machine
 from transload.formats.zip import Payload, ZipIndex, read_payload
+from transload.frozen import replace
 from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transload.checkpoint import Checkpoint
 from transload.findings import Finding, Integrity, Safety, rescue_command, worst_integrity, worst_safety
+from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.judge.problems import judge_problems, rule_of, with_commands
 from transload.judge.safety import judge_pickles

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint
@@ -20,6 +19,7 @@ from transload.findings import (
     rescue_command,
     worst_safety,
 )
+from transload.frozen import replace
 
 RESCUE = "$ transload rescue FILE NEW.pt"
 CONVERT = "$ transload convert FILE NEW.safetensors"
