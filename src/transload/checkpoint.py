@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
 from transload.contents import (
     FORMATS,
     Contents,
@@ -16,11 +19,16 @@ from transload.contents import (
     Tensor,
     contiguous,
 )
+from transload.findings import Problem, Problems
+
+if TYPE_CHECKING:
+    from transload.nodes import Pickle
 
 __all__ = [
     "FORMATS",
     "Checkpoint",
     "DeviceUse",
+    "Draft",
     "GlobalUse",
     "Key",
     "Leaf",
@@ -58,3 +66,40 @@ class Checkpoint(Contents):
         from transload.render.html import fragment
 
         return fragment(self)
+
+
+class Draft:
+    """A checkpoint while it is read: what its reader has found so far."""
+
+    def __init__(self, path: str, format_: str, nbytes: int, problems: Iterable[Problem] = ()) -> None:
+        self.path, self.format, self.nbytes = path, format_, nbytes
+        self.problems = Problems(problems)
+        self.tensors: list[Tensor] = []
+        self.storages: list[Storage] = []
+        self.leaves: list[Leaf] = []
+        self.records: tuple[Record, ...] = ()
+        self.parts: list[Part] = []
+        self.facts: list[tuple[str, str]] = []
+        self.pickles: list[Pickle] = []
+
+    def take(
+        self,
+        tensors: Iterable[Tensor],
+        storages: Iterable[Storage],
+        leaves: Iterable[Leaf],
+        problems: Iterable[Problem],
+    ) -> None:
+        """Add what a tree of values holds."""
+        self.tensors += tensors
+        self.storages += storages
+        self.leaves += leaves
+        self.problems += problems
+
+    def checkpoint(self, **more: Any) -> Checkpoint:
+        """Everything found so far; ``more`` are further fields, or others in place of them."""
+        held: dict[str, Any] = {name: value for name, value in vars(self).items() if name in _FIELDS}
+        lists = {name: tuple(value) for name, value in held.items() if isinstance(value, list)}
+        return Checkpoint(**{**held, **lists, **more})
+
+
+_FIELDS = frozenset(Contents.__match_args__)

@@ -41,6 +41,14 @@ class Problem:
     fix: tuple[str, ...] = ()
 
 
+class Problems(list[Problem]):
+    """What a reader has met so far, in order."""
+
+    def add(self, code: str, where: str = "", detail: str = "") -> None:
+        """Note one problem."""
+        self.append(Problem(code, where, detail))
+
+
 @facts(frozen=True)
 class Finding:
     """One thing worth telling: what it is, what shows it, and what to do.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.each import each
 
-from transload.findings import Problem
+from transload.findings import Problems
 from transload.formats.zip import Entry, _check_each, check_names, find_root, names_below
 
 NAMES: dict[str, tuple[bytes, ...]] = {
@@ -38,8 +38,8 @@ def entries_of(names: tuple[bytes, ...]) -> list[Entry]:
 
 @each("case", list(NAMES))
 def test_names_are_checked_as_if_one_by_one(case: str) -> None:
-    together: list[Problem] = []
-    apart: list[Problem] = []
+    together = Problems()
+    apart = Problems()
     check_names(entries_of(NAMES[case]), together)
     _check_each(entries_of(NAMES[case]), apart)
     assert together == apart
@@ -65,6 +65,6 @@ def test_names_below_a_folder_are_those_one_by_one(case: str, prefix: str) -> No
     ],
 )
 def test_the_folder_of_the_first_entry_is_the_root(case: str, root: str | None, codes: list[str]) -> None:
-    problems: list[Problem] = []
+    problems = Problems()
     assert find_root(entries_of(NAMES[case]), problems) == root
     assert [problem.code for problem in problems] == codes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from transload.findings import Problem
+from transload.findings import Problem, Problems
 from transload.frozen import replace
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         # A name that begins with a slash is one outside the folder.
         names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
         return _named(source, identify_zip(names, source.name), index)
-    problems = [*index.problems]
+    problems = Problems(index.problems)
     # The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name.
     if b"{" in source.read(8, 64):
         from transload.formats.safetensors import looks_like
 
         if looks_like(source):
-            problems.append(Problem("zip-inside", detail="it is also a safetensors file, and torch goes by the name"))
+            problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
     light = {"tree": False} if not tree and reader.__name__ == "read_torch_zip" else {}
     checkpoint = reader(archive, problems, path=source.name, nbytes=source.size, **light)
     if not verify or index.unsummed:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Part, Record, Storage, Tensor, contiguous
 from transload.errors import CannotReadError
-from transload.findings import Noted, Problem, some
+from transload.findings import Noted, Problems, some
 from transload.formats.safetensors import looks_like
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
@@ -835,7 +835,7 @@ def read_unzipped(path: str) -> Checkpoint:
     # The records lie in the only folder there, since unzipping makes one, or right here.
     inside = len(entries) == 1 and entries[0].is_dir(follow_symlinks=False)
     lead = f"{entries[0].name}/" if inside else ""
-    problems: list[Problem] = []
+    problems = Problems()
     archive = open_directory(entries[0].path if inside else path, problems)
     reader: Callable[..., Checkpoint] = read_torch_zip
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
@@ -853,7 +853,7 @@ def read_unzipped(path: str) -> Checkpoint:
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
 
 
-def open_directory(path: str, problems: list[Problem]) -> Archive:
+def open_directory(path: str, problems: Problems) -> Archive:
     """The files of a directory as the records of an archive; those that cannot be are noted in ``problems``."""
     top = Path(os.path.realpath(path))
     records: dict[str, Record] = {}
@@ -864,35 +864,32 @@ def open_directory(path: str, problems: list[Problem]) -> Archive:
         for name in [name for name in folders if (here / name).is_symlink()]:
             folders.remove(name)
             where = (here / name).relative_to(top).as_posix()
-            problems.append(Problem("link-outside", where, "a linked directory is not read"))
+            problems.add("link-outside", where, "a linked directory is not read")
         folders.sort()
         if len(here.relative_to(top).parts) >= MAX_NESTED_FOLDERS and folders:
             folders.clear()
-            detail = f"nested deeper than {MAX_NESTED_FOLDERS} directories"
-            problems.append(Problem("directory-too-long", detail=detail))
+            problems.add("directory-too-long", detail=f"nested deeper than {MAX_NESTED_FOLDERS} directories")
         # Numbers in order, as torch writes storages.
         numbers = [name for name in files if name.isascii() and name.isdecimal() and len(name) < 20]
         for name in (*sorted(numbers, key=int), *sorted(set(files).difference(numbers))):
             count += 1
             if count > MAX_UNPACKED_FILES:
-                detail = f"only its first {MAX_UNPACKED_FILES:,} files were read"
-                problems.append(Problem("directory-too-long", detail=detail))
+                problems.add("directory-too-long", detail=f"only its first {MAX_UNPACKED_FILES:,} files were read")
                 break
             file = here / name
             where = file.relative_to(top).as_posix()
             if file.is_symlink() and top not in Path(os.path.realpath(file)).parents:
-                detail = "a link that leads out of the directory is not followed"
-                problems.append(Problem("link-outside", where, detail))
+                problems.add("link-outside", where, "a link that leads out of the directory is not followed")
                 continue
             try:
                 status = file.stat()
             except OSError as error:
-                problems.append(Problem("record-unreadable", where, error.strerror or str(error)))
+                problems.add("record-unreadable", where, error.strerror or str(error))
                 continue
             if stat.S_ISREG(status.st_mode):
                 records[where] = Record(where, 0, status.st_size, status.st_size)
             else:
-                problems.append(Problem("record-unreadable", where, "it is no regular file"))
+                problems.add("record-unreadable", where, "it is no regular file")
         if count > MAX_UNPACKED_FILES:
             break
 

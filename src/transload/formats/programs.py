@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Origin, Part, Record, Storage, Tensor
+from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.findings import Problem, some
+from transload.findings import Problem, Problems, some
 from transload.formats import pickle_machine
 from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_tensor
 from transload.formats.torch_zip import (
@@ -44,18 +44,79 @@ MAX_CODE = 32 << 20
 
 
 class Budget:
-    """How many bytes of records may still be read: as many as the file has, and some."""
+    """How many bytes of records may still be read."""
 
-    def __init__(self, nbytes: int, allowance: int = ALLOWANCE) -> None:
-        self.left = nbytes + allowance
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
 
-    def take(self, record: Record, problems: list[Problem]) -> bool:
+    def take(self, record: Record, problems: Problems) -> bool:
         """Whether to read a record. The first that is too much is noted, and no other is read after it."""
         before, self.left = self.left, self.left - record.size
         if before >= 0 > self.left:
             detail = "the file unpacks to far more than it holds: this record and others were not looked at"
-            problems.append(Problem("record-unseen", record.name, detail))
+            problems.add("record-unseen", record.name, detail)
         return self.left >= 0
+
+
+class Program(Draft):
+    """A checkpoint out of the records of an archive, of which no more bytes are read than the file has, and some."""
+
+    def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
+        super().__init__(path, format_, nbytes, problems)
+        self.archive = archive
+        self.records = tuple(archive.records.values())
+        self.budget = Budget(nbytes + ALLOWANCE)
+        self.code = Budget(MAX_CODE)
+
+    def affords(self, record: Record) -> bool:
+        """Whether to read a record; if not, that is noted."""
+        return self.budget.take(record, self.problems)
+
+    def json(self, name: str) -> Any:
+        """The value of a JSON record; ``None`` if there is no such record, or if it cannot be read, which is noted."""
+        import json
+
+        record = self.archive.find(name)
+        if record is None or not self.affords(record):
+            return None
+        changed = "it does not have the checksum it was saved with"
+        raw = self.bytes_of(record, name, MAX_PACKED_JSON if record.method else MAX_JSON, changed)
+        try:
+            return None if raw is None else json.loads(raw)
+        except ValueError as error:
+            self.problems.add("json-broken", name, str(error)[:200])
+        except RecursionError:
+            self.problems.add("json-broken", name, "it is nested too deeply")
+        return None
+
+    def bytes_of(self, record: Record, name: str, limit: int, changed: str) -> bytes | None:
+        """The bytes of a record; ``None``, with a problem, if they cannot be read."""
+        payload = self.archive.read(record, limit)
+        if payload.problem:
+            self.problems.add("record-unreadable", name, payload.problem)
+            return None
+        if not payload.intact:
+            self.problems.add("crc-mismatch", name, changed)
+        return payload.data
+
+    def stream(self, name: str, ids: dict[str, tuple[int, ...]]) -> Pickle:
+        """Run the pickle in a record, as ``read_pickle`` does; ``ids`` are the persistent ids to expect, by length."""
+        met = Problems()
+        pickle = read_pickle(self.archive, name, met)
+        self.problems += [problem for problem in met if problem.code != "pickle-odd-id"]
+        for held in pickle.persistent:
+            pid = held.id
+            if type(pid) is not tuple or not pid or type(pid[0]) is not str or len(pid) not in ids.get(pid[0], ()):
+                where = f"{name} › byte {held.position}"
+                self.problems.add("pickle-odd-id", where, "a persistent id that no such file has")
+                break
+        return pickle
+
+    def note_strays(self, known: Iterable[str]) -> None:
+        """Note records that nothing reads, beside the ``known``; those that are pickles are kept."""
+        strays, pickles = stray_records(self.archive, self.storages, known)
+        self.problems += strays
+        self.pickles += pickles
 
 
 def head(archive: Archive, record: Record, count: int) -> bytes:
@@ -70,48 +131,12 @@ def looks_like_pickle(start: bytes) -> bool:
     return len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5
 
 
-def _read_stream(archive: Archive, name: str, problems: list[Problem], ids: dict[str, tuple[int, ...]]) -> Pickle:
-    """Run the pickle in a record, as ``read_pickle`` does; ``ids`` are the persistent ids to expect, by length."""
-    met: list[Problem] = []
-    pickle = read_pickle(archive, name, met)
-    problems += [problem for problem in met if problem.code != "pickle-odd-id"]
-    for held in pickle.persistent:
-        pid = held.id
-        if type(pid) is not tuple or not pid or type(pid[0]) is not str or len(pid) not in ids.get(pid[0], ()):
-            where = f"{name} › byte {held.position}"
-            problems.append(Problem("pickle-odd-id", where, "a persistent id that no such file has"))
-            break
-    return pickle
+# -- values of JSON, and the tensors they describe
 
 
-# -- JSON records, and the tensors they describe
-
-
-def load_json(archive: Archive, name: str, problems: list[Problem], budget: Budget) -> Any:
-    """The value of a JSON record; ``None`` if there is no such record, or if it cannot be read, which is noted."""
-    import json
-
-    record = archive.find(name)
-    if record is None or not budget.take(record, problems):
-        return None
-    payload = archive.read(record, MAX_PACKED_JSON if record.method else MAX_JSON)
-    if payload.problem:
-        problems.append(Problem("record-unreadable", name, payload.problem))
-        return None
-    if not payload.intact:
-        problems.append(Problem("crc-mismatch", name, "it does not have the checksum it was saved with"))
-    try:
-        return json.loads(payload.data)
-    except ValueError as error:
-        problems.append(Problem("json-broken", name, str(error)[:200]))
-    except RecursionError:
-        problems.append(Problem("json-broken", name, "it is nested too deeply"))
-    return None
-
-
-def items(value: Any) -> list[tuple[str, Any]]:
-    """The entries of a JSON object; none of anything else."""
-    return list(value.items()) if type(value) is dict else []
+def fields(value: Any) -> dict[str, Any]:
+    """A JSON object; an empty one in place of anything else."""
+    return value if type(value) is dict else {}
 
 
 def entries(value: Any) -> list[Any]:
@@ -223,11 +248,11 @@ def code_problems(name: str, code: str) -> list[Problem]:
     >>> [problem.code for problem in code_problems("a.py", 'torch.save(x, "f"); torch.device("cuda:0")')]
     ['script-dangerous-op', 'script-device']
     """
-    out = _operator_problems(name, operators(code))
+    out = Problems(_operator_problems(name, operators(code)))
     devices = Counter(_DEVICE.findall(code))
     if devices:
         shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices.most_common(8))
-        out.append(Problem("script-device", name, shown))
+        out.add("script-device", name, shown)
     return out
 
 
@@ -289,101 +314,78 @@ _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with 
 
 def read_torchscript(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """A checkpoint out of a TorchScript archive. Its code is looked at, never run."""
-    found = list(problems)
-    budget = Budget(nbytes)
+    out = Program(archive, "torchscript", problems, path, nbytes)
+    found = out.problems
     notes = note_facts(archive, ("version", "byteorder", ".data/serialization_id"), found)
-    facts = [("operator version" if name == "version" else name, value) for name, value in notes]
-    version = dict(facts).get("operator version")
+    out.facts += [("operator version" if name == "version" else name, value) for name, value in notes]
+    version = dict(out.facts).get("operator version")
     if version is None:
-        found.append(Problem("zip-no-version", detail="torch.jit.load wants the record `version`"))
+        found.add("zip-no-version", detail="torch.jit.load wants the record `version`")
     elif not version.isdecimal() or int(version[:9]) > MAX_OPERATOR_VERSION:
         detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
-        found.append(Problem("zip-bad-version", "version", detail))
+        found.add("zip-bad-version", "version", detail)
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
-    tree, pickles = _read_old(archive, found, budget) if old else _read_new(archive, found)
+    tree = _read_old(out) if old else _read_new(out)
     # Further pickles: bytecode, debug information, traced inputs; not the files a user put into ``extra/``.
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
     others = [name for name in names if not name.startswith("extra/")]
-    for name in others:
-        if budget.take(archive.records[name], found):
-            pickles.append(_read_stream(archive, name, found, _SCRIPT_IDS))
-    parts = _read_code(archive, found)
-    root = pickles[0].root if pickles else None
+    out.pickles += [out.stream(name, _SCRIPT_IDS) for name in others if out.affords(archive.records[name])]
+    _read_code(out)
+    root = out.pickles[0].root if out.pickles else None
     if type(root) is Call and type(root.callee) is Global:
-        facts.append(("class", f"{root.callee.module}.{root.callee.name}"[:200]))
-    bytecode = next((pickle for pickle in reversed(pickles) if pickle.name == "bytecode.pkl"), None)
+        out.facts.append(("class", f"{root.callee.module}.{root.callee.name}"[:200]))
+    bytecode = next((pickle for pickle in reversed(out.pickles) if pickle.name == "bytecode.pkl"), None)
     if bytecode is not None:
         root = bytecode.root
         number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
-        facts.append(("lite interpreter", f"bytecode version {number}"))
+        out.facts.append(("lite interpreter", f"bytecode version {number}"))
         found += _operator_problems(bytecode.name, Counter(word for word in _words(root) if word in OPERATORS))
-    found += complaints(tree, [s for s in tree.storages if old and not s.record])
+    hollow = [s for s in tree.storages if old and not s.record]
+    out.take(tree.tensors, typed(tree.storages, tree.tensors), tree.leaves, complaints(tree, hollow))
     found += check_storages(tree.storages, archive)
     # Storages of the inputs a program was traced with: torch writes them, empty, and never reads them.
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
-    known = {*others, *_MAIN, "model.json", *(part.name for part in parts), *samples}
-    strays, more = stray_records(archive, tree.storages, known)
-    return Checkpoint(
-        path=path,
-        format="torchscript",
-        nbytes=nbytes,
-        tensors=tree.tensors,
-        storages=typed(tree.storages, tree.tensors),
-        leaves=tree.leaves,
-        records=tuple(archive.records.values()),
-        parts=tuple(parts),
-        facts=tuple(facts),
-        problems=(*found, *strays),
-        pickles=(*pickles, *more),
-    )
+    out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
+    return out.checkpoint()
 
 
-def _read_code(archive: Archive, problems: list[Problem]) -> list[Part]:
+def _read_code(out: Program) -> None:
     """The source files, searched, and the files a user has added."""
-    parts: list[Part] = []
-    budget = Budget(0, MAX_CODE)
-    for name, record in archive.records.items():
+    for name, record in out.archive.records.items():
         if name.startswith("extra/") and not name.endswith("/"):
-            parts.append(Part(name, "extra file", record.size))
+            out.parts.append(Part(name, "extra file", record.size))
         elif name.startswith("code/") and name.endswith(".py"):
-            parts.append(Part(name, "source", record.size))
-            if not budget.take(record, problems):
-                continue
-            payload = archive.read(record, MAX_CODE)
-            if payload.problem:
-                problems.append(Problem("record-unreadable", name, payload.problem))
-                continue
-            if not payload.intact:
-                problems.append(Problem("crc-mismatch", name, "its text is not the one that was saved"))
-            problems += code_problems(name, payload.data.decode("utf-8", "replace"))
-    if archive.find("constants.pkl") and not any(part.kind == "source" for part in parts):
+            out.parts.append(Part(name, "source", record.size))
+            if out.code.take(record, out.problems):
+                raw = out.bytes_of(record, name, MAX_CODE, "its text is not the one that was saved")
+                out.problems += code_problems(name, (raw or b"").decode("utf-8", "replace"))
+    if out.archive.find("constants.pkl") and not any(part.kind == "source" for part in out.parts):
         detail = "for its `constants.pkl` torch takes it for a program, and there is no code: a state dict in disguise?"
-        problems.append(Problem("script-no-code", "code/", detail))
-    return parts
+        out.problems.add("script-no-code", "code/", detail)
 
 
-def _read_new(archive: Archive, problems: list[Problem]) -> tuple[Tree, list[Pickle]]:
+def _read_new(out: Program) -> Tree:
     """From 1.3 on: ``data.pkl`` and ``constants.pkl``."""
-    big_endian = note(archive, "byteorder", []) == "big"
-    main = _read_stream(archive, "data.pkl", problems, _SCRIPT_IDS)
-    main.main = True
+    archive = out.archive
+    big_endian = note(archive, "byteorder", Problems()) == "big"
+    out.pickles.append(out.stream("data.pkl", _SCRIPT_IDS))
+    out.pickles[0].main = True
     tree = read_tree(_plain(archive, "data.pkl"), storage_table(archive, big_endian=big_endian), separator=".")
     if archive.find("constants.pkl") is None:
-        return tree, [main]
-    constants = _read_stream(archive, "constants.pkl", problems, _SCRIPT_IDS)
+        return tree
+    out.pickles.append(out.stream("constants.pkl", _SCRIPT_IDS))
     held = _plain(archive, "constants.pkl")
     held.root = Dict([part for i, value in enumerate(_members(held.root)) for part in (f"CONSTANTS.c{i}", value)])
     more = read_tree(held, storage_table(archive, forms=(("constants/", ""),), big_endian=big_endian), separator=".")
     # Constants count their storages from zero again, so theirs get other ids.
     lead = "constants/"
     storages = (moved_storage(s, lead)._replace(key=f"{lead}{s.key}") for s in more.storages)
-    both = Tree(
+    return Tree(
         (*tree.tensors, *(moved_tensor(tensor, lead) for tensor in more.tensors)),
         (*tree.storages, *storages),
         (*tree.leaves, *more.leaves),
         (*tree.problems, *more.problems),
     )
-    return both, [main, constants]
 
 
 def _members(root: object) -> list[Any]:
@@ -463,27 +465,26 @@ _DATA_TYPES = {
 }
 
 
-def _read_old(archive: Archive, problems: list[Problem], budget: Budget) -> tuple[Tree, list[Pickle]]:
-    model = dict(items(load_json(archive, "model.json", problems, budget)))
+def _read_old(out: Program) -> Tree:
+    archive = out.archive
+    model = fields(out.json("model.json"))
     tensors: list[Any] = []
-    for entry in entries(model.get("tensors")):
-        fields = dict(items(entry))
+    for entry in map(fields, entries(model.get("tensors"))):
         call = described(
             archive,
-            text(dict(items(fields.get("data"))).get("key"), 255),
-            dtype=_DATA_TYPES.get(text(fields.get("dataType")), ""),
-            device=text(fields.get("device")) or "cpu",
-            offset=fields.get("offset"),
-            sizes=fields.get("dims"),
-            strides=fields.get("strides"),
-            requires_grad=fields.get("requiresGrad"),
+            text(fields(entry.get("data")).get("key"), 255),
+            dtype=_DATA_TYPES.get(text(entry.get("dataType")), ""),
+            device=text(entry.get("device")) or "cpu",
+            offset=entry.get("offset"),
+            sizes=entry.get("dims"),
+            strides=entry.get("strides"),
+            requires_grad=entry.get("requiresGrad"),
         )
         tensors.append(call)
-    pickles: list[Pickle] = []
     values: list[Any] = []
     if archive.find("attributes.pkl") is not None:
-        pickles.append(_read_stream(archive, "attributes.pkl", problems, _SCRIPT_IDS))
-        pickles[0].main = True
+        out.pickles.append(out.stream("attributes.pkl", _SCRIPT_IDS))
+        out.pickles[0].main = True
         held = _plain(archive, "attributes.pkl")
         for call in held.calls:
             if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
@@ -494,21 +495,19 @@ def _read_old(archive: Archive, problems: list[Problem], budget: Budget) -> tupl
     # The modules as the objects they would be in today's data.pkl; not by recursion, since JSON may nest deep.
     top = Pickle("model.json")
     top.root = _module()
-    todo = [(model.get("mainModule"), top.root)]
+    todo = [(fields(model.get("mainModule")), top.root)]
     while todo:
         module, made = todo.pop()
-        fields = dict(items(module))
         state: list[object] = []
         for group, key, table in (("parameters", "tensorId", tensors), ("attributes", "id", values)):
-            for entry in entries(fields.get(group)):
-                member = dict(items(entry))
+            for member in map(fields, entries(module.get(group))):
                 state += [text(member.get("name"), 200), _at(table, _number(member.get(key)))]
-        for entry in entries(fields.get("submodules")):
+        for submodule in map(fields, entries(module.get("submodules"))):
             child = _module()
-            state += [text(dict(items(entry)).get("name"), 200), child]
-            todo.append((entry, child))
+            state += [text(submodule.get("name"), 200), child]
+            todo.append((submodule, child))
         made.states = [Dict(state)]
-    return read_tree(top, storage_table(archive, forms=(("", ""),)), separator="."), pickles
+    return read_tree(top, storage_table(archive, forms=(("", ""),)), separator=".")
 
 
 def _module() -> Call:
@@ -531,18 +530,20 @@ _PACKAGE_IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (
 
 def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """A checkpoint out of a package: the tensors of each pickle are named after it, ``model/model.pkl/fc.weight``."""
-    found = list(problems)
-    notes = note_facts(archive, _PACKAGE_NOTES, found)
-    facts = [(name, value if name == "folder" else value[:80]) for name, value in notes if value or name != "folder"]
+    out = Program(archive, "torch-package", problems, path, nbytes)
+    notes = note_facts(archive, _PACKAGE_NOTES, out.problems)
+    out.facts += [
+        (name, value if name == "folder" else value[:80]) for name, value in notes if value or name != "folder"
+    ]
     payload = archive.get(".data/extern_modules", MAX_LIST)
     modules = payload.data.decode("utf-8", "backslashreplace").split() if payload else []
     if modules:
-        facts.append(("extern modules", some(modules, 20)))
-    pickles = _package_pickles(archive, found, Budget(nbytes))
-    big_endian = dict(facts).get("byteorder") == "big"
-    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=big_endian)
+        out.facts.append(("extern modules", some(modules, 20)))
+    _read_pickles(out)
+    told = dict(out.facts)
+    table = storage_table(archive, forms=((".data/", ".storage"),), big_endian=told.get("byteorder") == "big")
     root: list[object] = []
-    for pickle in pickles:
+    for pickle in out.pickles:
         plain = pickle
         if pickle.name.startswith(_SCRIPT):
             plain = _plain(archive, pickle.name)
@@ -553,49 +554,32 @@ def read_package(archive: Archive, problems: Iterable[Problem], *, path: str, nb
                     held.id = (*pid[:2], pid[2].removesuffix(".storage"), *pid[3:])
         table.enter(plain.persistent)
         root += _package_objects(plain)
-    tree = find_tensors(Dict(root), table)
-    found += [*tree.problems, *check_storages(tree.storages, archive)]
-    parts: list[Part] = []
-    budget = Budget(0, MAX_CODE)
+    out.take(*find_tensors(Dict(root), table))
+    out.problems += check_storages(out.storages, archive)
     for name, record in archive.records.items():
         if name.endswith(".py"):
-            parts.append(Part(name, "source", record.size))
-            if name.startswith(_SCRIPT) and budget.take(record, found):
-                found += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
+            out.parts.append(Part(name, "source", record.size))
+            if name.startswith(_SCRIPT) and out.code.take(record, out.problems):
+                out.problems += code_problems(name, archive.read(record, MAX_CODE).data.decode("utf-8", "replace"))
         elif not name.startswith(".data/") and not name.endswith((".pkl", "/")) and name not in _PACKAGE_NOTES:
-            parts.append(Part(name, "resource", record.size))
-    python = dict(facts).get("python_version")
-    return Checkpoint(
-        path=path,
-        format="torch-package",
-        nbytes=nbytes,
-        tensors=tree.tensors,
-        storages=tree.storages,
-        leaves=tree.leaves,
-        records=tuple(archive.records.values()),
-        parts=tuple(parts),
-        facts=tuple(facts),
-        written_by=Origin(recorded=(("python", python),) if python else ()),
-        problems=tuple(found),
-        pickles=tuple(pickles),
-    )
+            out.parts.append(Part(name, "resource", record.size))
+    python = told.get("python_version")
+    return out.checkpoint(written_by=Origin(recorded=(("python", python),) if python else ()))
 
 
-def _package_pickles(archive: Archive, problems: list[Problem], budget: Budget) -> list[Pickle]:
-    """Every pickle of the package. The calls that only its persistent ids make are put among the others."""
-    pickles: list[Pickle] = []
-    for name, record in archive.records.items():
+def _read_pickles(out: Program) -> None:
+    """Every pickle of a package. The calls that only its persistent ids make are put among the others."""
+    for name, record in out.archive.records.items():
         # ``save_pickle`` may give a record any name, so the first bytes count too.
         named, other = name.endswith((".pkl", ".debug_pkl")), name.endswith((".py", ".storage", "/"))
-        is_pickle = named or (not other and looks_like_pickle(head(archive, record, 2)))
-        if is_pickle and budget.take(record, problems):
-            pickle = _read_stream(archive, name, problems, _PACKAGE_IDS)
+        is_pickle = named or (not other and looks_like_pickle(head(out.archive, record, 2)))
+        if is_pickle and out.affords(record):
+            pickle = out.stream(name, _PACKAGE_IDS)
             pickle.calls += [call for held in pickle.persistent if (call := _package_call(held))]
-            pickles.append(pickle)
-    saved = [pickle for pickle in pickles if not pickle.name.startswith(".data/")]
+            out.pickles.append(pickle)
+    saved = [pickle for pickle in out.pickles if not pickle.name.startswith(".data/")]
     if len(saved) == 1:
         saved[0].main = True
-    return pickles
 
 
 def _package_objects(pickle: Pickle) -> list[object]:

@@ -13,19 +13,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from transload.checkpoint import Checkpoint, Key, Origin, Part, Record, Storage, Tensor
+from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
 from transload.dtypes import SCALAR_TYPES
-from transload.findings import Problem
+from transload.findings import Problem, Problems
 from transload.formats import pickle_machine
 from transload.formats.programs import (
     OPERATORS,
-    Budget,
+    Program,
     complaints,
     described,
     entries,
+    fields,
     head,
-    items,
-    load_json,
     looks_like_pickle,
     text,
     typed,
@@ -40,12 +39,11 @@ from transload.formats.torch_zip import (
     pickle_problems,
     read_torch_zip,
     storage_table,
-    stray_records,
 )
 from transload.formats.zip import read_index, starts_like_zip
 from transload.frozen import replace
 from transload.io.sources import BytesSource, Slice, Source
-from transload.nodes import Dict, Pickle
+from transload.nodes import Dict
 
 # What torch.export writes as the target of a node: operators, and Python's arithmetic on sizes. torch.export.load finds
 # any other text that begins with "torch" by walking attributes from the package torch: "torch.os.system" is a function.
@@ -64,9 +62,8 @@ def _device(value: Any) -> str:
     >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
     ('cuda:1', 'cpu')
     """
-    fields = dict(items(value))
-    index = fields.get("index")
-    return (text(fields.get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
+    index = fields(value).get("index")
+    return (text(fields(value).get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
 
 
 def _graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -76,12 +73,15 @@ def _graph_facts(program: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     (('schema version', '8.17'), ('opset version', 'aten 10'), ('nodes', '0'))
     """
     schema = program.get("schema_version")
-    parts = [schema] if type(schema) is int else [value for _, value in items(schema)]
-    opsets = [f"{text(name)} {value}" for name, value in items(program.get("opset_version")) if type(value) is int]
-    graph = dict(items(dict(items(program.get("graph_module"))).get("graph")))
+    parts = [schema] if type(schema) is int else fields(schema).values()
+    opsets = fields(program.get("opset_version")).items()
+    graph = fields(fields(program.get("graph_module")).get("graph"))
     facts = (
         ("schema version", ".".join(str(part) for part in parts if type(part) is int)),
-        ("opset version", ", ".join(opsets[:_SHOWN])),
+        (
+            "opset version",
+            ", ".join([f"{text(name)} {value}" for name, value in opsets if type(value) is int][:_SHOWN]),
+        ),
         ("nodes", str(len(entries(graph.get("nodes"))))),
     )
     return tuple(fact for fact in facts if fact[1])
@@ -101,13 +101,13 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
             odd[value[:200]] += 1
     reaching = Counter({target: count for target, count in targets.items() if _is_refused(target)})
     reaching.update({f"{target}, which is Python": count for target, count in odd.items()})
-    out: list[Problem] = []
+    out = Problems()
     for code, counts in (("export-device", devices), ("export-dangerous-op", reaching)):
         lines = [f"{what} {count}×" for what, count in counts.most_common(_SHOWN)]
         if len(counts) > _SHOWN:
             lines.append(f"… and {len(counts) - _SHOWN} more")
         if counts:
-            out.append(Problem(code, name, "\n".join(lines)))
+            out.add(code, name, "\n".join(lines))
     return out
 
 
@@ -163,20 +163,13 @@ MAX_PACKED = 64 << 20
 """A compressed record is unpacked whole, so no longer one than this is; torch never compresses."""
 
 
-class _Package:
+class _Package(Program):
     """What the programs of an archive hold, collected record by record; ``known`` are the names of those looked at."""
 
-    def __init__(self, archive: Archive, problems: list[Problem], nbytes: int) -> None:
-        self.archive = archive
-        self.problems = problems
-        self.nbytes = nbytes
-        self.budget = Budget(nbytes)
-        self.tensors: list[Tensor] = []
-        self.storages: list[Storage] = []
-        self.pickles: list[Pickle] = []
-        self.parts: list[Part] = []
+    def __init__(self, archive: Archive, format_: str, problems: Iterable[Problem], path: str, nbytes: int) -> None:
+        super().__init__(archive, format_, problems, path, nbytes)
         # What the small records say; the old form has no folder.
-        self.facts = [fact for fact in note_facts(archive, _NOTES, problems) if fact != ("folder", "")]
+        self.facts = [fact for fact in note_facts(archive, _NOTES, self.problems) if fact != ("folder", "")]
         self.recorded: list[tuple[str, str]] = []
         self.known: set[str] = set()
         names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
@@ -185,10 +178,6 @@ class _Package:
     def lead(self, model: str, path: tuple[Key, ...]) -> tuple[Key, ...]:
         """What the paths of a model's tensors begin with: its name, if there are several."""
         return (model, *path) if len(self.models) > 1 else path
-
-    def json(self, name: str) -> Any:
-        """The value of a JSON record."""
-        return load_json(self.archive, name, self.problems, self.budget)
 
     def open(self, record: Record) -> Source:
         """The content of a record as a source: where it is stored as it is, read in place."""
@@ -207,7 +196,7 @@ class _Package:
         if record is None or not record.size or record.name in self.known:
             return None
         self.known.add(record.name)
-        if not self.budget.take(record, self.problems):
+        if not self.affords(record):
             return None
         source = self.open(record)
         if starts_like_zip(source):
@@ -216,9 +205,10 @@ class _Package:
             found = read_torch_zip(inner, index.problems, path=record.name, nbytes=source.size)
         else:
             data = source.read(0, MAX_PACKED)
-            pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
-            problems = [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
-            found = Checkpoint(source.name, "pickle", source.size, problems=tuple(problems), pickles=tuple(pickles))
+            bare = Draft(source.name, "pickle", source.size)
+            bare.pickles = pickle_machine.run_all(data, "pickle") if looks_like_pickle(data[:2]) else []
+            bare.problems += [problem for pickle in bare.pickles for problem in pickle_problems(pickle, pickle.end)]
+            found = bare.checkpoint()
         for pickle in found.pickles:
             pickle.main = False
             pickle.name = f"{record.name} › {pickle.name}"
@@ -234,39 +224,23 @@ class _Package:
             storages=tuple(moved_storage(s, lead, shift=base)._replace(record=record.name) for s in found.storages),
         )
 
-    def take(self, name: str, lead: tuple[Key, ...]) -> None:
+    def take_nested(self, name: str, lead: tuple[Key, ...]) -> None:
         """Add the tensors of a nested checkpoint, with paths that begin with ``lead``."""
         inner = self.nested(name)
         if inner is not None:
             self.tensors += [moved_tensor(tensor, "", lead) for tensor in inner.tensors]
             self.storages += [moved_storage(storage, "", lead) for storage in inner.storages]
 
-    def checkpoint(self, format_: str, path: str) -> Checkpoint:
-        """Everything collected."""
-        return Checkpoint(
-            path=path,
-            format=format_,
-            nbytes=self.nbytes,
-            tensors=tuple(self.tensors),
-            storages=tuple(self.storages),
-            records=tuple(self.archive.records.values()),
-            parts=tuple(self.parts),
-            facts=tuple(self.facts),
-            written_by=Origin(recorded=tuple(self.recorded)),
-            problems=tuple(self.problems),
-            pickles=tuple(self.pickles),
-        )
-
 
 def read_export(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """A checkpoint out of an exported program: weights as ``state_dict()`` has them, constants below ``constants``."""
     old = archive.find(_OLD_PROGRAM) is not None
     found = [problem for problem in problems if not (old and problem.code in _OLD_IS_SO)]
-    out = _Package(archive, found, nbytes)
+    out = _Package(archive, "torch-export", found, path, nbytes)
     _gather(out)
     if not out.models and not old:
-        found.append(Problem("export-no-program", "models/", "no program is in the archive"))
-    return out.checkpoint("torch-export", path)
+        out.problems.add("export-no-program", "models/", "no program is in the archive")
+    return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
 
 
 def _gather(out: _Package) -> None:
@@ -290,7 +264,7 @@ def _gather(out: _Package) -> None:
     for name, record in archive.records.items():
         for prefix, suffix, path in _NESTED:
             if name.startswith(prefix) and name.endswith(suffix):
-                out.take(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
+                out.take_nested(name, out.lead(name.removeprefix(prefix).removesuffix(suffix), path))
         if name.startswith((_SAMPLES, "serialized_example_inputs")):
             # Inputs somebody once traced the program with. They are no weights, but loading the program unpickles them.
             inner = out.nested(name)
@@ -303,16 +277,14 @@ def _gather(out: _Package) -> None:
     for model in out.models:
         if not any(archive.find(f"{_WEIGHTS}{model}{end}") for end in ("_weights_config.json", ".pt")):
             detail = "its weights are not in the archive: neither a table of them nor a nested file"
-            out.problems.append(Problem("export-no-program", f"models/{model}.json", detail))
+            out.problems.add("export-no-program", f"models/{model}.json", detail)
     # Records that no program speaks of: if they can be loaded all the same, what they name is seen.
     for name in [*archive.records]:
         if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.known:
             out.nested(name)
     ours = ("data/", "models/", "extra/", "extra_files/", "serialized_", ".data/")
     known = [name for name in archive.records if name.startswith(ours)]
-    strays, pickles = stray_records(archive, (), (*known, *_NOTES, "archive_format"))
-    out.problems += strays
-    out.pickles += pickles
+    out.note_strays((*known, *_NOTES, "archive_format"))
 
 
 def _read_tables(out: _Package) -> None:
@@ -329,13 +301,11 @@ def _read_tables(out: _Package) -> None:
                     into.items += [key, held]
                 into = held
             out.known.add(table)
-            config = dict(items(out.json(table))).get("config")
-            for name, entry in items(config):
-                fields = dict(items(entry))
-                record = prefix + text(fields.get("path_name"), 200)
-                meta = fields.get("tensor_meta")
-                if fields.get("use_pickle") is True or type(meta) is not dict:
-                    out.take(record, (*lead, name))
+            for name, raw in fields(fields(out.json(table)).get("config")).items():
+                entry = fields(raw)
+                record, meta = prefix + text(entry.get("path_name"), 200), entry.get("tensor_meta")
+                if entry.get("use_pickle") is True or type(meta) is not dict:
+                    out.take_nested(record, (*lead, name))
                     continue
                 out.known.add(record)
                 kind = meta.get("dtype")
@@ -348,21 +318,19 @@ def _read_tables(out: _Package) -> None:
                     sizes=meta.get("sizes"),
                     strides=meta.get("strides"),
                     requires_grad=meta.get("requires_grad"),
-                    parameter=fields.get("is_param") is True,
+                    parameter=entry.get("is_param") is True,
                 )
                 into.items += [name, call]
-    big_endian = note(out.archive, "byteorder", []) == "big"
+    big_endian = note(out.archive, "byteorder", Problems()) == "big"
     tree = find_tensors(root, storage_table(out.archive, forms=(("", ""),), big_endian=big_endian))
     lost = [s for s in tree.storages if not s.record]
     empty = [s for s in tree.storages if s.record and s.nbytes and not out.archive.records[s.record].size]
     if empty:
         detail = f"{len(empty)} records of tensors hold no bytes; torch.export.load makes zeros of them"
-        out.problems.append(Problem("export-no-bytes", empty[0].record, detail))
-    out.problems += complaints(tree, [*lost, *empty])
+        out.problems.add("export-no-bytes", empty[0].record, detail)
+    out.take(tree.tensors, typed(tree.storages, tree.tensors), (), complaints(tree, [*lost, *empty]))
     hollow = {storage.id for storage in empty}
     out.problems += check_storages([s for s in tree.storages if s.id not in hollow], out.archive)
-    out.tensors += tree.tensors
-    out.storages += typed(tree.storages, tree.tensors)
 
 
 # -- compiled code
@@ -477,7 +445,7 @@ _METADATA: dict[str, str] = {
 
 def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
     """A checkpoint out of a compiled package: what it was compiled for, and the weights beside its library."""
-    out = _Package(archive, list(problems), nbytes)
+    out = _Package(archive, "aotinductor", problems, path, nbytes)
     compiled = [name for name in archive.records if name.startswith(FOLDER) and not name.endswith("/")]
     _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
     first_facts, out.facts = out.facts, []
@@ -487,7 +455,7 @@ def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str
     # The environment of the compiler, from every ``*_metadata.json``; several values of a key are all told.
     told: dict[str, list[str]] = {}
     for name in [name for name in compiled if name.endswith("_metadata.json")]:
-        for key, value in items(out.json(name)):
+        for key, value in fields(out.json(name)).items():
             label, words = _METADATA.get(key), text(value)
             if label and words and words not in told.setdefault(label, []):
                 told[label].append(capability(words) if label == "compute capability" else words)
@@ -500,8 +468,8 @@ def read_aotinductor(archive: Archive, problems: Iterable[Problem], *, path: str
     targets = sorted({value for part in parts if part.kind == "cubin" for key, value in part.facts if key == "target"})
     if targets:
         shown = ", ".join(f"{target} (compute capability {capability(target)})" for target in targets[:8])
-        out.problems.append(Problem("aoti-architecture", FOLDER, f"its kernels are machine code for {shown}"))
-    return out.checkpoint("aotinductor", path)
+        out.problems.add("aoti-architecture", FOLDER, f"its kernels are machine code for {shown}")
+    return out.checkpoint(written_by=Origin(recorded=tuple(out.recorded)))
 
 
 def _compiled_part(out: _Package, record: Record) -> Part:
@@ -516,7 +484,7 @@ def _compiled_part(out: _Package, record: Record) -> Part:
         target = elf.sm if elf else ""
         if elf and not elf.sm:
             facts.append(("machine", elf.machine))
-        if elf and kind == "library" and out.budget.take(record, out.problems):
+        if elf and kind == "library" and out.affords(record):
             # GPU code inside a library, as far as it can be found without taking the library apart.
             data = out.open(record).read(0, MAX_LIBRARY_SCAN)
             elves = [
@@ -536,7 +504,7 @@ def _read_views(out: _Package, configs: list[str]) -> None:
     root = Dict([])
     for config in configs:
         model: list[object] = []
-        for name, view in items(out.json(config)):
+        for name, view in fields(out.json(config)).items():
             # ``[record, shape, stride, offset]``: a tensor over the storage of the tensor saved in that record.
             file, sizes, strides, offset = [*entries(view), None, None, None, None][:4]
             record = f"data/weights/{text(file, 200)}"
@@ -565,8 +533,6 @@ def _read_views(out: _Package, configs: list[str]) -> None:
         return Place(storage.offset, storage.stored, storage.record, storage.crc32, storage.compressed)
 
     tree = find_tensors(root, StorageTable(locate))
-    out.tensors += tree.tensors
-    out.storages += typed(tree.storages, tree.tensors)
     lost = [storage for storage in tree.storages if not storage.record]
-    out.problems += complaints(tree, lost)
+    out.take(tree.tensors, typed(tree.storages, tree.tensors), (), complaints(tree, lost))
     out.problems += [Problem("storage-missing", f"storage {s.key}", needed_by(s)) for s in lost]

@@ -12,13 +12,13 @@ A tar archive has four members, three of them streams of pickles mixed with raw 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import Checkpoint, Draft
 from transload.dtypes import ITEMSIZE, STORAGES
-from transload.findings import Problem
+from transload.findings import Problem, Problems
 from transload.formats.pickle_machine import run_at
 from transload.formats.tensors import Place, Slot, StorageTable, claimed, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
@@ -56,11 +56,11 @@ def looks_like_legacy(source: Source) -> bool:
 
 def read_legacy(source: Source) -> Checkpoint:
     """Read all five pickles and find every storage by adding up sizes."""
-    problems: list[Problem] = []
+    out = Draft(source.name, "torch-legacy", source.size)
+    problems, pickles = out.problems, out.pickles
     head = source.read(0, 32)
     if not _MAGIC_PICKLE.startswith(head[: len(_MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
-        problems.append(Problem("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it"))
-    pickles: list[Pickle] = []
+        problems.add("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it")
     position = 0
     for stage, name in enumerate(_STAGES):
         pickle, position = run_at(source, position, name, 1 << 20 if stage == 3 else _SMALL_WINDOW)
@@ -68,20 +68,18 @@ def read_legacy(source: Source) -> Checkpoint:
         problems += pickle_problems(pickle, pickle.end, _IDS)
         if pickle.broken:
             detail = f"part {stage + 1} of 5 breaks off; lost: {', '.join(_STAGES[stage:])} and all storages"
-            problems.append(Problem("legacy-cut", name, detail))
+            problems.add("legacy-cut", name, detail)
             break
     if len(pickles) > 1 and pickles[1].root != PROTOCOL and not pickles[1].broken:
-        problems.append(Problem("legacy-bad-protocol", _STAGES[1], f"torch reads protocol version {PROTOCOL} only"))
+        problems.add("legacy-bad-protocol", _STAGES[1], f"torch reads protocol version {PROTOCOL} only")
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
     if ends_like_zip(source):
-        detail = "zipfile reads the archive at its end, torch the stream before it"
-        problems.append(Problem("zip-inside", detail=detail))
+        problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the stream before it")
     pids = [node.id for node in main.persistent if type(node.id) is tuple and node.id]
     untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids if len(pid) > 1)
     if untyped:  # newer dtypes have such storages: torch writes them in this format, too, and cannot read them
-        detail = f"{untyped} storages have no type, and torch asks for one"
-        problems.append(Problem("legacy-untyped", main.name, detail))
+        problems.add("legacy-untyped", main.name, f"{untyped} storages have no type, and torch asks for one")
     listed = pickles[4].root if len(pickles) > 4 and not pickles[4].broken else []
     keys = []
     for key in listed if type(listed) is list else ():
@@ -89,40 +87,29 @@ def read_legacy(source: Source) -> Checkpoint:
         keys.append(str(text) if type(text) in (str, int) else "")  # what can be no key is one that nothing uses
     places, end = _places(source, position, keys, claimed(main), problems)
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key, Place(None, 0))))
-    problems += tree.problems
+    out.take(*tree)
     if not any(pickle.broken for pickle in pickles):
         listed_keys = set(keys)
         for storage in tree.storages:
             where = f"storage {storage.key}"
             if storage.key not in listed_keys:
                 # torch 2.13 makes the tensor all the same, out of whatever was in memory.
-                detail = f"its bytes are not in the file; {needed_by(storage)}"
-                problems.append(Problem("legacy-unlisted", where, detail))
+                problems.add("legacy-unlisted", where, f"its bytes are not in the file; {needed_by(storage)}")
             elif storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
-                problems.append(Problem("storage-cut", where, detail))
+                problems.add("storage-cut", where, detail)
         if end < source.size:
-            detail = f"{source.size - end} bytes after the last storage"
-            problems.append(Problem("legacy-trailing-bytes", detail=detail))
-    facts = [("protocol version", str(pickles[1].root)[:40])] if len(pickles) > 1 else []
+            problems.add("legacy-trailing-bytes", detail=f"{source.size - end} bytes after the last storage")
+    if len(pickles) > 1:
+        out.facts.append(("protocol version", str(pickles[1].root)[:40]))
     system = pickles[2].root if len(pickles) > 2 else None
     if type(system) is Dict:
         order = "little" if system.get("little_endian") is True else "big"
-        facts.append(("saved on", f"a {order}-endian machine"))
+        out.facts.append(("saved on", f"a {order}-endian machine"))
     sources = sum(pid[0] == "module" for pid in pids)
     if sources:
-        facts.append(("module sources", f"the Python source of {sources} classes is stored in the file"))
-    return Checkpoint(
-        path=source.name,
-        format="torch-legacy",
-        nbytes=source.size,
-        tensors=tree.tensors,
-        storages=tree.storages,
-        leaves=tree.leaves,
-        facts=tuple(facts),
-        problems=tuple(problems),
-        pickles=tuple(pickles),
-    )
+        out.facts.append(("module sources", f"the Python source of {sources} classes is stored in the file"))
+    return out.checkpoint()
 
 
 def write_legacy(
@@ -163,7 +150,7 @@ def write_legacy(
 
 
 def _places(
-    source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: list[Problem]
+    source: Source, position: int, keys: list[str], slots: dict[str, Slot], problems: Problems
 ) -> tuple[dict[str, Place], int]:
     """Where each storage lies, as torch finds it: the count before the bytes must agree with the object.
 
@@ -171,24 +158,21 @@ def _places(
     """
     places: dict[str, Place] = {}
     for key in keys:
-        slot = slots.get(key)
+        slot, raw = slots.get(key), source.read(position, 8)
+        count, numel = int.from_bytes(raw, "little", signed=True), slot.nbytes // ITEMSIZE[slot.dtype] if slot else 0
         if slot is None:
-            detail = "in the list of keys, but nothing uses it"
-            problems.append(Problem("legacy-unknown-key", f"storage {key[:40]}", detail))
-            return places, source.size
-        raw = source.read(position, 8)
-        count, numel = int.from_bytes(raw, "little", signed=True), slot.nbytes // ITEMSIZE[slot.dtype]
-        if len(raw) < 8:
-            problems.append(Problem("storage-cut", f"storage {key}", "the file ends before its element count"))
-            return places, source.size
-        if count != numel:
-            detail = f"{count} elements lie there, the object wants {numel}"
-            problems.append(Problem("storage-size", f"storage {key}", detail))
-            return places, source.size
-        start = position + 8
-        present = max(0, min(slot.nbytes, source.size - start))
-        places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
-        position = start + slot.nbytes
+            problems.add("legacy-unknown-key", f"storage {key[:40]}", "in the list of keys, but nothing uses it")
+        elif len(raw) < 8:
+            problems.add("storage-cut", f"storage {key}", "the file ends before its element count")
+        elif count != numel:
+            problems.add("storage-size", f"storage {key}", f"{count} elements lie there, the object wants {numel}")
+        else:
+            start = position + 8
+            present = max(0, min(slot.nbytes, source.size - start))
+            places[key] = Place(start if start <= source.size else None, present, f"storage {key}")
+            position = start + slot.nbytes
+            continue
+        return places, source.size
     return places, position
 
 
@@ -221,21 +205,16 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
         kind = f"an object made by {getattr(root.callee, 'module', '?')}.{getattr(root.callee, 'name', '?')}"
     title = f"a plain pickle (protocol {first.protocol}, holding {kind}), not a torch checkpoint"
     fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
-    problems = [Problem("not-a-checkpoint", title=title, fix=fix)]
-    problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
+    joblib = any(module.startswith("joblib.") for module, _ in first.globals)
+    out = Draft(source.name, "joblib" if joblib else "pickle", source.size)
+    out.problems.append(Problem("not-a-checkpoint", title=title, fix=fix))
+    out.problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
     if ends_like_zip(source):
-        problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it"))
+        out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
     tree = find_tensors(root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
-    return Checkpoint(
-        path=source.name,
-        format="joblib" if any(module.startswith("joblib.") for module, _ in first.globals) else "pickle",
-        nbytes=source.size,
-        tensors=tree.tensors,
-        leaves=tree.leaves,
-        facts=(("pickle protocol", str(first.protocol)), ("top object", kind)),
-        problems=(*problems, *tree.problems),
-        pickles=tuple(pickles),
-    )
+    out.take(tree.tensors, (), tree.leaves, tree.problems)
+    out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
+    return out.checkpoint(pickles=tuple(pickles))
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:
@@ -331,18 +310,16 @@ def read_tar(source: Source) -> Checkpoint | None:
     seen: set[str] = set()
     for member in reader.listed:
         name = member.name.removeprefix("./")
-        if name in _WANTED and (member.odd or name in seen):
-            problems.append(Problem("tar-ambiguous", name, member.odd or "there are two of this name"))
-        elif member.odd.startswith("an extended header"):
-            problems.append(Problem("tar-ambiguous", name, member.odd))
+        if (name in _WANTED and (member.odd or name in seen)) or member.odd.startswith("an extended header"):
+            problems.add("tar-ambiguous", name, member.odd or "there are two of this name")
         if member.offset + member.size > source.size:
-            problems.append(Problem("tar-cut", name[:80], "the archive ends inside this member"))
+            problems.add("tar-cut", name[:80], "the archive ends inside this member")
         seen.add(name)
     extra = sorted(seen - _WANTED)
     if extra:
-        problems.append(Problem("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read"))
+        problems.add("record-foreign", extra[0], f"{len(extra)} members that torch.load does not read")
     if ends_like_zip(source):
-        problems.append(Problem("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it"))
+        problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the tar before it")
     reader.read_tables()
     for name in ("sys_info", "pickle"):  # the object; beside it what only old readers load
         if name in reader.found:
@@ -353,30 +330,23 @@ def read_tar(source: Source) -> Checkpoint | None:
     pickle, _ = run_at(source, 0, "beginning of the file", _SMALL_WINDOW)
     if pickle.globals or pickle.extensions or not pickle.broken:
         reader.took(pickle)
-        reader.problems.append(Problem("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header"))
+        reader.problems.add("tar-ambiguous", pickle.name, "it is a pickle as well as a tar header")
     table = StorageTable(lambda key, _: reader.places.get(key, Place(None, 0)))
     table.enter(reader.storage_ids.values())
-    tree = find_tensors(main.root, table, outside=reader.tensor_args)
-    return Checkpoint(
-        path=source.name,
-        format="torch-tar",
-        nbytes=source.size,
-        tensors=tree.tensors,
-        storages=tree.storages,
-        leaves=tree.leaves,
-        problems=(*reader.problems, *tree.problems),
-        pickles=(main, *(p for p in reader.pickles if p is not main)),
-    )
+    reader.take(*find_tensors(main.root, table, outside=reader.tensor_args))
+    return reader.checkpoint(pickles=(main, *(p for p in reader.pickles if p is not main)))
 
 
-class TarReader:
+class TarReader(Draft):
     """Goes through ``storages`` and ``tensors``, pickles and raw numbers in turn, until it breaks, with a problem."""
 
     def __init__(self, source: Source) -> None:
+        super().__init__(source.name, "torch-tar", source.size)
         self._source = source
-        self.listed, self.problems = members(source)
+        self._position = 0  # in the member that is read
+        self.listed, problems = members(source)
+        self.problems += problems
         self.found = {member.name.removeprefix("./"): member for member in self.listed}
-        self.pickles: list[Pickle] = []
         self.places: dict[str, Place] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
@@ -392,21 +362,21 @@ class TarReader:
         if pickle.main or pickle.globals or pickle.extensions:
             self.pickles.append(pickle)
 
-    def _next(self, part: Slice, position: int) -> tuple[Any, int]:
+    def _next(self, part: Slice) -> Any:
         """The value of the next pickle; ``None`` once it is broken."""
-        pickle, position = run_at(part, position, part.name, _SMALL_WINDOW)
+        pickle, self._position = run_at(part, self._position, part.name, _SMALL_WINDOW)
         self.took(pickle)
-        return (None if pickle.broken else pickle.root), position
+        return None if pickle.broken else pickle.root
 
-    def _count(self, part: Slice) -> tuple[int, int]:
-        """How many things a member holds, which its first pickle says, and where they begin."""
-        count, position = self._next(part, 0)
+    def _entries(self, part: Slice) -> Iterator[Any]:
+        """The pickles of a member after its first, which counts them. Who takes one moves past the numbers after it."""
+        self._position = 0
+        count = self._next(part)
         if type(count) is not int:
-            self._broken(part.name, "it does not say how much it holds")
-        return count if type(count) is int else 0, position
-
-    def _broken(self, where: str, detail: str) -> None:
-        self.problems.append(Problem("tar-broken", where, detail))
+            self.problems.add("tar-broken", part.name, "it does not say how much it holds")
+            return
+        for _ in range(count):
+            yield self._next(part)
 
     def read_tables(self) -> None:
         """The storages, then the tensors."""
@@ -414,49 +384,45 @@ class TarReader:
         self._read_tensors()
 
     def _read_storages(self) -> None:
-        """``storages``: a count, then for each its id, element count and bytes, then the list of views."""
+        """``storages``: for each its id, element count and bytes; then the list of views."""
         part = self.part("storages")
-        left, position = self._count(part)
-        for _ in range(left):
-            entry, position = self._next(part, position)
+        for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
             if not is_entry or entry[2].name not in STORAGES:
-                self._broken("storages", f"entry {len(self.places)} is no storage")
+                self.problems.add("tar-broken", "storages", f"entry {len(self.places)} is no storage")
                 return
             key, location, kind = str(entry[0]), entry[1], entry[2]
-            count = part.read(position, 8)
-            numel, start = int.from_bytes(count, "little", signed=True), position + 8
+            count = part.read(self._position, 8)
+            numel, start = int.from_bytes(count, "little", signed=True), self._position + 8
             nbytes = numel * ITEMSIZE[STORAGES[kind.name]]
             if len(count) < 8 or numel < 0 or start + nbytes > part.size:
                 detail = f"{nbytes} bytes do not fit into what is left of the member"
-                self.problems.append(Problem("storage-cut", f"storage {key}", detail))
+                self.problems.add("storage-cut", f"storage {key}", detail)
                 return
             self.places[key] = Place(self.found["storages"].offset + start, nbytes, "storages")
-            self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), position)
-            position = start + nbytes
-        views, _ = self._next(part, position)
+            self.storage_ids[key] = Persistent(("storage", kind, key, location, numel), self._position)
+            self._position = start + nbytes
+        views = self._next(part)
         for view in views if type(views) is list else ():
             if type(view) is tuple and len(view) == 4 and str(view[1]) in self.storage_ids:
                 root: Any = self.storage_ids[str(view[1])].id
                 self.storage_ids[str(view[0])] = Persistent((*root, (str(view[0]), view[2], view[3])), 0)
             else:
-                self._broken("storages", "a view of no storage")
+                self.problems.add("tar-broken", "storages", "a view of no storage")
 
     def _read_tensors(self) -> None:
-        """``tensors``: a count, then for each its id and storage, its rank, sizes, strides and offset."""
+        """``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
         part = self.part("tensors")
-        count, position = self._count(part)
-        for _ in range(count):
-            entry, position = self._next(part, position)
+        for entry in self._entries(part):
             if type(entry) is not tuple or len(entry) != 3:
-                self._broken("tensors", f"entry {len(self.tensor_args)} is no tensor")
+                self.problems.add("tar-broken", "tensors", f"entry {len(self.tensor_args)} is no tensor")
                 return
-            rank = int.from_bytes(part.read(position, 4), "little", signed=True)
-            raw = part.read(position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
+            rank = int.from_bytes(part.read(self._position, 4), "little", signed=True)
+            raw = part.read(self._position + 8, 16 * rank + 8) if 0 <= rank <= _MAX_DIMS else b""
             if len(raw) != 16 * rank + 8:
-                self._broken("tensors", f"tensor {str(entry[0])[:40]} is no tensor")
+                self.problems.add("tar-broken", "tensors", f"tensor {str(entry[0])[:40]} is no tensor")
                 return
             numbers = Struct(f"<{2 * rank + 1}q").unpack(raw)
-            position += 16 + 16 * rank
+            self._position += 16 + 16 * rank
             storage = self.storage_ids.get(str(entry[1]))
             self.tensor_args[str(entry[0])] = (storage, numbers[-1], numbers[:rank], numbers[rank : 2 * rank])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Origin, Record, Storage
 from transload.dtypes import ITEMSIZE, STORAGES
-from transload.findings import Problem
+from transload.findings import Problem, Problems
 from transload.formats import pickle_machine
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.frozen import replace
@@ -183,23 +183,22 @@ def read_torch_zip(
     archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int, tree: bool = True
 ) -> Checkpoint:
     """A checkpoint out of the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
-    found = list(problems)
+    found = Problems(problems)
     facts = tuple(note_facts(archive, _NOTES, found))
     # The small records on which torch.load fails before it looks at anything else.
     told = dict(facts)
     if "version" not in told:
-        found.append(Problem("zip-no-version", detail="torch.load refuses an archive without the record `version`"))
+        found.add("zip-no-version", detail="torch.load refuses an archive without the record `version`")
     elif not 1 <= _number(told["version"]) <= _NEWEST_VERSION:
-        detail = f"it says {told['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
-        found.append(Problem("zip-bad-version", "version", detail))
+        found.add("zip-bad-version", "version", f"it says {told['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}")
     order = archive.get("byteorder", MAX_NOTE)
     if order is not None and order.data not in (b"little", b"big"):  # to the letter, as torch compares
-        found.append(Problem("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}"))
+        found.add("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}")
     if _number(told.get("storage_alignment", "64")) < 0:
         detail = f"it says {told['storage_alignment'][:40]!r}, which is no number"
-        found.append(Problem("zip-bad-note", ".storage_alignment", detail))
+        found.add("zip-bad-note", ".storage_alignment", detail)
     if "\\" in told.get("serialization_id", ""):  # bytes that are no text
-        found.append(Problem("zip-bad-note", ".data/serialization_id", "it is not text"))
+        found.add("zip-bad-note", ".data/serialization_id", "it is not text")
     big_endian = told.get("byteorder") == "big"
     pickle = read_pickle(archive, "data.pkl", found)
     pickle.main = True
@@ -242,18 +241,18 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
     return find_tensors(root, table, separator=separator)
 
 
-def note(archive: Archive, name: str, problems: list[Problem]) -> str | None:
+def note(archive: Archive, name: str, problems: Problems) -> str | None:
     """The text of a small record, stripped; ``None`` without one."""
     payload = archive.get(name, MAX_NOTE)
     if payload is None:
         return None
     if payload.problem:
-        problems.append(Problem("record-unreadable", name, payload.problem))
+        problems.add("record-unreadable", name, payload.problem)
         return None
     return payload.data.decode("utf-8", "backslashreplace").strip()
 
 
-def note_facts(archive: Archive, names: Iterable[str], problems: list[Problem]) -> list[tuple[str, str]]:
+def note_facts(archive: Archive, names: Iterable[str], problems: Problems) -> list[tuple[str, str]]:
     """The folder of an archive, and what its small records say."""
     notes = ((name.rpartition("/")[2].strip("."), note(archive, name, problems)) for name in names)
     return [("folder", archive.root), *((name, text) for name, text in notes if text is not None)]
@@ -264,21 +263,20 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
 
 
-def read_pickle(archive: Archive, name: str, problems: list[Problem]) -> Pickle:
+def read_pickle(archive: Archive, name: str, problems: Problems) -> Pickle:
     """Run the pickle in a record. What is wrong with the record or the stream is noted."""
     record = archive.find(name)
     if record is None:
-        problems.append(Problem("zip-no-pickle", name, "the record that says what the file holds is missing"))
+        problems.add("zip-no-pickle", name, "the record that says what the file holds is missing")
         return Pickle(name)
     if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
-        problems.append(Problem("zip-name-case", record.name, f"torch takes it for {name}"))
+        problems.add("zip-name-case", record.name, f"torch takes it for {name}")
     limit = max(_MAX_PACKED, 16 * record.stored) if record.method else pickle_machine.MAX_STREAM
     payload = archive.read(record, min(limit, pickle_machine.MAX_STREAM))
     if payload.problem:
-        problems.append(Problem("pickle-unreadable", name, payload.problem))
+        problems.add("pickle-unreadable", name, payload.problem)
     elif not payload.intact:
-        detail = "the index of the file does not have the checksum it was saved with"
-        problems.append(Problem("crc-mismatch", name, detail))
+        problems.add("crc-mismatch", name, "the index of the file does not have the checksum it was saved with")
     pickle = pickle_machine.run(payload.data, name=name)
     problems += pickle_problems(pickle, len(payload.data), _ZIP_IDS)
     return pickle
@@ -290,20 +288,20 @@ _ANY_IDS = {"storage": (5, 6), "module": (4,)}
 
 def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]] = _ANY_IDS) -> list[Problem]:
     """What is wrong with a stream that ends with its first pickle. ``ids`` are the lengths of the ids it may hold."""
-    out: list[Problem] = []
+    out = Problems()
     if pickle.broken:
-        out.append(Problem("pickle-broken", pickle.name, pickle.broken))
+        out.add("pickle-broken", pickle.name, pickle.broken)
     elif pickle.end < size:
-        out.append(Problem("pickle-trailing-bytes", pickle.name, f"{size - pickle.end} bytes after its end"))
+        out.add("pickle-trailing-bytes", pickle.name, f"{size - pickle.end} bytes after its end")
     if pickle.ambiguous:
         at, text = pickle.ambiguous[0]
-        out.append(Problem("pickle-ambiguous", f"{pickle.name} › byte {at}", text))
+        out.add("pickle-ambiguous", f"{pickle.name} › byte {at}", text)
     if pickle.irregular:
         at, text = pickle.irregular[0]
-        out.append(Problem("pickle-irregular", f"{pickle.name} › byte {at}", text))
+        out.add("pickle-irregular", f"{pickle.name} › byte {at}", text)
     if pickle.undecoded:
         detail = f"{pickle.undecoded} texts that Python 2 wrote are not UTF-8: torch.load(path) fails on them"
-        out.append(Problem("pickle-python2-bytes", pickle.name, detail))
+        out.add("pickle-python2-bytes", pickle.name, detail)
     for node in pickle.persistent:
         pid = node.id if type(node.id) is tuple else ()
         kind = pid[0] if pid else None
@@ -313,7 +311,7 @@ def pickle_problems(pickle: Pickle, size: int, ids: Mapping[str, tuple[int, ...]
             kind = kind.decode("latin-1")
         if type(kind) is not str or len(pid) not in ids.get(kind, ()):
             where = f"{pickle.name} › byte {node.position}"
-            out.append(Problem("pickle-odd-id", where, "a persistent id that names no storage"))
+            out.add("pickle-odd-id", where, "a persistent id that names no storage")
             break
     return out
 
@@ -350,7 +348,7 @@ _new = tuple.__new__  # a named tuple in one call, without the Python function t
 
 def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Problem]:
     """Each storage against its record: there, and of the size the index claims."""
-    out: list[Problem] = []
+    out = Problems()
     packed = 0
     records = archive.records
     for storage in storages:
@@ -360,20 +358,19 @@ def check_storages(storages: Iterable[Storage], archive: Archive) -> list[Proble
         where = f"storage {storage.key}"
         users = needed_by(storage)
         if not storage.record:
-            out.append(Problem("storage-missing" if storage.nbytes else "storage-empty-missing", where, users))
+            out.add("storage-missing" if storage.nbytes else "storage-empty-missing", where, users)
             continue
         record = records[storage.record]
         packed += storage.compressed
         if record.size != storage.nbytes:
             detail = f"its record holds {record.size} bytes, the index wants {storage.nbytes}; {users}"
-            out.append(Problem("storage-size", where, detail))
+            out.add("storage-size", where, detail)
         elif not storage.compressed and storage.stored < storage.nbytes:
-            detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}"
-            out.append(Problem("storage-cut", where, detail))
+            out.add("storage-cut", where, f"{storage.stored} of {storage.nbytes} bytes are in the file; {users}")
         elif storage.crc32 == 0 and storage.nbytes:  # no real checksum is zero, bar one in four billion
-            out.append(Problem("storage-skipped", where, f"its checksum is zero; {users}"))
+            out.add("storage-skipped", where, f"its checksum is zero; {users}")
     if packed:
-        out.append(Problem("zip-compressed", detail=f"{packed} storages are compressed; torch never does that"))
+        out.add("zip-compressed", detail=f"{packed} storages are compressed; torch never does that")
     return out
 
 
@@ -394,7 +391,7 @@ def stray_records(
     unused = [record for record in strays if record.name.startswith(("data/", "tensors/"))]
     foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
     # Other loaders may read those that are pickles even if torch.load does not.
-    out: list[Problem] = []
+    out = Problems()
     pickles: list[Pickle] = []
     unseen: list[str] = []
     left = _MAX_STRAY
@@ -404,14 +401,12 @@ def stray_records(
         pickles += found
         unseen += [] if whole else [record.name]
     if unseen:
-        detail = f"{len(unseen)} records are packed, or too much to look at"
-        out.append(Problem("record-unseen", unseen[0][:80], detail))
+        out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too much to look at")
     if unused:
-        detail = f"{len(unused)} storages are in the file that nothing in it uses"
-        out.append(Problem("record-unused", detail=detail))
+        out.add("record-unused", detail=f"{len(unused)} storages are in the file that nothing in it uses")
     if foreign:
         shown = ", ".join(record.name[:80] for record in foreign[:4]) + (" …" if len(foreign) > 4 else "")
-        out.append(Problem("record-foreign", shown, f"{len(foreign)} records that torch.load does not read"))
+        out.add("record-foreign", shown, f"{len(foreign)} records that torch.load does not read")
     return out, pickles
 
 

@@ -31,7 +31,7 @@ from zlib import crc32, decompressobj
 from zlib import error as zlib_error
 
 from transload.checkpoint import Record
-from transload.findings import Problem
+from transload.findings import Problem, Problems
 from transload.io.sources import Source, inflated
 
 # The structures, each with its signature.
@@ -105,7 +105,7 @@ def _joined(entries: list[Entry]) -> bytes:
     return joined if joined.count(b"\n") == len(entries) else b""
 
 
-def check_names(entries: list[Entry], problems: list[Problem]) -> None:
+def check_names(entries: list[Entry], problems: Problems) -> None:
     """Names that readers take for the same, or read in different ways."""
     joined = _joined(entries)
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
@@ -113,7 +113,7 @@ def check_names(entries: list[Entry], problems: list[Problem]) -> None:
         _check_each(entries, problems)
 
 
-def _check_each(entries: list[Entry], problems: list[Problem]) -> None:
+def _check_each(entries: list[Entry], problems: Problems) -> None:
     seen: dict[bytes, Entry] = {}
     for entry in entries:
         raw = entry[0]
@@ -123,17 +123,17 @@ def _check_each(entries: list[Entry], problems: list[Problem]) -> None:
         # torch 1.1 wrote the code of a shared submodule once for each of its names.
         if before is not None and not (b"/code/" in raw and before[:6] == entry[:6]):
             detail = f"again, after {text_of(before[0])}: which of them torch reads is chance"
-            problems.append(Problem("zip-duplicate-name", name, detail))
+            problems.add("zip-duplicate-name", name, detail)
         seen[folded] = entry
         if b"\0" in raw:
-            problems.append(Problem("zip-nul-name", name, "zipfile cuts a name at a NUL byte, torch does not"))
+            problems.add("zip-nul-name", name, "zipfile cuts a name at a NUL byte, torch does not")
         if b"\\" in raw or raw[:1] == b"/" or (b".." in raw and b".." in raw.split(b"/")):
-            problems.append(Problem("zip-odd-name", name, "not a plain path below one folder"))
+            problems.add("zip-odd-name", name, "not a plain path below one folder")
         if raw.decode("utf-8", "replace") != name:
-            problems.append(Problem("zip-name-encoding", name, "it is not UTF-8"))
+            problems.add("zip-name-encoding", name, "it is not UTF-8")
 
 
-def find_root(entries: list[Entry], problems: list[Problem]) -> str | None:
+def find_root(entries: list[Entry], problems: Problems) -> str | None:
     """The folder torch takes all records from, that of the first entry; where it holds no index, one that does.
 
     ``None`` if the records lie in no folder.
@@ -141,8 +141,7 @@ def find_root(entries: list[Entry], problems: list[Problem]) -> str | None:
     first = entries[0].raw_name
     folder, slash, _ = first.partition(b"/")
     if not slash:
-        detail = "records lie at the top; torch wants them in one folder"
-        problems.append(Problem("zip-no-folder", text_of(first), detail))
+        problems.add("zip-no-folder", text_of(first), "records lie at the top; torch wants them in one folder")
         return None
     lead = folder + b"/"
     if _joined(entries).count(b"\n" + lead) == len(entries):
@@ -150,7 +149,7 @@ def find_root(entries: list[Entry], problems: list[Problem]) -> str | None:
     outside = [entry.raw_name for entry in entries if not entry.raw_name.startswith(lead)]
     if outside:
         detail = f"{len(outside)} records lie outside the folder {text_of(folder)}/"
-        problems.append(Problem("zip-two-folders", text_of(outside[0]), detail))
+        problems.add("zip-two-folders", text_of(outside[0]), detail)
         indexed = [raw[:-9] for raw in outside if raw.count(b"/") == 1 and raw.endswith(b"/data.pkl")]
         if indexed and folder + b"/data.pkl" not in {entry.raw_name for entry in entries}:
             return text_of(indexed[0])
@@ -215,20 +214,19 @@ def ends_like_zip(source: Source) -> bool:
 
 def read_index(source: Source) -> ZipIndex:
     """Read the central directory and every local header, and compare them. Never raises for what the file holds."""
-    problems: list[Problem] = []
+    problems = Problems()
     try:
         start, size, count = _find_directory(source, problems)
         entries = _read_directory(source, start, size, count, problems)
     except _NoDirectoryError as reason:
-        problems.append(Problem("zip-no-directory", detail=str(reason)))
+        problems.add("zip-no-directory", detail=str(reason))
         return ZipIndex("", {}, tuple(problems), ok=False)
     check_names(entries, problems)
     root = find_root(entries, problems)
     unsummed = not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries)
     records, by_torch = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
     if unsummed:
-        detail = "every checksum in it is zero: it was saved with checksums switched off"
-        problems.append(Problem("no-checksums", detail=detail))
+        problems.add("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
         records = {name: record._replace(crc32=None) for name, record in records.items()}
     return ZipIndex(root or "", records, tuple(problems), by_torch, unsummed, start)
 
@@ -237,7 +235,7 @@ class _NoDirectoryError(Exception):
     """There is no directory to read; the text says why."""
 
 
-def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, int]:
+def _find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
     """Offset, size and entry count of the central directory as the end record states them: what torch believes."""
     base = max(0, source.size - _TAIL)
     tail = source.read(base, _TAIL)
@@ -249,16 +247,16 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
     extra = len(tail) - at - 22
     if extra:
         where = "an archive comment" if comment == extra else "after the end record"
-        problems.append(Problem("zip-trailing-bytes", detail=f"{extra} bytes {where}"))
+        problems.add("zip-trailing-bytes", detail=f"{extra} bytes {where}")
     before = tail.rfind(b"PK\x05\x06", 0, at)
     while before >= 0:
         length = int.from_bytes(tail[before + 20 : before + 22], "little")
         if before + 22 + length == len(tail) and length:
-            problems.append(Problem("zip-two-ends", detail="one end record lies in the comment of another"))
+            problems.add("zip-two-ends", detail="one end record lies in the comment of another")
             break
         before = tail.rfind(b"PK\x05\x06", 0, before)
     if disk or cd_disk or here != count:
-        problems.append(Problem("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that"))
+        problems.add("zip-multi-disk", detail="the end record speaks of several disks; torch refuses that")
     locator = source.read(end - 20, 20) if end >= END64.size + 20 else b""
     if locator[:4] == b"PK\x06\x07":
         # torch looks for the zip64 end record where the locator says, and believes the plain one if it is not there;
@@ -268,20 +266,20 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
         raw = source.read(stated, END64.size)
         found = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
         if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
-            problems.append(Problem("zip-shifted", detail="the zip64 end record is not where its locator says"))
+            problems.add("zip-shifted", detail="the zip64 end record is not where its locator says")
         if stated + END64.size > source.size:
             raise _NoDirectoryError("the zip64 end record is not where its locator says")
         if not found:
-            problems.append(Problem("zip-directory-broken", detail="the zip64 end record is no end record"))
+            problems.add("zip-directory-broken", detail="the zip64 end record is no end record")
         else:
             plain = (count, size, start)
             _, length, _, _, disk, cd_disk, here, count, size, start = END64.unpack(raw)
             directory_end = stated
             if first_disk or disks != 1 or disk or cd_disk or here != count or length < END64.size - 12:
-                problems.append(Problem("zip-multi-disk", detail="the zip64 end record is not one that torch reads"))
+                problems.add("zip-multi-disk", detail="the zip64 end record is not one that torch reads")
             for narrow, wide, full in zip(plain, (count, size, start), (0xFFFF, ALL32, ALL32), strict=True):
                 if narrow not in (wide, full):
-                    problems.append(Problem("zip-two-sizes", detail=f"the end records say {narrow} and {wide}"))
+                    problems.add("zip-two-sizes", detail=f"the end records say {narrow} and {wide}")
     if start + size != directory_end:
         # torch looks for it where it is said to be; zipfile where one that ends at the end record begins.
         detail = (
@@ -289,19 +287,19 @@ def _find_directory(source: Source, problems: list[Problem]) -> tuple[int, int, 
         )
         detail += f"so zipfile reads at {directory_end - size}"
         shifted = start + size <= source.size and source.read(start, 4) == b"PK\x01\x02"
-        problems.append(Problem("zip-shifted" if shifted else "zip-misplaced", detail=detail))
+        problems.add("zip-shifted" if shifted else "zip-misplaced", detail=detail)
         if not shifted:
             raise _NoDirectoryError(f"there is no directory at byte {start}, where the end record puts it")
     if size > MAX_PAYLOAD:
-        problems.append(Problem("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read"))
+        problems.add("zip-directory-broken", detail=f"a directory of {size} bytes is more than we read")
         raise _NoDirectoryError("the directory is too large to be one")
     return start, size, count
 
 
-def _read_directory(source: Source, start: int, size: int, count: int, problems: list[Problem]) -> list[Entry]:
+def _read_directory(source: Source, start: int, size: int, count: int, problems: Problems) -> list[Entry]:
     """All entries. Most begin with the same sixteen bytes as the one before, and have nothing but a name."""
     if count * CENTRAL.size > size:  # four billion entries claimed in a kilobyte
-        problems.append(Problem("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes"))
+        problems.add("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes")
     raw = source.read(start, size)
     entries: list[Entry] = []
     position, last = 0, len(raw) - CENTRAL.size
@@ -321,22 +319,21 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         else:
             break
     if len(entries) >= _MAX_ENTRIES:
-        problems.append(Problem("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at"))
+        problems.add("zip-count", detail=f"only the first {_MAX_ENTRIES} records were looked at")
         return entries
     if position != len(raw):
         detail = f"entry {len(entries)} of {count} in the directory is no entry"
         if position < len(raw) and len(entries) < count:  # neither torch nor zipfile reads any of it then
             raise _NoDirectoryError(detail)
-        problems.append(Problem("zip-directory-broken", detail=detail))
+        problems.add("zip-directory-broken", detail=detail)
     if not entries:
         raise _NoDirectoryError("the directory holds no entry")
     if len(entries) != count:
-        detail = f"the directory holds {len(entries)} entries, its end says {count}"
-        problems.append(Problem("zip-count", detail=detail))
+        problems.add("zip-count", detail=f"the directory holds {len(entries)} entries, its end says {count}")
     return entries
 
 
-def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Entry, int]:
+def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
     """An entry, and where it ends. Noted is what makes torch and zipfile differ about it, or one of them refuse it."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
@@ -347,28 +344,26 @@ def _read_entry(raw: bytes, position: int, problems: list[Problem]) -> tuple[Ent
         extra = raw[name_at + n_name : name_at + n_name + n_extra]
         found = list(_extra_fields(extra))
         if sum(4 + length for _, length, _ in found) > len(extra):
-            problems.append(Problem("zip-one-reader", name, "zipfile refuses it: its extra fields are cut off"))
+            problems.add("zip-one-reader", name, "zipfile refuses it: its extra fields are cut off")
         wide = [data for tag, _, data in found if tag == 1]
         lacking = 8 * (size, stored, header).count(ALL32)
         if lacking and (len(wide) != 1 or len(wide[0]) < lacking):
-            problems.append(Problem("zip-headers-differ", name, "its zip64 sizes are missing, or there are several"))
+            problems.add("zip-headers-differ", name, "its zip64 sizes are missing, or there are several")
         # zipfile from 3.12 on takes another name from here.
         names = [data[5:] for tag, _, data in found if tag == _UNICODE_PATH]
         if any(other.partition(b"/")[2] != raw_name.partition(b"/")[2] for other in names):
-            problems.append(Problem("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}"))
+            problems.add("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}")
         if lacking:
             size, stored, header = widen(extra, size, stored, header)
     if disk or flags & _SECRET_FLAGS:
-        problems.append(Problem("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it"))
+        problems.add("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it")
     if needed & 0xFF > _NEWEST_VERSION:
-        detail = f"zipfile refuses it: it wants zip version {(needed & 0xFF) / 10}"
-        problems.append(Problem("zip-one-reader", name, detail))
+        problems.add("zip-one-reader", name, f"zipfile refuses it: it wants zip version {(needed & 0xFF) / 10}")
     if size and (marks & _DOS_DIRECTORY or raw_name[-1:] == b"/"):
         detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
-        problems.append(Problem("zip-directory-record", name, detail))
+        problems.add("zip-directory-record", name, detail)
     if stored != size and (not method or not stored):
-        detail = f"{stored} bytes are stored as they are, but the entry says {size}"
-        problems.append(Problem("zip-headers-differ", name, detail))
+        problems.add("zip-headers-differ", name, f"{stored} bytes are stored as they are, but the entry says {size}")
     entry = Entry(raw_name, flags, method, crc, stored, size, header)
     return entry, name_at + n_name + n_extra + n_comment
 
@@ -394,7 +389,7 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _read_locals(
-    source: Source, entries: list[Entry], data_end: int, prefix: str, problems: list[Problem]
+    source: Source, entries: list[Entry], data_end: int, prefix: str, problems: Problems
 ) -> tuple[dict[str, Record], bool]:
     """Each record's place, from its local header; and whether torch's writer made the first one.
 
@@ -416,13 +411,13 @@ def _read_locals(
             window = source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
             wide -= len(window)
         if at + need > len(window) or window[at : at + 4] != b"PK\x03\x04":
-            problems.append(Problem("zip-no-local-header", name, f"no record header at byte {header}"))
+            problems.add("zip-no-local-header", name, f"no record header at byte {header}")
             records[name] = Record(name, None, entry_size, entry_stored, entry_crc, entry_method)
             continue
         begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(window, at)
         offset = header + 30 + n_name + n_extra
         if window[at + 30 : at + 30 + n_name] != raw_name:
-            problems.append(Problem("zip-names-differ", name, "the record's own header bears another name"))
+            problems.add("zip-names-differ", name, "the record's own header bears another name")
         if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
             if _compare(entry, name, begin, source, offset - n_extra, n_extra, problems):
                 plain, plain_flags, plain_method = begin, entry_flags, entry_method
@@ -433,24 +428,24 @@ def _read_locals(
         spans.append((header, end, name))
         if end > file_size:
             present = max(0, file_size - offset)
-            problems.append(Problem("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file"))
+            problems.add("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file")
             offset, entry_stored = min(offset, file_size), present
         records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
     spans.sort()
     reach, owner = 0, ""
     for header, end, name in spans:
         if header < reach:  # one payload behind many names is how a zip bomb is folded (CVE-2024-0450)
-            problems.append(Problem("zip-overlap", name, f"shares bytes with {owner}"))
+            problems.add("zip-overlap", name, f"shares bytes with {owner}")
         if end > reach:
             reach, owner = end, name
     if reach > data_end:
-        problems.append(Problem("zip-overlap", owner, "reaches into the directory"))
+        problems.add("zip-overlap", owner, "reaches into the directory")
     records.pop("", None)
     return records, by_torch
 
 
 def _compare(
-    entry: Entry, name: str, begin: bytes, source: Source, extra_at: int, n_extra: int, problems: list[Problem]
+    entry: Entry, name: str, begin: bytes, source: Source, extra_at: int, n_extra: int, problems: Problems
 ) -> bool:
     """Compare a local header with the directory; whether it leaves the numbers to it, as torch's writer does.
 
@@ -463,11 +458,11 @@ def _compare(
     if ALL32 in (stored, size):
         size, stored = widen(source.read(extra_at, n_extra), size, stored)
     if (flags ^ entry.flags) & _SECRET_FLAGS or method != entry.method:
-        problems.append(Problem("zip-headers-differ", name, "flags or method differ between header and directory"))
+        problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
     if any(mine != theirs and (mine or not later) for mine, theirs in ((stored, entry.stored), (size, entry.size))):
-        problems.append(Problem("zip-headers-differ", name, "the size differs between header and directory"))
+        problems.add("zip-headers-differ", name, "the size differs between header and directory")
     if crc != entry.crc32 and (crc or not later):
-        problems.append(Problem("zip-crc-differs", name, "the checksum differs between header and directory"))
+        problems.add("zip-crc-differs", name, "the checksum differs between header and directory")
     return False
 
 
@@ -518,24 +513,24 @@ _MAX_STEPS = 1_000_000
 
 def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     """The records that can be found by going from header to header; the problems of ``broken`` and what was lost."""
-    walk = _Walk(source, [*broken.problems])
+    walk = _Walk(source, Problems(broken.problems))
     for _ in range(_MAX_STEPS):
         if not walk.step():
             break
     reached = min(walk.position, source.size)
     detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
-    walk.problems.append(Problem("zip-walked", detail=detail))
+    walk.problems.add("zip-walked", detail=detail)
     # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
     tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
     zeros = len(tail) - len(tail.rstrip(b"\0"))
     if zeros >= _BLOCK:
-        walk.problems.append(Problem("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes"))
+        walk.problems.add("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes")
     problems = tuple(walk.problems)
     return ZipIndex(walk.root, walk.records, problems, by_torch=True, end=walk.position, ok=bool(walk.records))
 
 
 class _Walk:
-    def __init__(self, source: Source, problems: list[Problem]) -> None:
+    def __init__(self, source: Source, problems: Problems) -> None:
         self.source = source
         self.problems = problems
         self.position = 0
@@ -578,7 +573,7 @@ class _Walk:
                 crc = int.from_bytes(after[4:8], "little")
                 end += 24 if extra[:2] == b"\x01\x00" else 16
             elif end + 16 <= self.source.size:
-                self.problems.append(Problem("zip-no-descriptor", name, f"none at byte {end}, where it should end"))
+                self.problems.add("zip-no-descriptor", name, f"none at byte {end}, where it should end")
         self._add(Record(name, offset, size, present, crc if present == stored else None, method))
         self.position = end
         return bool(present == stored and end < self.source.size)
@@ -588,7 +583,7 @@ class _Walk:
         earlier = self.records.pop(record.name, None)
         if earlier is not None:
             where = f"at byte {earlier.offset} and at byte {record.offset}"
-            self.problems.append(Problem("zip-found-twice", record.name, where))
+            self.problems.add("zip-found-twice", record.name, where)
             aside = f"{earlier.name}@{earlier.offset}"
             self.records[aside] = earlier._replace(name=aside)
         self.records[record.name] = record

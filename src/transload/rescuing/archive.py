@@ -16,7 +16,7 @@ from struct import pack_into
 from typing import NamedTuple
 from zlib import crc32
 
-from transload.findings import Problem
+from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
@@ -681,7 +681,7 @@ def recover_directory(path: str) -> Recovered | None:
     from transload.formats.directory import open_directory
     from transload.tensors import ReopenedFile
 
-    problems: list[Problem] = []
+    problems = Problems()
     files = open_directory(path, problems).records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")
     if not any(file.name.rpartition("/")[2] in needed or file.name in needed for file in files):
