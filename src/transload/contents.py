@@ -70,21 +70,14 @@ class Storage(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "id": self.id,
-            "key": self.key,
-            "device": self.device,
-            "dtype": self.dtype,
-            "nbytes": self.nbytes,
-            "stored": self.stored,
-            "offset": self.offset,
-            "record": self.record,
-            "file": self.file,
-            "crc32": None if self.crc32 is None else f"{self.crc32:08x}",
-            "compressed": self.compressed,
-            "byteorder": "big" if self.big_endian else "little",
-            "tensors": list(self.tensors),
-        }
+        out: dict[str, Any] = dict(zip(_STORAGE_KEYS, self, strict=True))
+        out["crc32"] = None if self.crc32 is None else f"{self.crc32:08x}"
+        out["byteorder"] = "big" if self.big_endian else "little"
+        out["tensors"] = list(self.tensors)
+        return out
+
+
+_STORAGE_KEYS = tuple("byteorder" if name == "big_endian" else name for name in Storage._fields)
 
 
 class Tensor(NamedTuple):
@@ -183,16 +176,10 @@ class GlobalUse:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "name": self.full_name,
-            "verdict": self.verdict,
-            "purpose": self.purpose,
-            "imported": self.imported,
-            "called": self.called,
-            "built": self.built,
-            "spelling": self.spelling,
-            "stream": self.stream,
-        }
+        return {"name": self.full_name, **{name: held for name, held in vars(self).items() if name not in _SPELLED_OUT}}
+
+
+_SPELLED_OUT = ("module", "name")
 
 
 @facts(frozen=True)
@@ -240,7 +227,7 @@ class Part:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"name": self.name, "kind": self.kind, "nbytes": self.nbytes, "facts": dict(self.facts)}
+        return {**vars(self), "facts": dict(self.facts)}
 
 
 @facts(frozen=True)
@@ -275,13 +262,8 @@ class Origin:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "text": self.text,
-            "oldest": self.oldest,
-            "newest": self.newest,
-            "evidence": list(self.evidence),
-            "recorded": dict(self.recorded),
-        }
+        told = {"text": self.text, "oldest": self.oldest, "newest": self.newest}
+        return {**told, "evidence": list(self.evidence), "recorded": dict(self.recorded)}
 
 
 @facts(frozen=True)
@@ -294,7 +276,7 @@ class DeviceUse:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"device": self.device, "tensors": self.tensors, "nbytes": self.nbytes}
+        return dict(vars(self))
 
 
 @facts(frozen=True)

@@ -34,53 +34,32 @@ def itemsize(dtype: str, numel: int = 1) -> int:
     return ITEMSIZE.get(dtype, 1) * numel
 
 
+def named(table: str) -> dict[str, str]:
+    """What a format calls each dtype: its ``name=dtype`` pairs.
+
+    >>> named("BOOL=bool U8=uint8")
+    {'BOOL': 'bool', 'U8': 'uint8'}
+    """
+    return {name: dtype for name, _, dtype in (pair.partition("=") for pair in table.split())}
+
+
 # Storage classes by name, whatever module they are said to live in (torch, torch.cuda, torch.storage): torch
 # itself looks only at the last component. The untyped ones count bytes.
-STORAGES: dict[str, str] = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "QInt8Storage": "qint8",
-    "QUInt8Storage": "quint8",
-    "QInt32Storage": "qint32",
-    "QUInt4x2Storage": "quint4x2",
-    "QUInt2x4Storage": "quint2x4",
-    "UntypedStorage": "uint8",
-    "_UntypedStorage": "uint8",
-}
+STORAGES: dict[str, str] = named("""
+    DoubleStorage=float64 FloatStorage=float32 HalfStorage=float16 BFloat16Storage=bfloat16
+    LongStorage=int64 IntStorage=int32 ShortStorage=int16 CharStorage=int8 ByteStorage=uint8 BoolStorage=bool
+    ComplexDoubleStorage=complex128 ComplexFloatStorage=complex64
+    QInt8Storage=qint8 QUInt8Storage=quint8 QInt32Storage=qint32 QUInt4x2Storage=quint4x2 QUInt2x4Storage=quint2x4
+    UntypedStorage=uint8 _UntypedStorage=uint8
+""")
 
 # https://github.com/huggingface/safetensors: the names in its headers.
-SAFETENSORS: dict[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn_x2",
-}
+SAFETENSORS: dict[str, str] = named("""
+    BOOL=bool U8=uint8 I8=int8 U16=uint16 I16=int16 U32=uint32 I32=int32 U64=uint64 I64=int64
+    F16=float16 BF16=bfloat16 F32=float32 F64=float64 C64=complex64
+    F8_E4M3=float8_e4m3fn F8_E5M2=float8_e5m2 F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2FNUZ=float8_e5m2fnuz
+    F8_E8M0=float8_e8m0fnu F4=float4_e2m1fn_x2
+""")
 
 # torch.export writes the ordinal of its own ScalarType enum (torch/_export/serde/schema.py).
 SCALAR_TYPES: dict[int, str] = {

@@ -134,28 +134,6 @@ class Pickle:
     part of a checkpoint of many pickles.
     """
 
-    __slots__ = (
-        "ambiguous",
-        "broken",
-        "built",
-        "calls",
-        "cut",
-        "end",
-        "extensions",
-        "globals",
-        "irregular",
-        "main",
-        "name",
-        "path",
-        "persistent",
-        "protocol",
-        "python2",
-        "rare",
-        "root",
-        "start",
-        "undecoded",
-    )
-
     def __init__(self, name: str, start: int = 0) -> None:
         self.name = name
         self.start = start

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
-from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Part, Record, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, GlobalUse, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
 from transload.findings import Noted, Problems, some
 from transload.formats.safetensors import looks_like
@@ -34,8 +34,7 @@ ReadFile = Callable[[str], Checkpoint]
 MAX_ENTRIES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """One level of a directory: files with their sizes, folders, and links that lead nowhere."""
 
     path: str
@@ -116,7 +115,7 @@ def _within(part: str, where: str) -> str:
     return f"{part} › {where}" if where else part
 
 
-class Merger:
+class Merger(Draft):
     """Reads files of a directory, and puts their checkpoints together into one.
 
     Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``; with ``named`` the tensors' names get the
@@ -124,19 +123,14 @@ class Merger:
     read, and ``prefix`` leads to it from the directory.
     """
 
-    def __init__(self, listing: Listing, read_file: ReadFile, *, named: bool = False) -> None:
-        self.path = listing.path
+    def __init__(self, listing: Listing, read_file: ReadFile, format_: str = "sharded", *, named: bool = False) -> None:
+        super().__init__(listing.path, format_, 0)
         self.listing = listing
         self.prefix = ""
         self.read_file = read_file
         self.named = named
         self.noted = Noted()
-        self.tensors: list[Tensor] = []
-        self.storages: list[Storage] = []
-        self.leaves: list[Leaf] = []
         self.globals: list[GlobalUse] = []
-        self.pickles: list[Pickle] = []
-        self.parts: list[Part] = []
         self.origins: list[Origin] = []
         self.checksummed = True
 
@@ -167,12 +161,12 @@ class Merger:
             if missed:
                 self.lost(name, kind)
             return None
-        self.take(part, checkpoint, steps=(part, *steps) if self.named else steps)
+        self.merge(part, checkpoint, steps=(part, *steps) if self.named else steps)
         facts = (("format", checkpoint.format), ("tensors", f"{len(checkpoint.tensors):,}"))
         self.parts.append(Part(part, kind, checkpoint.nbytes, facts))
         return checkpoint
 
-    def take(
+    def merge(
         self, part: str, checkpoint: Checkpoint, *, steps: tuple[Key, ...] = (), shift: int = 0, label: str = ""
     ) -> list[Tensor]:
         """Take in what a checkpoint holds, without a part of its own; its bytes lie ``shift`` into the file."""
@@ -196,23 +190,15 @@ class Merger:
         """Enter a part that should be there and is not."""
         self.parts.append(Part(self.prefix + name, f"missing {kind}", 0))
 
-    def checkpoint(self, format_: str, facts: tuple[tuple[str, str], ...] = (), flavour: str = "") -> Checkpoint:
+    def merged(self, facts: Iterable[tuple[str, str]] = (), flavour: str = "") -> Checkpoint:
         """Everything taken in, as one."""
         same = bool(self.origins) and all(origin == self.origins[0] for origin in self.origins)
-        return Checkpoint(
-            path=self.path,
-            format=format_,
+        return self.checkpoint(
             nbytes=sum(part.nbytes for part in self.parts),
             flavour=flavour,
-            tensors=tuple(self.tensors),
-            storages=tuple(self.storages),
-            globals=tuple(self.globals),
-            leaves=tuple(self.leaves),
-            parts=tuple(self.parts),
-            facts=facts,
+            facts=tuple(facts),
             written_by=self.origins[0] if same else Origin(),
             problems=self.noted.problems(),
-            pickles=tuple(self.pickles),
             checksummed=self.checksummed and bool(self.origins),
         )
 
@@ -285,7 +271,7 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         noted.add("shard-stray", "", f"{len(strays):,} files: {some(strays, 3)}")
     merger.parts.append(Part(index.name, "index", index.stat().st_size))
     facts = (("index", index.name), ("shards", f"{len(shards):,}"), ("tensors in the index", f"{len(weights):,}"))
-    return replace(merger.checkpoint("sharded", facts), path=index_path)
+    return replace(merger.merged(facts), path=index_path)
 
 
 def _read_index(index: Path, noted: Noted) -> tuple[dict[str, str], int | None]:
@@ -353,7 +339,7 @@ def _read_numbered(merger: Merger) -> Checkpoint:
             merger.note("shard-missing", "its number is not among the files", missing)
     others = [f"{other[0]}-…-of-{other[2]:05d}{other[1]}" for other in families if other != key]
     facts = (("shards", f"{len(shards):,} of {total:,}"), *((("also here, not read", some(others)),) if others else ()))
-    return merger.checkpoint("sharded", facts)
+    return merger.merged(facts)
 
 
 # -- the ranks of a parallel run
@@ -423,7 +409,7 @@ def _read_deepspeed(merger: Merger) -> Checkpoint:
     if "zero_to_fp32.py" in top.files:
         facts.append(("script", "zero_to_fp32.py is there to put the weights together; it runs as any program does"))
     lightning = tag == "checkpoint" or "checkpoint" in top.folders  # what Lightning calls the step
-    return merger.checkpoint("deepspeed", tuple(facts), "Lightning" if lightning else "")
+    return merger.merged(facts, "Lightning" if lightning else "")
 
 
 def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> Checkpoint:
@@ -437,13 +423,13 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
     facts: tuple[tuple[str, str], ...] = (("iteration", tag),) if tag else ()
     if not (tag or inside) or merger.noted.has("directory-unreadable"):
         merger.note("directory-unknown", "a Megatron directory without any iteration")
-        return merger.checkpoint("megatron", facts)
+        return merger.merged(facts)
     listing = merger.listing
     if {METADATA, "common.pt"} & listing.files.keys():
         facts += _read_dcp(merger, read_item)
         if "common.pt" in listing.files:
             merger.read("common.pt", "common")
-        return merger.checkpoint("megatron", facts)
+        return merger.merged(facts)
     # Folders ``mp_rank_TT_PPP``, each with one rank's files.
     ranks: set[tuple[int, ...]] = set()
     for folder in listing.folders:
@@ -459,14 +445,14 @@ def _read_megatron(merger: Merger, read_item: Callable[[Source], Checkpoint]) ->
             merger.read(f"{folder}/{name}", "rank")
     if not ranks:
         merger.note("directory-unknown", "no rank's folder is in it")
-        return merger.checkpoint("megatron", facts)
+        return merger.merged(facts)
     sizes = tuple(max(rank[axis] for rank in ranks if axis < len(rank)) + 1 for axis in range(max(map(len, ranks))))
     grid = product(*map(range, sizes)) if prod(sizes) <= MAX_RANKS else ()
     missing = [str(rank) for rank in grid if rank not in ranks]
     if missing:
         merger.note("rank-missing", f"{len(missing):,} of {prod(sizes):,} ranks: {some(missing, 8)}")
     layout = (("parallel layout", " × ".join(map(str, sizes))), ("ranks found", f"{len(ranks):,}"))
-    return merger.checkpoint("megatron", facts + layout)
+    return merger.merged(facts + layout)
 
 
 # -- torch.distributed.checkpoint
@@ -534,7 +520,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
                 elif offset < source.size:
                     found = read_item(Slice(source, offset, length, f"{part} › {fqn}"))
                     # Two items of one file may both call their storage "0".
-                    tensors = merger.take(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
+                    tensors = merger.merge(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
                     pieces.setdefault(fqn, {})[at] = tensors
             if opaque:
                 merger.note("dcp-transformed", f"{len(opaque):,} entries: {some(opaque, 3)}", file)
@@ -702,7 +688,8 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
     """
     listing = list_directory(path)
     kind = _kind(listing)
-    merger = Merger(listing, read_file, named=kind in ("megatron", "deepspeed"))
+    ranked = kind in ("megatron", "deepspeed")
+    merger = Merger(listing, read_file, kind if ranked or kind == "dcp" else "sharded", named=ranked)
     # The one file to read: by its usual name, or because no other looks like a checkpoint.
     likely = _likely(listing)
     main = next((name for name in _USUAL_NAMES if name in listing.files), likely[0] if len(likely) == 1 else "")
@@ -713,7 +700,7 @@ def read_directory(path: str, read_file: ReadFile, read_item: Callable[[Source],
         lightning = "meta.pt" in listing.files  # its sharded form
         if lightning:
             merger.read("meta.pt", "trainer state", steps=("meta.pt",), missed=False)
-        checkpoint = merger.checkpoint("dcp", facts, "Lightning" if lightning else "")
+        checkpoint = merger.merged(facts, "Lightning" if lightning else "")
     elif kind == "deepspeed":
         checkpoint = _read_deepspeed(merger)
     elif kind == "unpacked":
@@ -763,15 +750,14 @@ def _describe(listing: Listing) -> Checkpoint:
     if found:
         detail += f"; these look like checkpoints: {some(found, 8)}"
     noted.add("directory-unknown", "", detail)
-    parts: list[Part] = []
+    out = Draft(listing.path, "directory", sum(listing.files.values()), noted.problems())
     for name in found:
         try:
             size = Path(listing.path, name).stat().st_size
         except OSError:
             size = 0
-        parts.append(Part(name, "looks like a checkpoint", size))
-    nbytes = sum(listing.files.values())
-    return Checkpoint(listing.path, "directory", nbytes, parts=tuple(parts), problems=noted.problems())
+        out.parts.append(Part(name, "looks like a checkpoint", size))
+    return out.checkpoint()
 
 
 def _with_surroundings(checkpoint: Checkpoint, listing: Listing, read_file: ReadFile) -> Checkpoint:
@@ -857,41 +843,23 @@ def open_directory(path: str, problems: Problems) -> Archive:
     """The files of a directory as the records of an archive; those that cannot be are noted in ``problems``."""
     top = Path(os.path.realpath(path))
     records: dict[str, Record] = {}
-    count = 0
-    for folder, folders, files in os.walk(top):
-        here = Path(folder)
-        # Linked directories may lead anywhere, and round in circles.
-        for name in [name for name in folders if (here / name).is_symlink()]:
-            folders.remove(name)
-            where = (here / name).relative_to(top).as_posix()
-            problems.add("link-outside", where, "a linked directory is not read")
-        folders.sort()
-        if len(here.relative_to(top).parts) >= MAX_NESTED_FOLDERS and folders:
-            folders.clear()
-            problems.add("directory-too-long", detail=f"nested deeper than {MAX_NESTED_FOLDERS} directories")
-        # Numbers in order, as torch writes storages.
-        numbers = [name for name in files if name.isascii() and name.isdecimal() and len(name) < 20]
-        for name in (*sorted(numbers, key=int), *sorted(set(files).difference(numbers))):
-            count += 1
-            if count > MAX_UNPACKED_FILES:
-                problems.add("directory-too-long", detail=f"only its first {MAX_UNPACKED_FILES:,} files were read")
-                break
-            file = here / name
-            where = file.relative_to(top).as_posix()
-            if file.is_symlink() and top not in Path(os.path.realpath(file)).parents:
-                problems.add("link-outside", where, "a link that leads out of the directory is not followed")
-                continue
-            try:
-                status = file.stat()
-            except OSError as error:
-                problems.add("record-unreadable", where, error.strerror or str(error))
-                continue
-            if stat.S_ISREG(status.st_mode):
-                records[where] = Record(where, 0, status.st_size, status.st_size)
-            else:
-                problems.add("record-unreadable", where, "it is no regular file")
-        if count > MAX_UNPACKED_FILES:
+    for count, file in enumerate(_files_below(top, problems)):
+        if count >= MAX_UNPACKED_FILES:
+            problems.add("directory-too-long", detail=f"only its first {MAX_UNPACKED_FILES:,} files were read")
             break
+        where = file.relative_to(top).as_posix()
+        if file.is_symlink() and top not in Path(os.path.realpath(file)).parents:
+            problems.add("link-outside", where, "a link that leads out of the directory is not followed")
+            continue
+        try:
+            status = file.stat()
+        except OSError as error:
+            problems.add("record-unreadable", where, error.strerror or str(error))
+            continue
+        if stat.S_ISREG(status.st_mode):
+            records[where] = Record(where, 0, status.st_size, status.st_size)
+        else:
+            problems.add("record-unreadable", where, "it is no regular file")
 
     def read(record: Record, limit: int) -> Payload:
         if record.size > limit:
@@ -903,3 +871,20 @@ def open_directory(path: str, problems: Problems) -> Archive:
             return Payload(b"", intact=False, problem=error.what)
 
     return Archive(records, read, top.name)
+
+
+def _files_below(top: Path, problems: Problems) -> Iterator[Path]:
+    """The files of a directory and of those in it, numbers in order, as torch writes storages."""
+    for folder, folders, files in os.walk(top):
+        here = Path(folder)
+        # Linked directories may lead anywhere, and round in circles.
+        for name in [name for name in folders if (here / name).is_symlink()]:
+            folders.remove(name)
+            problems.add("link-outside", (here / name).relative_to(top).as_posix(), "a linked directory is not read")
+        folders.sort()
+        if len(here.relative_to(top).parts) >= MAX_NESTED_FOLDERS and folders:
+            folders.clear()
+            problems.add("directory-too-long", detail=f"nested deeper than {MAX_NESTED_FOLDERS} directories")
+        numbers = [name for name in files if name.isascii() and name.isdecimal() and len(name) < 20]
+        for name in (*sorted(numbers, key=int), *sorted(set(files).difference(numbers))):
+            yield here / name

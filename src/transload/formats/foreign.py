@@ -314,19 +314,16 @@ def _packed(view: View) -> Foreign | None:
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
+_MOBILE = "torch.jit.load may read it; its program runs."
+_MACH_O = (b"\xfe\xed\xfa\xce", b"\xfe\xed\xfa\xcf", b"\xce\xfa\xed\xfe", b"\xcf\xfa\xed\xfe")
+
 # (offset, bytes, format, title, fix). The first match counts.
-_MAGIC: tuple[tuple[int, bytes, str, str, str], ...] = (
+_MAGIC: tuple[tuple[int, bytes | tuple[bytes, ...], str, str, str], ...] = (
     (0, b"lmgg", "ggml", "a GGML model (older than GGUF)", "Convert it with llama.cpp's scripts."),
     (0, b"fmgg", "ggml", "a GGML model (ggmf, older than GGUF)", "Convert it with llama.cpp's scripts."),
     (0, b"tjgg", "ggml", "a GGML model (ggjt, older than GGUF)", "Convert it with llama.cpp's scripts."),
     (4, b"TFL3", "tflite", "a TensorFlow Lite model", "Run it with the TensorFlow Lite interpreter."),
-    (
-        4,
-        b"PTMF",
-        "torch-mobile",
-        "a PyTorch mobile model (flatbuffer)",
-        "torch.jit.load may read it; its program runs.",
-    ),
+    (4, b"PTMF", "torch-mobile", "a PyTorch mobile model (flatbuffer)", _MOBILE),
     (0, b"ftrt", "tensorrt", "a TensorRT engine", "Load it with the TensorRT release and GPU it was built for."),
     (0, b"SQLite format 3\0", "sqlite", "an SQLite database", "sqlite3 {file} .tables"),
     (0, b"PAR1", "parquet", "a Parquet table", "pandas.read_parquet({path!r})"),
@@ -336,10 +333,7 @@ _MAGIC: tuple[tuple[int, bytes, str, str, str], ...] = (
     (0, b"MATLAB 7.3 MAT-file", "matlab", "a MATLAB 7.3 file", "h5py.File({path!r})"),
     (0, b"\x12\x01\0\0\0\0\0\0", "mxnet", "an MXNet parameter file", "mxnet.nd.load({path!r})"),
     (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _ASIDE),
-    (0, b"\xfe\xed\xfa\xce", "mach-o", "a macOS program or library", _ASIDE),
-    (0, b"\xfe\xed\xfa\xcf", "mach-o", "a macOS program or library", _ASIDE),
-    (0, b"\xce\xfa\xed\xfe", "mach-o", "a macOS program or library", _ASIDE),
-    (0, b"\xcf\xfa\xed\xfe", "mach-o", "a macOS program or library", _ASIDE),
+    (0, _MACH_O, "mach-o", "a macOS program or library", _ASIDE),
     (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _ASIDE),
     (0, b"%PDF-", "pdf", "a PDF document", _ASIDE),
     (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _ASIDE),
@@ -664,11 +658,6 @@ def _identify(view: View) -> Foreign:
 _AGAIN = "Save or download it again, and compare the sizes."
 
 
-def mangled(source: Source) -> Foreign | None:
-    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
-    return _mangled(View(source))
-
-
 def _zeros(view: View) -> Foreign | None:
     """Nothing but zeros, by all samples."""
     if view.head.strip(b"\0") or view.tail.strip(b"\0"):
@@ -709,6 +698,11 @@ def _http(view: View) -> Foreign | None:
     return Foreign("http", title, inner.details, fix, inner.holds)
 
 
+def mangled(source: Source) -> Foreign | None:
+    """How a checkpoint was spoilt by being copied as text, if it was; such a one still begins like a checkpoint."""
+    return _mangled(View(source))
+
+
 def _mangled(view: View) -> Foreign | None:
     """A binary file that was copied as text: line ends doubled, or bytes replaced by U+FFFD."""
     head = view.head
@@ -719,12 +713,12 @@ def _mangled(view: View) -> Foreign | None:
         return Foreign("crlf", title, (seen,), (_BINARY, *_UNDONE, rescue_command(view.path)), ".pt")
     decoded = ""
     if head.startswith((b"PK\x03\x04", b"\xef\xbf\xbd", b"\xc2\x80")):
-        try:  # whether it decodes, the last character aside; binary data never does for long
+        valid = len(head)  # bytes that decode: all but the last character; binary data never does for long
+        try:
             head.decode("utf-8")
-            decoded = head[:-4].decode("utf-8", "replace")
         except UnicodeDecodeError as error:
-            if error.start >= len(head) - 4 and len(head) > 8:
-                decoded = head[:-4].decode("utf-8", "replace")
+            valid = error.start if len(head) > 8 else 0
+        decoded = head[:-4].decode("utf-8", "replace") if valid >= len(head) - 4 else ""
     if decoded.count("\ufffd") >= 4:
         title = "a binary file that was read and written as text: its bytes above 127 are lost"
         return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Origin, Part, Record, Storage, Tensor
-from transload.dtypes import ITEMSIZE, itemsize
+from transload.dtypes import ITEMSIZE, itemsize, named
 from transload.findings import Problem, Problems, some
 from transload.formats import pickle_machine
 from transload.formats.tensors import Tree, find_tensors, moved_storage, moved_tensor
@@ -398,18 +398,12 @@ _WRAPPERS = frozenset(
     f"torch.jit._pickle.{name}"
     for name in ("restore_type_tag", "build_intlist", "build_tensorlist", "build_doublelist", "build_boollist")
 )
-_STORAGES = {
-    "Float8_e4m3fnStorage": "float8_e4m3fn",
-    "Float8_e4m3fnuzStorage": "float8_e4m3fnuz",
-    "Float8_e5m2Storage": "float8_e5m2",
-    "Float8_e5m2fnuzStorage": "float8_e5m2fnuz",
-    "Float8_e8m0fnuStorage": "float8_e8m0fnu",
-    "Float4_e2m1fn_x2Storage": "float4_e2m1fn_x2",
-    "ComplexHalfStorage": "complex32",
-    "UInt16Storage": "uint16",
-    "UInt32Storage": "uint32",
-    "UInt64Storage": "uint64",
-}
+_STORAGES = named("""
+    Float8_e4m3fnStorage=float8_e4m3fn Float8_e4m3fnuzStorage=float8_e4m3fnuz Float8_e5m2Storage=float8_e5m2
+    Float8_e5m2fnuzStorage=float8_e5m2fnuz Float8_e8m0fnuStorage=float8_e8m0fnu
+    Float4_e2m1fn_x2Storage=float4_e2m1fn_x2 ComplexHalfStorage=complex32
+    UInt16Storage=uint16 UInt32Storage=uint32 UInt64Storage=uint64
+""")
 _LAYOUTS = {1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc"}
 
 
@@ -452,17 +446,9 @@ def _plain(archive: Archive, name: str) -> Pickle:
 
 # -- TorchScript of 1.0 to 1.2: model.json, with the other attributes in attributes.pkl
 
-_DATA_TYPES = {
-    "FLOAT": "float32",
-    "DOUBLE": "float64",
-    "FLOAT16": "float16",
-    "INT64": "int64",
-    "INT32": "int32",
-    "INT16": "int16",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "BOOL": "bool",
-}
+_DATA_TYPES = named(
+    "FLOAT=float32 DOUBLE=float64 FLOAT16=float16 INT64=int64 INT32=int32 INT16=int16 INT8=int8 UINT8=uint8 BOOL=bool"
+)
 
 
 def _read_old(out: Program) -> Tree:
