@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transload.formats.zip import central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.judge import inspect
 from transload.retagging import retag
 

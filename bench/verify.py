@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from transload.formats.pickle_writer import dumps
-from transload.formats.zip import central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.checksums import combined, fastest_crc32
 from transload.nodes import Call, Global, Persistent
 from transload.verifying import verify

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
-from transload.frozen import facts
+from transload.frozen import NamedTuple, facts
 
 
 @facts(frozen=True)
@@ -62,3 +63,21 @@ def test_hash_goes_by_value_and_needs_hashable_fields(kind: Any) -> None:
 
 def test_it_shows_itself(kind: Any) -> None:
     assert repr(kind("a", (1,))) == f"{kind.__name__}(name='a', sizes=(1,), table={{}})"
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    name: str
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return len(self.sizes)
+
+
+def test_named_tuples_have_defaults_methods_and_a_place() -> None:
+    row = Row("a", sizes=(1, 2))
+    assert (row.numel, Row("b").sizes, row._replace(name="c").name) == (2, (), "c")
+    assert (Row.__doc__, Row._fields, Row.__annotations__["name"]) == ("A row of a table.", ("name", "sizes"), "str")
+    assert pickle.loads(pickle.dumps(row)) == row == ("a", (1, 2))

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
-from transload.frozen import facts
+from transload.frozen import NamedTuple, facts
 
 if TYPE_CHECKING:
     from transload.nodes import Pickle

@@ -132,7 +132,7 @@ class Portrait:
 
 def portrait(pickle: Pickle) -> list[str]:
     drawn = Portrait()
-    for slot in Pickle.__slots__:
+    for slot in vars(Pickle("")):
         value = getattr(pickle, slot)
         drawn.add(sorted(value) if slot == "rare" else list(value.items()) if slot == "globals" else value)
     return drawn.lines

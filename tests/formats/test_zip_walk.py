@@ -15,7 +15,8 @@ from tests.each import each
 from tests.forge import Entry, archive, entries, ordered, pickled, remade, tensor
 
 from transload.checkpoint import Checkpoint
-from transload.formats.zip import read_index, walk_index
+from transload.formats.zip import read_index
+from transload.formats.zip_walk import walk_index
 from transload.io.sources import BytesSource
 from transload.judge import inspect
 

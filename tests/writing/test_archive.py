@@ -15,8 +15,17 @@ import pytest
 from tests.each import each
 
 from transload.formats import zip_writer as archive
-from transload.formats.zip import central_entry, descriptor, local_header, small_records
-from transload.formats.zip_writer import Bunch, Checksums, Chunk, Record, write_archive
+from transload.formats.zip_writer import (
+    Bunch,
+    Checksums,
+    Chunk,
+    Record,
+    central_entry,
+    descriptor,
+    local_header,
+    small_records,
+    write_archive,
+)
 from transload.io.atomic import FileObject, SystemFile
 
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-from transload.formats.zip import central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 
 TINY = [("a/data.pkl", b"\x80\x02}."), ("a/data/0", bytes(range(200))), ("a/data/1", b""), ("a/version", b"3\n")]
 

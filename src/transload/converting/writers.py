@@ -20,8 +20,19 @@ from transload.converting.plan import NUMPY_DTYPES, SAFETENSORS_DTYPES, Plan, me
 from transload.converting.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
 from transload.dtypes import ITEMSIZE
 from transload.errors import ConvertError
-from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
-from transload.formats.zip_writer import PIECE, SMALL, Bunch, Chunk, Record, write_checkpoint
+from transload.formats.zip import ALIGNMENT
+from transload.formats.zip_writer import (
+    PIECE,
+    SMALL,
+    Bunch,
+    Chunk,
+    Record,
+    central_entry,
+    descriptor,
+    end_of_archive,
+    local_header,
+    write_checkpoint,
+)
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:

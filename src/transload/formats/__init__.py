@@ -145,7 +145,7 @@ def _named(source: Source, what: Foreign, index: ZipIndex | None = None) -> Chec
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
-    from transload.formats.zip import read_index, walk_index
+    from transload.formats.zip import read_index
 
     index = read_index(source)
     if not index.ok:
@@ -154,6 +154,8 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         copied_as_text = mangled(source)
         if copied_as_text:
             return _named(source, copied_as_text)
+        from transload.formats.zip_walk import walk_index
+
         index = walk_index(source, index)
     archive = Archive.of_zip(source, index)
     reader = _zip_reader(archive)

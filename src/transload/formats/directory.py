@@ -14,7 +14,6 @@ from contextlib import closing
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint, Draft, GlobalUse, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
@@ -23,7 +22,7 @@ from transload.formats.safetensors import looks_like
 from transload.formats.tensors import joined, moved_storage, moved_tensor
 from transload.formats.torch_zip import Archive, pickle_problems, read_torch_zip
 from transload.formats.zip import Payload
-from transload.frozen import replace
+from transload.frozen import NamedTuple, replace
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
 

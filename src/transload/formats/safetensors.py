@@ -8,11 +8,12 @@ says so.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.findings import Noted, some
+from transload.frozen import NamedTuple
 from transload.io.sources import Source
 
 PREFIX = 8

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor, contiguous
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
 from transload.findings import Noted, Problem
+from transload.frozen import NamedTuple
 from transload.nodes import REBUILD_ARGUMENTS, Big, Call, Dict, Global, Persistent, Pickle, Set, module_class
 
 _MAX_TEXT = 200

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
 from transload.dtypes import SCALAR_TYPES
@@ -41,7 +41,7 @@ from transload.formats.torch_zip import (
     storage_table,
 )
 from transload.formats.zip import read_index, starts_like_zip
-from transload.frozen import replace
+from transload.frozen import NamedTuple, replace
 from transload.io.sources import BytesSource, Slice, Source
 from transload.nodes import Dict
 

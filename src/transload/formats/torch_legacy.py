@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Draft
 from transload.dtypes import ITEMSIZE, STORAGES
@@ -23,6 +23,7 @@ from transload.formats.pickle_machine import run_at
 from transload.formats.tensors import Place, Slot, StorageTable, claimed, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
+from transload.frozen import NamedTuple
 from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
 

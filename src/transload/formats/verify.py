@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
-from typing import NamedTuple
 from zlib import crc32
 from zlib import error as zlib_error
 
 from transload.checkpoint import Record, Storage
 from transload.errors import CannotReadError
 from transload.findings import Problem
+from transload.frozen import NamedTuple
 from transload.io.checksums import combined, fastest_crc32
 from transload.io.pool import each, threads
 from transload.io.sources import Source, inflated

@@ -1,37 +1,26 @@
-r"""Zip archives: their structures, the reader of their directory, and records as torch's own writer makes them.
+"""Zip archives: their structures, and the reader of their directory.
 
 An archive is
 
     header · bytes · descriptor, for each record; central entry, for each record; end
 
 ``read_index`` reads the end record, the central directory and every local header, and compares them: what makes two
-readers see two things is a problem. ``read_payload`` reads one record. ``local_header``, ``descriptor``,
-``central_entry`` and ``end_of_archive`` are the bytes that torch writes around records. torch stores every record as
-it is. Its header does not give its size: size and checksum follow the bytes, in a descriptor, so a record can be
-written before its checksum is known. A padding field in the header aligns the bytes.
+readers see two things is a problem. ``read_payload`` reads one record.
 
 An archive has tens of thousands of entries, and in nearly all of them nothing is unusual. So names are first checked
 all at once, joined by newlines, and headers are first compared with the one before.
-
->>> data = b"3\n"
->>> start = local_header(b"a/version", len(data), 0)
->>> record = start + data + descriptor(len(data), 0x5567_6311, 0)
->>> entry = central_entry(b"a/version", len(data), 0x5567_6311, 0)
->>> archive = record + entry + end_of_archive(1, len(record), len(entry))
->>> archive.index(data) % ALIGNMENT, len(archive) == len(record) + len(entry) + len(end_of_archive(1, 0, 0))
-(0, True)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from struct import Struct
-from typing import NamedTuple
-from zlib import crc32, decompressobj
+from zlib import crc32
 from zlib import error as zlib_error
 
 from transload.checkpoint import Record
 from transload.findings import Problem, Problems
+from transload.frozen import NamedTuple
 from transload.io.sources import Source, inflated
 
 # The structures, each with its signature.
@@ -48,8 +37,8 @@ ALL32 = 0xFFFFFFFF  # the number is in the zip64 field
 # The same, with what is usually equal from one record to the next in one piece.
 _LOCAL_IN_SHORT = Struct("<26s2H")
 _LOCAL_NUMBERS = Struct("<4s5H3L")
-_CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
-_NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
+CENTRAL_IN_SHORT = Struct("<16s3LH12sL")
+NOTHING_ELSE = bytes(12)  # no extra field, no comment, disk 0, no attributes
 
 MAX_PAYLOAD = 512 << 20
 """No index record of a real checkpoint comes near: 20,000 tensors take 2 MB. Larger ones are not read into memory."""
@@ -69,13 +58,6 @@ _new = tuple.__new__  # a named tuple in one call, without the Python function t
 
 ALIGNMENT = 64
 """torch's default, at which a mapped file gives tensors that every vector unit reads at full speed."""
-
-_FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
-_FLAGS_OF_NOTHING = 0x0800  # nothing follows no bytes
-_MADE_BY = 0x031E  # in the end record alone, as miniz has it: Unix, version 3.0
-_NEEDED = 45  # the first version of the specification with 64-bit sizes
-_LOCAL_HEAD = LOCAL.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, 0, 0)[:26]
-_CENTRAL_HEAD = CENTRAL.pack(b"PK\x01\x02", 0, 0, _FLAGS, *[0] * 13)[:16]
 
 
 class Entry(NamedTuple):
@@ -305,9 +287,9 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     position, last = 0, len(raw) - CENTRAL.size
     plain, flags, method = b"", 0, 0  # how an entry begins in which nothing was odd
     while position <= last and len(entries) < _MAX_ENTRIES:
-        begin, crc, stored, nbytes, n_name, rest, header = _CENTRAL_IN_SHORT.unpack_from(raw, position)
+        begin, crc, stored, nbytes, n_name, rest, header = CENTRAL_IN_SHORT.unpack_from(raw, position)
         end = position + CENTRAL.size + n_name
-        if begin == plain and rest == _NOTHING_ELSE and stored == nbytes and raw[end - 1 : end] != b"/":
+        if begin == plain and rest == NOTHING_ELSE and stored == nbytes and raw[end - 1 : end] != b"/":
             name = raw[position + CENTRAL.size : end]
             entries.append(_new(Entry, (name, flags, method, crc, stored, nbytes, header)))
             position = end
@@ -490,235 +472,3 @@ def read_payload(source: Source, record: Record, limit: int = MAX_PAYLOAD) -> Pa
     if problem:
         return Payload(raw, intact=False, problem=problem)
     return Payload(raw[: record.size], intact=record.crc32 is None or crc32(raw) == record.crc32)
-
-
-# -- an archive without its directory, read from the local headers: what is left of a cut-off checkpoint
-#
-# torch writes no sizes into local headers, so the walk has to know them: ``data.pkl`` ends where its pickle ends, a
-# storage is as long as the pickle says, and other records end where a descriptor with their own checksum begins.
-# torch.save writes ``data.pkl`` first (from 1.6 on), so a truncated file usually still tells what it held.
-
-_DESCRIPTOR = b"PK\x07\x08"
-_TWO = Struct("<2L")
-_CHUNK = 1 << 20
-_BLOCK = 512
-_PICKLE_WINDOW = 1 << 16
-
-_MAX_SEARCH = 256 << 20
-"""How far the end of a record is looked for; only TorchScript writes large records before it tells their sizes."""
-
-_MAX_STEPS = 1_000_000
-"""A gigabyte of empty headers would keep us for minutes; 20,000 tensors are 20,006 records."""
-
-
-def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
-    """The records that can be found by going from header to header; the problems of ``broken`` and what was lost."""
-    walk = _Walk(source, Problems(broken.problems))
-    for _ in range(_MAX_STEPS):
-        if not walk.step():
-            break
-    reached = min(walk.position, source.size)
-    detail = f"{len(walk.records)} records were found without it, up to byte {reached} of {source.size}"
-    walk.problems.add("zip-walked", detail=detail)
-    # Zero bytes at the end, as far as a megabyte tells: a full disk, or a download that was set up and never came.
-    tail = source.read(max(0, source.size - (1 << 20)), 1 << 20)
-    zeros = len(tail) - len(tail.rstrip(b"\0"))
-    if zeros >= _BLOCK:
-        walk.problems.add("zeros-at-end", detail=f"the file ends in at least {zeros} zero bytes")
-    problems = tuple(walk.problems)
-    return ZipIndex(walk.root, walk.records, problems, by_torch=True, end=walk.position, ok=bool(walk.records))
-
-
-class _Walk:
-    def __init__(self, source: Source, problems: Problems) -> None:
-        self.source = source
-        self.problems = problems
-        self.position = 0
-        self.root = ""
-        self.records: dict[str, Record] = {}
-        self.sizes: dict[str, int] = {}  # of the storages, by key
-
-    def step(self) -> bool:
-        """Take the record at the present position; false where there is none, or it is cut."""
-        raw = self.source.read(self.position, LOCAL.size)
-        if len(raw) < LOCAL.size or raw[:4] != b"PK\x03\x04":
-            return False
-        _, _, flags, method, _, _, crc, stored, size, n_name, n_extra = LOCAL.unpack(raw)
-        head = self.source.read(self.position + LOCAL.size, n_name + n_extra)
-        if len(head) < n_name:
-            return False
-        name, extra = text_of(head[:n_name]), head[n_name:]
-        if not self.records:
-            self.root = name.partition("/")[0] if "/" in name else ""
-        if self.root:
-            name = name[len(self.root) + 1 :] if name.startswith(f"{self.root}/") else f"/{name}"
-        if len(extra) < n_extra:
-            if not self.records:  # all that is left, and it tells what the file was
-                self._add(Record(name, None, 0, 0, None, method))
-            return False
-        offset = self.position + LOCAL.size + n_name + n_extra
-        if ALL32 in (stored, size):
-            size, stored = widen(extra, size, stored)
-        if flags & 8 and not stored:
-            stored, size = self._unpacked(offset) if method == 8 else (self._measure(name, offset),) * 2
-        if stored < 0:
-            return False
-        present = max(0, min(stored, self.source.size - offset))
-        end = offset + stored
-        if flags & 8:
-            # Its checksum is in the descriptor after it: 24 bytes where zip64 was needed, else 16.
-            after = self.source.read(end, 24)
-            crc = None
-            if after[:4] == _DESCRIPTOR and len(after) >= 16:
-                crc = int.from_bytes(after[4:8], "little")
-                end += 24 if extra[:2] == b"\x01\x00" else 16
-            elif end + 16 <= self.source.size:
-                self.problems.add("zip-no-descriptor", name, f"none at byte {end}, where it should end")
-        self._add(Record(name, offset, size, present, crc if present == stored else None, method))
-        self.position = end
-        return bool(present == stored and end < self.source.size)
-
-    def _add(self, record: Record) -> None:
-        """Enter a record; an earlier one of its name keeps a place under another, so that both are looked at."""
-        earlier = self.records.pop(record.name, None)
-        if earlier is not None:
-            where = f"at byte {earlier.offset} and at byte {record.offset}"
-            self.problems.add("zip-found-twice", record.name, where)
-            aside = f"{earlier.name}@{earlier.offset}"
-            self.records[aside] = earlier._replace(name=aside)
-        self.records[record.name] = record
-
-    def _measure(self, name: str, offset: int) -> int:
-        """How long a record must be; -1 where nothing tells."""
-        if name.endswith(".pkl"):
-            from transload.formats.pickle_machine import run_at
-            from transload.formats.tensors import claimed
-
-            pickle, end = run_at(self.source, offset, name, _PICKLE_WINDOW)
-            if pickle.broken:
-                return max(0, self.source.size - offset)
-            if name == "data.pkl":
-                self.sizes = {key: slot.nbytes for key, slot in claimed(pickle).items()}
-            return end - offset
-        key = name.partition("/")[2]
-        if key in self.sizes and name.startswith(("data/", "tensors/")):
-            return self.sizes[key]
-        return self._search(offset)
-
-    def _search(self, offset: int) -> int:
-        """Length of a record that ends where a descriptor with its own checksum begins; -1 if there is none."""
-        value = 0
-        for start in range(offset, min(offset + _MAX_SEARCH, self.source.size), _CHUNK):
-            window = self.source.read(start, _CHUNK + 11)  # a descriptor may begin in this chunk and end in the next
-            done, at = 0, window.find(_DESCRIPTOR)
-            while 0 <= at < _CHUNK:
-                value, done = crc32(window[done:at], value), at
-                length = start + at - offset
-                if window[at + 4 : at + 12] == _TWO.pack(value, length & ALL32):
-                    return length
-                at = window.find(_DESCRIPTOR, at + 1)
-            value = crc32(window[done:_CHUNK], value)
-        return -1
-
-    def _unpacked(self, offset: int) -> tuple[int, int]:
-        """Both lengths of a deflated record, which tells its own end; -1 if it does not. TorchScript packs its code."""
-        unpack, size = decompressobj(-15), 0
-        for start in range(offset, min(offset + _MAX_SEARCH, self.source.size), _BLOCK):
-            try:
-                size += len(unpack.decompress(self.source.read(start, _BLOCK)))
-            except zlib_error:
-                break
-            if unpack.eof:
-                return start + _BLOCK - len(unpack.unused_data) - offset, size
-        return -1, -1
-
-
-# -- what torch writes around records
-
-
-def local_header(name: bytes, size: int, offset: int, alignment: int = ALIGNMENT) -> bytes:
-    """What stands before the bytes of a record, with the padding that brings them to a multiple of ``alignment``.
-
-    ``name`` is the whole name, its folder with it; ``offset`` is where the header begins in the archive.
-    """
-    wide = _wide(size, 0, offset)
-    padding = -(offset + LOCAL.size + len(name) + len(wide) + EXTRA.size) % alignment
-    flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    extra = len(wide) + EXTRA.size + padding
-    head = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra)
-    return b"".join((head, name, wide, b"FB", padding.to_bytes(2, "little"), b"Z" * padding))
-
-
-def descriptor(size: int, crc32: int, offset: int) -> bytes:
-    """What follows the bytes of a record whose header begins at ``offset``: nothing if it has none."""
-    if not size:
-        return b""
-    form = DESCRIPTOR64 if max(size, offset) >= ALL32 else DESCRIPTOR
-    return form.pack(b"PK\x07\x08", crc32, size, size)
-
-
-def central_entry(name: bytes, size: int, crc32: int, offset: int) -> bytes:
-    """The line of the directory for a record whose header begins at ``offset``."""
-    wide = _wide(size, size, offset)
-    flags = _FLAGS if size else _FLAGS_OF_NOTHING
-    told = min(size, ALL32)
-    rest = (len(name), len(wide), 0, 0, 0, 0, min(offset, ALL32))
-    head = CENTRAL.pack(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc32, told, told, *rest)
-    return head + name + wide if wide else head + name
-
-
-def end_of_archive(count: int, start: int, size: int) -> bytes:
-    """What follows a directory of ``count`` entries and ``size`` bytes which begins at ``start``; it ends the file."""
-    end = start + size
-    wide = END64.pack(b"PK\x06\x06", END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
-    locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-    told = min(count, 0xFFFF)
-    return wide + locator + END.pack(b"PK\x05\x06", 0, 0, told, told, min(size, ALL32), min(start, ALL32), 0)
-
-
-def small_records(
-    named: Iterable[tuple[bytes, bytes]], offset: int, alignment: int, checksums: list[int]
-) -> tuple[list[bytes], list[bytes], int]:
-    """The bytes of records from ``offset`` on, those of their directory, and where they end; each in many parts.
-
-    What ``local_header``, ``descriptor`` and ``central_entry`` would make, at a third of the time.
-    """
-    out: list[bytes] = []
-    entries: list[bytes] = []
-    fillers: dict[int, bytes] = {}
-    lengths, describe, enter = EXTRA.pack, DESCRIPTOR.pack, _CENTRAL_IN_SHORT.pack
-    for name, content in named:
-        size, length, checksum = len(content), len(name), crc32(content)
-        checksums.append(checksum)
-        if not size or offset >= ALL32 - size:
-            header = local_header(name, size, offset, alignment)
-            tail = descriptor(size, checksum, offset)
-            out += (header, content, tail)
-            entries.append(central_entry(name, size, checksum, offset))
-            offset += len(header) + size + len(tail)
-            continue
-        least = offset + 34 + length
-        padding = -least % alignment
-        if padding not in fillers:
-            fillers[padding] = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        out += (
-            _LOCAL_HEAD,
-            lengths(length, padding + 4),
-            name,
-            fillers[padding],
-            content,
-            describe(b"PK\x07\x08", checksum, size, size),
-        )
-        entries += (enter(_CENTRAL_HEAD, checksum, size, size, length, _NOTHING_ELSE, offset), name)
-        offset = least + padding + size + 16
-    return out, entries, offset
-
-
-def _wide(size: int, stored: int, offset: int) -> bytes:
-    """The field of what does not fit into 32 bits: empty if all does."""
-    if size < ALL32 and offset < ALL32:
-        return b""
-    numbers = [size, stored] if size >= ALL32 else []
-    if offset >= ALL32:
-        numbers.append(offset)
-    return EXTRA.pack(1, 8 * len(numbers)) + b"".join(number.to_bytes(8, "little") for number in numbers)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problems
-from transload.formats.zip import ALIGNMENT, central_entry, descriptor, end_of_archive, local_header
+from transload.formats.zip import ALIGNMENT
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
 from transload.rescuing.result import Certainty, LostRecord, Repair

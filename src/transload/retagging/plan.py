@@ -17,18 +17,8 @@ from transload.devices import KINDS, near_kind
 from transload.errors import RetagError, UsageError
 from transload.findings import quoted, rescue_command
 from transload.formats import read_source
-from transload.formats.zip import (
-    CENTRAL,
-    END,
-    END64,
-    LOCAL,
-    LOCATOR64,
-    central_entry,
-    descriptor,
-    end_of_archive,
-    local_header,
-    widen,
-)
+from transload.formats.zip import CENTRAL, END, END64, LOCAL, LOCATOR64, widen
+from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import facts
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
