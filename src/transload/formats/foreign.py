@@ -125,46 +125,30 @@ CHECKPOINT_INSIDE = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|pt2)\.\w+$", re.
 
 _ASIDE = "Check the path: this is another kind of file."
 
-# (format, title, patterns that each must match a name, fix). The first that matches is the answer, so the special ones
-# come before the general.
-_ZIPS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
-    ("torch-zip", "a PyTorch checkpoint (zip)", (r"^[^/]+/data\.pkl$",), ""),
-    ("torch-zip-flat", "a PyTorch checkpoint zipped again without its top folder", (r"^data\.pkl$",), ""),
-    (
-        "torchserve",
-        "a TorchServe model archive (.mar)",
-        (r"^MAR-INF/MANIFEST\.json$",),
-        "Unpack it and take the weights: unzip {file}",
-    ),
-    (
-        "stable-baselines3",
-        "a Stable-Baselines3 model",
-        (r"(^|/)policy\.pth$", r"(^|/)pytorch_variables\.pth$"),
-        "Load it with stable_baselines3, or take the weights out: unzip {file} policy.pth",
-    ),
-    ("npz", "a NumPy archive (.npz)", (r"\.npy$",), "numpy.load({path!r}, allow_pickle=False)"),
-    (
-        "keras",
-        "a Keras model (.keras)",
-        (r"^config\.json$", r"\.weights\.h5$"),
-        "keras.models.load_model({path!r}), or export it to PyTorch from there",
-    ),
-    ("apk", "an Android package", (r"^AndroidManifest\.xml$",), _ASIDE),
-    ("jar", "a Java archive", (r"^META-INF/MANIFEST\.MF$",), _ASIDE),
-    ("docx", "a Word document", (r"^\[Content_Types\]\.xml$", r"^word/"), _ASIDE),
-    ("xlsx", "an Excel workbook", (r"^\[Content_Types\]\.xml$", r"^xl/"), _ASIDE),
-    ("pptx", "a PowerPoint presentation", (r"^\[Content_Types\]\.xml$", r"^ppt/"), _ASIDE),
-    ("epub", "an electronic book (EPUB)", (r"^META-INF/container\.xml$",), _ASIDE),
-    ("odf", "an OpenDocument file", (r"^META-INF/manifest\.xml$", r"^content\.xml$"), _ASIDE),
-    ("wheel", "a Python wheel", (r"^[^/]+\.dist-info/WHEEL$",), "Install it instead: pip install {file}"),
-    ("coreml", "a Core ML package", (r"com\.apple\.CoreML|\.mlmodel$",), "Open it with coremltools."),
-    (
-        "tensorflow",
-        "a TensorFlow SavedModel, zipped",
-        (r"(^|/)saved_model\.pb$",),
-        "unzip {file} and load the folder with tf.saved_model.load",
-    ),
-)
+# Format, title, patterns that each must match a name, and the fix: none for a checkpoint, ! for another kind of file.
+# The first that matches is the answer, so the special ones come before the general. A line that begins with a space
+# belongs to the row before.
+_ZIPS = r"""
+torch-zip; a PyTorch checkpoint (zip); ^[^/]+/data\.pkl$;
+torch-zip-flat; a PyTorch checkpoint zipped again without its top folder; ^data\.pkl$;
+torchserve; a TorchServe model archive (.mar); ^MAR-INF/MANIFEST\.json$; Unpack it and take the weights: unzip {file}
+stable-baselines3; a Stable-Baselines3 model; (^|/)policy\.pth$ (^|/)pytorch_variables\.pth$;
+ Load it with stable_baselines3, or take the weights out: unzip {file} policy.pth
+npz; a NumPy archive (.npz); \.npy$; numpy.load({path!r}, allow_pickle=False)
+keras; a Keras model (.keras); ^config\.json$ \.weights\.h5$;
+ keras.models.load_model({path!r}), or export it to PyTorch from there
+apk; an Android package; ^AndroidManifest\.xml$; !
+jar; a Java archive; ^META-INF/MANIFEST\.MF$; !
+docx; a Word document; ^\[Content_Types\]\.xml$ ^word/; !
+xlsx; an Excel workbook; ^\[Content_Types\]\.xml$ ^xl/; !
+pptx; a PowerPoint presentation; ^\[Content_Types\]\.xml$ ^ppt/; !
+epub; an electronic book (EPUB); ^META-INF/container\.xml$; !
+odf; an OpenDocument file; ^META-INF/manifest\.xml$ ^content\.xml$; !
+wheel; a Python wheel; ^[^/]+\.dist-info/WHEEL$; Install it instead: pip install {file}
+coreml; a Core ML package; com\.apple\.CoreML|\.mlmodel$; Open it with coremltools.
+tensorflow; a TensorFlow SavedModel, zipped; (^|/)saved_model\.pb$;
+ unzip {file} and load the folder with tf.saved_model.load
+"""
 
 
 def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
@@ -174,11 +158,12 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
     'a zip archive with a checkpoint inside: weights/ok.pt'
     """
     ours = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
-    for format_, title, patterns, advice in _ZIPS:
-        if all(any(re.search(pattern, name) for name in ours) for pattern in patterns):
-            holds = ".pt" if format_.startswith("torch-zip") else ""
-            fix = taken_out(path, holds) if holds else (advice.format(file=quoted(path), path=path),)
-            return Foreign(format_, title, _records(ours), fix, holds)
+    for row in _ZIPS.replace("\n ", " ").strip().split("\n"):
+        format_, title, patterns, advice = (part.strip() for part in row.split(";"))
+        if all(any(re.search(pattern, name) for name in ours) for pattern in patterns.split()):
+            holds = "" if advice else ".pt"
+            words = _ASIDE if advice == "!" else advice.format(file=quoted(path), path=path)
+            return Foreign(format_, title, _records(ours), taken_out(path, holds) if holds else (words,), holds)
     inside = [name for name in ours if CHECKPOINT_NAME.search(name)]
     if inside:
         found = _holding("zip", "a zip archive", inside, ours, f"unzip {quoted(path)}")

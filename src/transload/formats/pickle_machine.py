@@ -356,6 +356,9 @@ _WIDTHS = {
 _STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (_WEIGHTS_ONLY | {*_REFUSED}) - {*b".", *_LINES, *_COUNTED}}
 """From an opcode to the next one, where that is always as far."""
 
+_MARKED = frozenset(b"1uedlo\x90\x91")
+"""Opcodes that take what is above the last MARK: POP_MARK, SETITEMS, APPENDS, DICT, LIST, OBJ, ADDITEMS, FROZENSET."""
+
 _MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
 _MAX_KEY_PARTS = 16
 _UNHASHABLE = frozenset({list, bytearray, Dict})
@@ -576,9 +579,10 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
 
 def _rare(vm: Machine, op: int) -> None:
     """Run an opcode that ``_execute`` does not: the more frequent ones first."""
-    stack = vm.stack
     if op in _REFUSED:
         vm.out.rare.add(_REFUSED[op])
+    items = vm.pop_mark() if op in _MARKED else []
+    stack = vm.stack
     if op == 0x94:  # MEMOIZE
         vm.remember(len(vm.memo), stack[-1])
     elif op in _COUNTED:
@@ -591,10 +595,8 @@ def _rare(vm: Machine, op: int) -> None:
             stack.append(int.from_bytes(raw, "little", signed=True) if len(raw) <= MAX_INT_BYTES else Big(len(raw)))
         else:  # BYTEARRAY8; BINBYTES, SHORT_BINBYTES, BINBYTES8
             stack.append(bytearray(raw) if op == 0x96 else raw)
-    elif op == 0x4E:  # NONE
-        stack.append(None)
-    elif op == 0x88:  # NEWTRUE
-        stack.append(True)
+    elif op in _CONSTANTS:
+        stack.append(_CONSTANTS[op])
     elif op == 0x87:  # TUPLE3
         third, second = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], second, third)
@@ -605,17 +607,15 @@ def _rare(vm: Machine, op: int) -> None:
     elif op == 0x5D:  # EMPTY_LIST
         stack.append([])
     elif op == 0x75:  # SETITEMS
-        items = vm.pop_mark()
         if len(items) % 2:
             vm.odd("a key without a value")
             items.pop()
-        _update(vm, vm.stack[-1], items)
+        _update(vm, stack[-1], items)
     elif op == 0x73:  # SETITEM
         value, key = stack.pop(), stack.pop()
         _update(vm, stack[-1], [key, value])
     elif op == 0x65:  # APPENDS
-        items = vm.pop_mark()
-        _extend(vm, vm.stack[-1], items)
+        _extend(vm, stack[-1], items)
     elif op == 0x61:  # APPEND
         value = stack.pop()
         _extend(vm, stack[-1], [value])
@@ -700,28 +700,23 @@ def _rare(vm: Machine, op: int) -> None:
             stack.pop()
         else:
             vm.pop_mark()
-    elif op == 0x31:  # POP_MARK
-        vm.pop_mark()
     elif op == 0x32:  # DUP
         stack.append(stack[-1])
     elif op == 0x64:  # DICT
-        items = vm.pop_mark()
         made = Dict([])
-        vm.stack.append(made)
+        stack.append(made)
         if len(items) % 2:
             raise Broken("a key without a value")
         _update(vm, made, items)
     elif op == 0x6C:  # LIST
-        items = vm.pop_mark()
-        vm.stack.append(items)
+        stack.append(items)
     elif op == 0x69:  # INST
         module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
         callee = vm.find(module, name)  # the Python unpickler asks for it before it looks for the MARK
         arguments = tuple(vm.pop_mark())
         vm.stack.append(vm.call(callee, arguments, "inst"))
     elif op == 0x6F:  # OBJ
-        items = vm.pop_mark()
-        vm.stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
+        stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
     elif op == 0x92:  # NEWOBJ_EX
         kwargs, args = stack.pop(), stack.pop()
         call = vm.call(stack[-1], args, "newobj_ex")
@@ -730,11 +725,9 @@ def _rare(vm: Machine, op: int) -> None:
     elif op == 0x8F:  # EMPTY_SET
         stack.append(Set([]))
     elif op == 0x91:  # FROZENSET
-        items = vm.pop_mark()
-        vm.stack.append(Set(items, frozen=True))
+        stack.append(Set(items, frozen=True))
     elif op == 0x90:  # ADDITEMS
-        items = vm.pop_mark()
-        target = vm.stack[-1]
+        target = stack[-1]
         if type(target) is Set and not target.frozen:
             target.items.extend(items)
         elif type(target) is Call:
@@ -754,7 +747,7 @@ def _rare(vm: Machine, op: int) -> None:
     elif op == 0x98:  # READONLY_BUFFER
         if not stack:
             raise IndexError
-    else:
+    elif op != 0x31:  # POP_MARK: it has done its work
         raise Broken(f"byte 0x{op:02x} is no pickle opcode")
 
 
