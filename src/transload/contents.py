@@ -70,14 +70,21 @@ class Storage(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        out: dict[str, Any] = dict(zip(_STORAGE_KEYS, self, strict=True))
-        out["crc32"] = None if self.crc32 is None else f"{self.crc32:08x}"
-        out["byteorder"] = "big" if self.big_endian else "little"
-        out["tensors"] = list(self.tensors)
-        return out
-
-
-_STORAGE_KEYS = tuple("byteorder" if name == "big_endian" else name for name in Storage._fields)
+        return {
+            "id": self.id,
+            "key": self.key,
+            "device": self.device,
+            "dtype": self.dtype,
+            "nbytes": self.nbytes,
+            "stored": self.stored,
+            "offset": self.offset,
+            "record": self.record,
+            "file": self.file,
+            "crc32": None if self.crc32 is None else f"{self.crc32:08x}",
+            "compressed": self.compressed,
+            "byteorder": "big" if self.big_endian else "little",
+            "tensors": list(self.tensors),
+        }
 
 
 class Tensor(NamedTuple):
