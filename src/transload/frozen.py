@@ -26,7 +26,8 @@ class _Fields:
         if not self.found:
             from dataclasses import dataclass
 
-            held = {"__module__": self.cls.__module__, "__annotations__": self.annotations, **self.defaults}
+            named = {"__module__": self.cls.__module__, "__doc__": "Without one it would be given its signature."}
+            held = {**named, "__annotations__": self.annotations, **self.defaults}
             twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), held))
             self.found = twin.__dataclass_fields__
         return self.found
