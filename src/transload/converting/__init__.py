@@ -23,7 +23,7 @@ from transload.converting.writers import WRITERS
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
-from transload.render.lines import Block, Line, Prose, Table, layout, plain
+from transload.render.lines import Block, Line, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
 if TYPE_CHECKING:
@@ -71,21 +71,11 @@ class Conversion:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        names = ("path", "out", "format", "to", "complete", "verified", "files", "tensors", "nbytes", "copied", "cast")
         return {
             "schema": 1,
-            "path": self.path,
-            "out": self.out,
-            "format": self.format,
-            "to": self.to,
-            "complete": self.complete,
-            "verified": self.verified,
+            **{name: getattr(self, name) for name in (*names, "infinite", "others")},
             "files": list(self.files),
-            "tensors": self.tensors,
-            "nbytes": self.nbytes,
-            "copied": self.copied,
-            "cast": self.cast,
-            "infinite": self.infinite,
-            "others": self.others,
             "seconds": round(self.seconds, 3),
             "aliases": dict(self.aliases),
             "renamed": [{"old": old, "new": new} for old, new in self.renamed],
@@ -97,9 +87,7 @@ class Conversion:
 
     def __str__(self) -> str:
         """The report as the command line gives it, without colour."""
-        from transload.render.lines import Style
-
-        return "\n".join(plain(line) for line in layout(report(self), Style()))
+        return as_text(report(self))
 
 
 def convert(
@@ -267,7 +255,6 @@ def _is_leftovers(path: str) -> bool:
 
 # -- the report
 
-_LABEL = 12
 _SHOWN = 16
 _FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}
 
@@ -275,25 +262,25 @@ _FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "r
 def report(conversion: Conversion) -> Iterator[Block]:
     """Everything ``transload convert`` says."""
     yield Prose(((printable(conversion.out, None), "strong"),))
-    yield _row("written", _written(conversion))
+    yield row("written", _written(conversion))
     if conversion.cast:
         infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
         rounded = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
-        yield _row("rounded", rounded, "trust" if infinite else "")
+        yield row("rounded", rounded, "trust" if infinite else "")
     if conversion.aliases:
-        yield _row("tied", _some([f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]))
+        yield row("tied", _some([f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]))
     if conversion.renamed:
         renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
-        yield _row("renamed", _some(renamed), "trust")
+        yield row("renamed", _some(renamed), "trust")
     if conversion.others:
-        yield _row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
+        yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
     yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
     yield from _omissions("left out", [each for each in conversion.left if not each.lost], "")
     if conversion.leftovers:
-        yield _row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
+        yield row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
     yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")
     for note in conversion.notes:
-        yield _row("note", printable(note, None), "dim")
+        yield row("note", printable(note, None), "dim")
 
 
 def _written(conversion: Conversion) -> str:
@@ -308,19 +295,15 @@ def _written(conversion: Conversion) -> str:
 
 def _omissions(label: str, omissions: Sequence[Omission], role: str, hint: str = "") -> Iterator[Block]:
     for name, why, _ in omissions[:_SHOWN]:
-        yield _row(label, f"{printable(name) or 'the root'}: {printable(why)}", role)
+        yield row(label, f"{printable(name) or 'the root'}: {printable(why)}", role)
         label = ""  # only before the first
     if len(omissions) > _SHOWN:
-        yield _row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
+        yield row("", f"… and {len(omissions) - _SHOWN:,} more{hint}", "dim")
 
 
 def _some(texts: Sequence[str]) -> str:
     more = f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more
-
-
-def _row(label: str, words: str, role: str = "") -> Block:
-    return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
 
 
 def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:

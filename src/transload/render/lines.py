@@ -185,6 +185,11 @@ def note(text: str) -> Block:
     return Prose(((text, "dim"),), lead="  ")
 
 
+def row(label: str, words: str, role: str = "") -> Block:
+    """A line of a report: what it is about, dim, and the words."""
+    return Prose(((words, role),), lead=((f"  {label:<12}", "dim"),))
+
+
 # -- lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from transload.frozen import facts
-from transload.render.lines import Block, Line, Prose, Table, as_text
+from transload.render.lines import Block, Line, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
 Fill = Literal["zeros", "nan"]
@@ -106,17 +106,11 @@ class Rescue:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: what ``--json`` prints, and the report beside the new file."""
+        names = ("path", "out", "report", "format", "nbytes", "how", "done", "complete", "fill")
         return {
             "schema": 1,
-            "path": self.path,
-            "out": self.out or None,
-            "report": self.report or None,
-            "format": self.format,
-            "nbytes": self.nbytes,
-            "how": self.how,
-            "done": self.done,
-            "complete": self.complete,
-            "fill": self.fill or None,
+            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) or None for name in ("out", "report", "fill")},
             "counts": {"whole": len(self.whole), "mended": len(self.mended), "lost": len(self.lost)},
             "notes": list(self.notes),
             "warnings": list(self.warnings),
@@ -135,7 +129,6 @@ class Rescue:
 
 # -- the report
 
-_LABEL = 12
 _SHOWN = 32
 _HOW = {
     "exact": "the file as it was saved, byte for byte as far as can be told",
@@ -152,53 +145,45 @@ def report(rescue: Rescue) -> Iterator[Block]:
     """Everything ``transload rescue`` prints."""
     yield Prose(((printable(rescue.path, None), "strong"),))
     for note in rescue.notes:
-        yield _row("found", printable(note, None))
-    yield _row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
+        yield row("found", printable(note, None))
+    yield row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
     if rescue.mends:
         bits = sum(len(repair.bits) for repair in rescue.mends)
         held = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
-        yield _row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{held}", "trust")
-        repairs: list[tuple[Line, ...]] = [
-            (
-                ((f"byte {repair.position:,}", ""),),
-                ((f"{repair.old:#04x} → {repair.new:#04x}", "dim"),),
-                ((repair.certainty, _CERTAINTY[repair.certainty]),),
-                ((printable(repair.record) if repair.record else "headers and directory", "dim"),),
-            )
-            for repair in rescue.mends[:_SHOWN]
-        ]
-        yield Table(repairs, right=frozenset({0, 1}), shrinks=(3,), indent=14)
+        yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{held}", "trust")
+        rows: list[tuple[Line, ...]] = []
+        for position, old, new, record, certainty in rescue.mends[:_SHOWN]:
+            place = ((f"byte {position:,}", ""),), ((f"{old:#04x} → {new:#04x}", "dim"),)
+            held = printable(record) if record else "headers and directory"
+            rows.append((*place, ((certainty, _CERTAINTY[certainty]),), ((held, "dim"),)))
+        yield Table(rows, right=frozenset({0, 1}), shrinks=(3,), indent=14)
         yield from _more(len(rescue.mends), "bytes")
     if rescue.lost:
-        yield _row("lost", _counted(rescue.lost), "bad")
-        lost: list[tuple[Line, ...]] = [
+        yield row("lost", _counted(rescue.lost), "bad")
+        rows = [
             (((printable(each.name) or "the root", ""),), ((size(each.nbytes), "dim"),), ((each.why, "dim"),))
             for each in rescue.lost[:_SHOWN]
         ]
-        yield Table(lost, right=frozenset({1}), indent=14)
+        yield Table(rows, right=frozenset({1}), indent=14)
         yield from _more(len(rescue.lost), "tensors")
     for record in rescue.records[:_SHOWN]:
-        yield _row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
+        yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
     yield from _more(len(rescue.records), "records")
     words = _HOW[rescue.how].format(fill=rescue.fill)
     if rescue.how == "nothing":
-        yield _row("written", words, "bad")
+        yield row("written", words, "bad")
     else:
-        yield _row("written" if rescue.done else "would write", words, "" if rescue.done else "trust")
+        yield row("written" if rescue.done else "would write", words, "" if rescue.done else "trust")
     if rescue.done:
-        yield _row("", printable(rescue.out, None))
-        yield _row("report", printable(rescue.report, None))
+        yield row("", printable(rescue.out, None))
+        yield row("report", printable(rescue.report, None))
     for warning in rescue.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
 
 
-def _row(label: str, words: str, role: str = "") -> Block:
-    return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
-
-
 def _more(count: int, what: str) -> Iterator[Block]:
     if count > _SHOWN:
-        yield _row("", f"… and {count - _SHOWN:,} more {what}; --json and the report have all of them", "dim")
+        yield row("", f"… and {count - _SHOWN:,} more {what}; --json and the report have all of them", "dim")
 
 
 def _counted(outcomes: tuple[TensorOutcome, ...]) -> str:

@@ -26,7 +26,7 @@ from transload.io.journal import (
 )
 from transload.io.sources import FileSource
 from transload.judge import inspect
-from transload.render.lines import Block, Line, Prose, Table, as_text, heading
+from transload.render.lines import Block, Line, Prose, Table, as_text, heading, row
 from transload.render.words import plural, printable, size
 from transload.retagging.plan import OTHERS, TagChange, TagMap, plan_of, refuse_file, tag_map_of
 
@@ -63,18 +63,11 @@ class Retag:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
+        names = ("path", "out", "format", "method", "done", "undo", "written", "grown", "how", "recovered")
         return {
             "schema": 1,
-            "path": self.path,
+            **{name: getattr(self, name) for name in names},
             "out": self.out or None,
-            "format": self.format,
-            "method": self.method,
-            "done": self.done,
-            "undo": self.undo,
-            "written": self.written,
-            "grown": self.grown,
-            "how": self.how,
-            "recovered": self.recovered,
             "tags": [tag.to_dict() for tag in self.tags],
             "warnings": list(self.warnings),
         }
@@ -178,7 +171,6 @@ def _path(path: object) -> str:
 
 # -- the report
 
-_LABEL = 12
 _TAGS = 32
 _METHODS = {
     "none": "nothing: all tags are as asked",
@@ -197,21 +189,21 @@ def report(retag: Retag) -> Iterator[Block]:
     """Everything ``transload retag`` says."""
     yield Prose(((printable(retag.out or retag.path, None), "strong"),))
     if retag.recovered:
-        yield _row("before", _RECOVERED[retag.recovered], "trust")
+        yield row("before", _RECOVERED[retag.recovered], "trust")
     if retag.tags:
         yield Table([_tag(tag) for tag in retag.tags[:_TAGS]], right=frozenset({3, 4}))
     if len(retag.tags) > _TAGS:
-        yield _row("", f"… and {len(retag.tags) - _TAGS:,} more tags", "dim")
+        yield row("", f"… and {len(retag.tags) - _TAGS:,} more tags", "dim")
     words = _METHODS[retag.method]
     if retag.written:
         words = f"{size(retag.written)}, {words}"
         if retag.grown:
             words += f", the file is {size(abs(retag.grown))} {'longer' if retag.grown > 0 else 'shorter'}"
-    yield _row("written" if retag.done else "would write", words, "" if retag.done else "trust")
+    yield row("written" if retag.done else "would write", words, "" if retag.done else "trust")
     if retag.out:
-        yield _row("copy of", printable(retag.path, None) + (f", {retag.how}" if retag.how else ""))
+        yield row("copy of", printable(retag.path, None) + (f", {retag.how}" if retag.how else ""))
     if retag.undo and retag.done:
-        yield _row("undo", "transload retag FILE --undo takes it back")
+        yield row("undo", "transload retag FILE --undo takes it back")
     for warning in retag.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
 
@@ -231,10 +223,6 @@ def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
     changed = sum(each.changed for each in results)
     verb = "changed" if all(each.done for each in results) else "would change"
     yield from heading(f"{plural(total, 'file')}, {changed:,} {verb}{failed}")
-
-
-def _row(label: str, words: str, role: str = "") -> Block:
-    return Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
 
 
 def _tag(tag: TagChange) -> tuple[Line, ...]:

@@ -26,7 +26,7 @@ from transload.io.sources import SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, RULES, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
-from transload.render.lines import BLANK, Block, Line, Prose, Style, Table, heading, layout, note, plain
+from transload.render.lines import BLANK, Block, Line, Prose, Table, as_text, heading, note, row
 from transload.render.words import count, plural, printable, size
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Damage, damages, misplaced, records_of, sum_records
@@ -90,17 +90,10 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole of it as plain data; this is what ``--json`` prints."""
+        names = ("path", "format", "nbytes", "ok", "integrity", "tensor_count", "checksums", "unsummed", "nbytes_read")
         return {
             "schema": 1,
-            "path": self.path,
-            "format": self.format,
-            "nbytes": self.nbytes,
-            "ok": self.ok,
-            "integrity": self.integrity,
-            "tensor_count": self.tensor_count,
-            "checksums": self.checksums,
-            "unsummed": self.unsummed,
-            "nbytes_read": self.nbytes_read,
+            **{name: getattr(self, name) for name in names},
             "seconds": round(self.seconds, 6),
             "damaged": [each.to_dict() for each in self.damaged],
             "findings": [finding.to_dict() for finding in self.findings],
@@ -112,7 +105,7 @@ class Verification:
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
-        return "\n".join(plain(line) for line in layout(report(self), Style()))
+        return as_text(report(self))
 
 
 class Progress(pool.Progress):
@@ -281,7 +274,6 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
 
 # -- the report
 
-_LABEL = 12
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 _TITLES = ("file", "format", "tensors", "size", "checksums", "bytes")
 _UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps hashes to compare with next time"
@@ -290,8 +282,8 @@ _UNSUMMED = "none in this format: a changed bit cannot be seen; --write keeps ha
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Everything ``transload verify`` says of one file."""
     yield Prose(((printable(verification.path, None), "strong"),))
-    for label, words, role in _summary(verification):
-        yield Prose(((words, role),), lead=((f"  {label:<{_LABEL}}", "dim"),))
+    for line in _summary(verification):
+        yield row(*line)
     yield from _details(verification, hashes=hashes)
 
 
@@ -380,8 +372,7 @@ def _checksums(verification: Verification) -> tuple[str, str]:
 
 def written(path: str, tensors: int) -> Block:
     """That a manifest was written."""
-    words = f"the hashes of {plural(tensors, 'tensor')}, for --against"
-    return Prose(((f"{printable(path, None)}: {words}", ""),), lead=((f"  {'written':<{_LABEL}}", "dim"),))
+    return row("written", f"{printable(path, None)}: the hashes of {plural(tensors, 'tensor')}, for --against")
 
 
 def _named(name: str) -> str:
@@ -392,7 +383,7 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
     """A table of several files, then what is to be said of those that have a problem, or were asked about."""
     if results:
         title: tuple[Line, ...] = tuple(((word, "dim"),) for word in _TITLES)
-        yield Table([title, *map(_row, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
+        yield Table([title, *map(_cells, results)], right=frozenset({2, 3, 4}), drops=(1, 2), indent=0)
     for each in results:
         lists = list(_details(each, hashes=hashes))
         if lists:
@@ -405,7 +396,7 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
     yield from heading(", ".join(words))
 
 
-def _row(each: Verification) -> tuple[Line, ...]:
+def _cells(each: Verification) -> tuple[Line, ...]:
     words = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
     role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
     return (
