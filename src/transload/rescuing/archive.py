@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
+from functools import cache
 from struct import pack_into
 from typing import NamedTuple
 from zlib import crc32
@@ -306,7 +306,7 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
     records = [record for record in found.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
     unsettled: set[bytes] = set()
-    for record, (name, settled) in zip(records, _Names(source, found, records).chosen(), strict=True):
+    for record, (name, settled) in zip(records, _names(source, found, records), strict=True):
         named.pop(name, None)  # of several records of one name the last: a new index is behind the old one
         named[name] = record
         if not settled:
@@ -387,90 +387,78 @@ def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
 
 # -- names
 
+_KNOWN = frozenset(
+    b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id "
+    b".data/version .transload/origin.json model.json attributes.pkl archive_format archive_version "
+    b"traced_inputs.pkl extra/producer_info.json bytecode.pkl models/model.json data/sample_inputs/model.pt "
+    b"data/weights/model_weights_config.json data/constants/model_constants_config.json .data/extern_modules "
+    b".data/python_version".split()
+)
+_KNOWN_WORDS = frozenset(
+    b"code data debug constants tensors weights models extra .py .py.debug_pkl .pkl .json .so .cubin .cpp .txt .pt "
+    b"__torch__ torch nn modules aotinductor model".split()
+)
+_NUMBERED = re.compile(
+    rb"(data/|tensors/|constants/|traced_inputs/|bytecode/|data/weights/weight_|data/constants/tensor_)(\d{1,20})"
+)
+_FACTS = 4  # the first reasons for a name are facts, the others are what names look like
+_MAX_SEARCHED = 1 << 30  # a hostile file has a million odd names
+_MAX_TEXT = 8 << 20
 
-class _Names:
-    """Which of two names of a record is right: one bit of its header or of the directory was flipped."""
 
-    _KNOWN = frozenset(
-        b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id "
-        b".data/version .transload/origin.json model.json attributes.pkl archive_format archive_version "
-        b"traced_inputs.pkl extra/producer_info.json bytecode.pkl models/model.json data/sample_inputs/model.pt "
-        b"data/weights/model_weights_config.json data/constants/model_constants_config.json .data/extern_modules "
-        b".data/python_version".split()
-    )
-    _PARTS = frozenset(
-        b"code data debug constants tensors weights models extra .py .py.debug_pkl .pkl .json .so .cubin .cpp .txt .pt "
-        b"__torch__ torch nn modules aotinductor model".split()
-    )
-    _NUMBERED = re.compile(
-        rb"(data/|tensors/|constants/|traced_inputs/|bytecode/|data/weights/weight_|data/constants/tensor_)(\d{1,20})"
-    )
-    _ORDINARY = re.compile(rb"[A-Za-z0-9_.\-/]+")
-    _FACTS = 4  # the first reasons for a name are facts, the others are what names look like
-    _MAX_SEARCHED = 1 << 30  # a hostile file has a million odd names
-    _MAX_TEXT = 8 << 20
+def _names(source: Source, found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
+    """The name of each record, and whether the file itself settles it.
 
-    def __init__(self, source: Source, found: Scan, records: Sequence[FoundRecord]) -> None:
-        self._source, self._scan, self._records = source, found, records
-        self._names = [record.names for record in records]
-        every = [name for names in self._names for name in names]
-        roots = Counter(name.partition(b"/")[0] for name in every if b"/" in name)
-        self._root = roots.most_common(1)[0][0] if roots else b""
-        self._sure = Counter(names[0] for names in self._names if len(names) == 1)
-        self._words = Counter(word for name in every for word in _words(name))
-        self._folders = Counter(name.rpartition(b"/")[0] for name in every)
-        self._budget = self._MAX_SEARCHED
-        self._found: dict[bytes, bool] = {}
+    A record has two names where one bit of its header or of the directory was flipped.
+    """
+    named = [record.names for record in records]
+    every = [name for names in named for name in names]
+    roots = Counter(name.partition(b"/")[0] for name in every if b"/" in name)
+    sure = {names[0] for names in named if len(names) == 1}
+    known: Counter[bytes] = Counter()
+    if len(every) > len(named):
+        known.update(word for name in every for word in _words(name))
+        known.update(dict.fromkeys(_KNOWN_WORDS, 2))
+    budget = _MAX_SEARCHED
 
-    def chosen(self) -> Iterator[tuple[bytes, bool]]:
-        """The name of each record, and whether the file itself settles it."""
-        for names in self._names:
-            if len(names) < 2:
-                yield names[0] if names else b"", True
-            else:
-                weights = [(self._weight(name), name) for name in names]
-                (best, name), (second, _) = sorted(weights, key=itemgetter(0), reverse=True)[:2]
-                yield name, best[: self._FACTS] > second[: self._FACTS]
+    @cache
+    def occurs(word: bytes) -> bool:
+        """Whether a word is in one of the records that are small enough to be texts."""
+        nonlocal budget
+        for record in records if len(word) > 1 else ():
+            if record.present <= _MAX_TEXT and budget > 0:
+                budget -= record.present + 1000
+                if word in source.read(record.payload, record.present):
+                    return True
+        return False
 
-    def _weight(self, name: bytes) -> tuple[object, ...]:
-        """The evidence for a name, the strongest first."""
+    def evidence(name: bytes) -> tuple[int, ...]:
+        """The reasons for a name, the strongest first."""
         top, _, below = name.partition(b"/")
-        folder, _, last = name.rpartition(b"/")
-        stem, dot, ending = last.partition(b".")
-        numbered = self._NUMBERED.fullmatch(below)
+        last = name.rpartition(b"/")[2]
+        numbered = _NUMBERED.fullmatch(below)
         follows = False  # whether it has a number that comes after that of another record
         if numbered is not None:
             digits = numbered[2]
-            follows = not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in self._sure
+            follows = not int(digits) or name[: -len(digits)] + b"%d" % (int(digits) - 1) in sure
         words = _words(name)
         return (
-            top == self._root,
-            not self._sure[name],
-            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in self._scan.slots,
-            below in self._KNOWN or follows,
-            numbered is not None,
-            bool(self._ORDINARY.fullmatch(name)) and bool(last),
-            self._occurs(below),
-            self._folders[folder] > 1,
-            self._words[dot + ending] > 1 or dot + ending in self._PARTS,
-            self._occurs(stem),
-            -sum(self._words[word] < 2 and word not in self._PARTS for word in words),
-            -sum(65 <= letter <= 90 for letter in name),
-            sum(min(self._words[word], 3) for word in words),
-            sum(map(self._occurs, words)),
+            top == roots.most_common(1)[0][0] if roots else True,
+            name not in sure,
+            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in found.slots,
+            below in _KNOWN or follows,
+            occurs(last.partition(b".")[0]),
+            -sum(known[word] < 2 for word in words),
+            sum(map(occurs, words)),
         )
 
-    def _occurs(self, word: bytes) -> bool:
-        """Whether a word is in one of the records that are small enough to be texts."""
-        if word not in self._found:
-            self._found[word] = False
-            for record in self._records if len(word) > 1 else ():
-                if record.present <= self._MAX_TEXT and self._budget > 0:
-                    self._budget -= record.present + 1000
-                    if word in self._source.read(record.payload, record.present):
-                        self._found[word] = True
-                        break
-        return self._found[word]
+    for names in named:
+        reasons = sorted(((evidence(name), name) for name in names), reverse=True) if len(names) > 1 else []
+        if reasons:
+            (best, name), (second, _) = reasons[:2]
+            yield name, best[:_FACTS] > second[:_FACTS]
+        else:
+            yield names[0] if names else b"", True
 
 
 def _words(name: bytes) -> set[bytes]:

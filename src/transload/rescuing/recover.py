@@ -275,8 +275,9 @@ _MIN_UNPACKED_LIMIT = 4 << 30
 _MAX_JOURNAL = 1 << 30
 """It holds an index and a directory twice, and may have been put beside the file by anybody."""
 
-_PACKED_CHUNK = 1 << 16
 _SIP = 1 << 10
+"""Compressed bytes that are unpacked at once: a kilobyte can unpack to 32 MB."""
+
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
     b".data/python_version".split()
@@ -342,30 +343,6 @@ def _unpacked_limit(source: Source) -> int:
 # -- compression
 
 
-class _Sips:
-    """A decompressor that gives all it has at once, fed little at a time: a kilobyte can unpack to 32 MB."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._waiting = b""
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._inner.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        return bytes(self._inner.unused_data) + self._waiting
-
-    @property
-    def unconsumed_tail(self) -> bytes:
-        return b"" if self.eof else self._waiting
-
-    def decompress(self, data: bytes, _: int = -1) -> bytes:
-        sip, self._waiting = data[:_SIP], data[_SIP:]
-        return bytes(self._inner.decompress(sip))
-
-
 def _zstd() -> Any:
     """A decompressor by Python's own module, or one of two others; ``None`` without any."""
     for name in ("compression.zstd", "backports.zstd", "zstandard"):
@@ -373,7 +350,7 @@ def _zstd() -> Any:
             made = import_module(name).ZstdDecompressor()
         except ImportError:
             continue
-        return _Sips(made.decompressobj()) if name == "zstandard" else made
+        return made.decompressobj() if name == "zstandard" else made
     return None
 
 
@@ -398,9 +375,8 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
     whole = _decompress(source, make, file)
     unpacked = _file_source(file, source.name)
     if not unpacked.size:
-        raise RescueError(
-            f"the file is compressed with {name}, and nothing of it can be decompressed", where=source.name
-        )
+        what = f"the file is compressed with {name}, and nothing of it can be decompressed"
+        raise RescueError(what, where=source.name)
     cut = "" if whole else "; the compressed data breaks off there"
     notes.append(f"decompressed from {name}: {unpacked.size:,} bytes{cut}")
     return unpacked, whole
@@ -408,47 +384,28 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
 
 def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
     """Unpack as far as it goes; whether that is all. Several compressed streams may follow one another."""
-    unpacker, at = make(), 0
-    while at < source.size:
-        data = source.read(at, _PACKED_CHUNK)
-        at += len(data)
+    unpacker, limit = make(), _unpacked_limit(source)
+    for at in range(0, source.size, _SIP):
+        data = source.read(at, _SIP)
         while data:
-            before, start = unpacker.copy() if hasattr(unpacker, "copy") else None, file.tell()
-            if not _feed(unpacker, data, file, source):
+            before: Any = unpacker.copy() if hasattr(unpacker, "copy") else None
+            try:
+                file.write(unpacker.decompress(data))
+            except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
                 # It gives nothing of what it was fed when it met the damage. So that is fed to it again byte by byte,
                 # if it can be taken back.
-                if before is not None:
-                    file.seek(start)
-                    file.truncate()
-                    for byte in data:
-                        if not _feed(before, bytes([byte]), file, source):
-                            break
+                with suppress(zlib.error):
+                    file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
                 return False
+            if file.tell() > limit:
+                raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
             if not unpacker.eof:
                 break
             data = unpacker.unused_data
-            if not data.strip(b"\0") and at >= source.size:
+            if not data.strip(b"\0") and at + _SIP >= source.size:
                 return True
             unpacker = make()
     return bool(unpacker.eof)
-
-
-def _feed(unpacker: Any, data: bytes, file: BinaryIO, source: Source) -> bool:
-    """Unpack some bytes into a file, never much at once; false where they are damaged."""
-    limit = _unpacked_limit(source)
-    while True:
-        try:
-            piece = unpacker.decompress(data, _CHUNK)
-        except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
-            return False
-        if not piece and not data:
-            return True
-        file.write(piece)
-        if file.tell() > limit:
-            raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
-        data = getattr(unpacker, "unconsumed_tail", b"")
-        if unpacker.eof or (not data and getattr(unpacker, "needs_input", True) and len(piece) < _CHUNK):
-            return True
 
 
 # -- an archive around a checkpoint

@@ -166,8 +166,8 @@ def report(rescue: Rescue) -> Iterator[Block]:
         ]
         yield Table(rows, right=frozenset({1}), indent=14)
         yield from _more(len(rescue.lost), "tensors")
-    for record in rescue.records[:_SHOWN]:
-        yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
+    for each in rescue.records[:_SHOWN]:
+        yield row("lost", f"{printable(each.name)}: {printable(each.why, None)}", "bad")
     yield from _more(len(rescue.records), "records")
     words = _HOW[rescue.how].format(fill=rescue.fill)
     if rescue.how == "nothing":
