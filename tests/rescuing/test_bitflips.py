@@ -65,7 +65,7 @@ def test_a_flip_in_a_record_that_is_summed_in_parts(monkeypatch: pytest.MonkeyPa
 
 
 def test_flips_in_a_compressed_record() -> None:
-    """Where several bits give the same content, the one is taken that a writer would not have made."""
+    """Where several bits give the same content, the one is taken without which it is what zlib makes of it."""
     rng = random.Random(4)  # noqa: S311 - a test
     words = [rng.randbytes(rng.randrange(2, 9)).hex().encode() for _ in range(5)]
     text = b" ".join(rng.choice(words) for _ in range(300))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import Z_FIXED, compressobj, crc32
+from zlib import crc32
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from transload import inspect, rescue
 from transload.io.sources import BytesSource
 from transload.rescuing import bitflips
 from transload.rescuing.archive import Recovered, recover_archive
-from transload.rescuing.bitflips import Bit, deflate_style, flipped_bits
+from transload.rescuing.bitflips import Bit, flipped_bits
 
 PLACES = 12 * FUZZ
 
@@ -178,14 +178,3 @@ def test_a_record_whose_damage_several_bits_explain(large: bytes, monkeypatch: p
     assert [lost.name for lost in made.lost_records] == [storage.record]
     places = [f"{(storage.offset or 0) + byte:,}" for byte in (3, 900)]
     assert all(place in made.lost_ranges[0].why for place in places)
-
-
-def test_the_style_of_deflated_bytes() -> None:
-    text = b"the cat and the hat and the bat" * 20
-    for strategy in (0, Z_FIXED):
-        pack = compressobj(wbits=-15, strategy=strategy)
-        style = deflate_style(pack.compress(text) + pack.flush())
-        assert 0 < style.reach < len(text) * 32
-        assert 0 < -sum(style.lengths) < len(text)
-    pack = compressobj(level=0, wbits=-15)
-    assert deflate_style(pack.compress(text) + pack.flush()) == (0, 0, ())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import isqrt
 from typing import Literal, NamedTuple
 
@@ -20,7 +20,6 @@ from transload.checkpoint import Record
 from transload.formats.verify import Lost, checksums
 from transload.io.checksums import ONE, POLYNOMIAL, times
 from transload.io.checksums import power as power_of
-from transload.io.pool import each, threads
 from transload.io.sources import Source
 from transload.rescuing.result import Certainty, Repair
 
@@ -28,7 +27,6 @@ DEFLATED = 8
 MAX_RATIO = 1032
 """No deflated byte inflates to more."""
 
-_CHUNK = 1 << 20
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
 """Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for a megabyte, 1 in 5 for these."""
@@ -164,57 +162,38 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     records, tried = _MAX_REPAIRED, _MAX_TRIED  # what may still be spent on repairs, all records together
     verdicts: list[Verdict] = []
     for claim in claims:
-        value, size = sums.get(claim, (None, -1))
+        value = sums.get(claim)
+        bits = _padding_bits(source, claim) if claim.method == DEFLATED and value in claim.checksums else ()
         if claim.present < claim.stored:
             verdict = Verdict("cut")
-        elif claim.method not in (0, DEFLATED) or (value is None and not claim.checksums):
+        elif value is None and not (claim.method == DEFLATED and claim.checksums):
             verdict = Verdict("damaged")
-        elif value is not None and not claim.checksums:
-            verdict = Verdict("unchecked", value, size=size)
-        elif value is not None and value in claim.checksums:
-            bits = _padding_bits(source, claim) if claim.method == DEFLATED else ()
-            verdict = Verdict("whole", value, bits, size=size)
-        elif value is None and not claim.method:
-            verdict = Verdict("damaged")
+        elif not claim.checksums:
+            verdict = Verdict("unchecked", value, size=claim.size)
+        elif value in claim.checksums and bits is not None:
+            verdict = Verdict("whole", value, bits, size=claim.size)
         else:
             records -= 1
             tried -= 4 * claim.stored * (claim.stored + claim.size) if claim.method else 0
             if records < 0 or tried < 0:
-                verdict = Verdict("damaged", value, size=size)
+                verdict = Verdict("damaged", value, size=claim.size)
             else:
                 verdict = _repair_deflated(source, claim) if claim.method else _repair_stored(claim, value or 0)
         verdicts.append(verdict)
     return verdicts
 
 
-def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, tuple[int, int]]:
-    """Checksum and size of what each record inflates to, unless it is cut, damaged, or larger than it claims."""
-    complete = [claim for claim in dict.fromkeys(claims) if claim.present >= claim.stored]
-    sums: dict[Claim, tuple[int, int]] = {}
-
-    def inflate(claim: Claim) -> None:
-        value, size = 0, 0
-        try:
-            for piece in _inflated(source, claim.payload, claim.stored):
-                value, size = zlib.crc32(piece, value), size + len(piece)
-                if size > claim.size >= 0:  # a bomb, or damage
-                    return
-        except zlib.error:
-            return
-        sums[claim] = value, size
-
-    deflated = [claim for claim in complete if claim.method == DEFLATED]
-    if sum(claim.size for claim in deflated) <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size):
-        each(deflated, lambda: inflate, threads() if sum(claim.stored for claim in deflated) >= 8 * _CHUNK else 1)
-    left = list(dict.fromkeys((claim.payload, claim.stored) for claim in complete if not claim.method))
-    plain: dict[tuple[int, int], int] = {}
+def _checksums(source: Source, claims: Sequence[Claim]) -> dict[Claim, int]:
+    """The checksum of what each record inflates to, unless it is cut or damaged."""
+    left = [claim for claim in dict.fromkeys(claims) if claim.present >= claim.stored]
+    inflated = sum(claim.size for claim in left if claim.method)
+    allowed = (0, DEFLATED) if inflated <= max(_MAX_INFLATED, _MAX_INFLATED_RATIO * source.size) else (0,)
+    left = [claim for claim in left if claim.method in allowed]
+    sums: dict[Claim, int] = {}
     while left:  # records that overlap are left out by `checksums`, and summed in the next round
-        found = checksums(source, [Record("", offset, length, length, 0) for offset, length in left])
-        plain |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
-        left = [place for index, place in enumerate(left) if index not in found] if found else []
-    for claim in complete:
-        if not claim.method and (claim.payload, claim.stored) in plain:
-            sums[claim] = plain[claim.payload, claim.stored], claim.stored
+        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in left])
+        sums |= {left[index]: value for index, value in found.items() if not isinstance(value, Lost)}
+        left = [claim for index, claim in enumerate(left) if index not in found] if found else []
     return sums
 
 
@@ -236,27 +215,12 @@ def _repair_stored(claim: Claim, value: int) -> Verdict:
 # -- deflated records
 
 
-def _inflated(source: Source, offset: int, stored: int) -> Iterator[bytes]:
-    """What deflated bytes inflate to, a piece at a time; raises ``zlib.error`` where they are damaged or cut."""
-    unpack, taken = zlib.decompressobj(-15), 0
-    while not unpack.eof:
-        data = unpack.unconsumed_tail
-        if not data:
-            data = source.read(offset + taken, min(_CHUNK, stored - taken))
-            taken += len(data)
-        piece = unpack.decompress(data, _CHUNK)
-        if piece:
-            yield piece
-        elif not data:
-            raise zlib.error("cut")
-
-
-def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...]:
-    """Set bits of a deflated record that mean nothing, and that writers leave zero.
+def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...] | None:
+    """Set bits of a deflated record that mean nothing, and that writers leave zero; ``None`` if it does not end.
 
     They fill up bytes: the last one, and those before blocks that are not compressed, of which writers make empty ones.
     """
-    if claim.stored > _PROVEN:
+    if claim.stored > _PROVEN or claim.size >= _MAX_IN_MEMORY:
         return ()
     data = source.read(claim.payload, claim.stored)
     places, at = [claim.stored - 1], data.find(_EMPTY_BLOCK)
@@ -264,6 +228,8 @@ def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...]:
         places.append(at - 1)
         at = data.find(_EMPTY_BLOCK, at + 1)
     content = _inflate_all(data)
+    if content is None:
+        return None
     found: list[Bit] = []
     for place in places:
         for bit in range(7, -1, -1):
@@ -310,143 +276,11 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
     if not found:
         return Verdict("damaged")
     certainty: Certainty = "proven"
-    if len(found) > 1:  # they inflate to the same: one of them is what a writer would have made
+    if len(found) > 1:  # they inflate to the same: one of them may be what zlib makes of that
         certainty = "probable"
-        found.sort(key=lambda flip: deflate_style(_with_flipped(data, flip[0])))
+        content = _inflate_all(_with_flipped(data, found[0][0])) or b""
+        packers = [zlib.compressobj(level, wbits=-15) for level in range(1, 10)]
+        usual = [packer.compress(content) + packer.flush() for packer in packers]
+        found.sort(key=lambda flip: _with_flipped(data, flip[0]) not in usual)
     (place, number), value = found[0]
     return Verdict("mended", value, (Bit(claim.payload + place, number),), certainty, claim.size)
-
-
-# -- how deflated bytes were written
-#
-# Different bytes can inflate to the same: where a text occurred twice before, a match may copy either, and of two
-# matches in a row the first or the second may be the longer. Writers take the nearer text and the longer match first,
-# and declare no code they do not use. So among candidates that differ in a bit the original can be recognized.
-
-_CODE_LENGTH_ORDER = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
-_END_OF_BLOCK = 256
-_LAST_LENGTH = 285
-
-_Codes = dict[tuple[int, int], int]
-
-
-class DeflateStyle(NamedTuple):
-    """How far back all matches reach, how many codes are declared and never used, and how long the matches are.
-
-    The lengths are negative: of several styles the least is that of a writer.
-    """
-
-    reach: int
-    unused: int
-    lengths: tuple[int, ...]
-
-
-def deflate_style(data: bytes) -> DeflateStyle:
-    """The style of deflated bytes; the greatest of all for what cannot be read.
-
-    >>> import zlib
-    >>> pack = zlib.compressobj(wbits=-15)
-    >>> deflate_style(pack.compress(b"abcdabcd") + pack.flush()).reach
-    4
-    """
-    reader = _BitReader(data)
-    reach = unused = 0
-    lengths: list[int] = []
-    last = False
-    try:
-        while not last:
-            last, kind = bool(reader.take(1)), reader.take(2)
-            if kind == 0:
-                reader.skip_stored()
-                continue
-            if kind == 1:
-                literals, distances = _codes([8] * 144 + [9] * 112 + [7] * 24 + [8] * 8), _codes([5] * 30)
-            else:
-                literals, distances, idle = reader.dynamic_codes()
-                unused += idle
-            used: set[int] = set()
-            while (symbol := reader.symbol(literals)) != _END_OF_BLOCK:
-                used.add(symbol)
-                if symbol > _END_OF_BLOCK:
-                    length = 258
-                    if symbol != _LAST_LENGTH:
-                        code = symbol - 257
-                        extra = max(0, code // 4 - 1)
-                        length = (code if code < 8 else 4 + code % 4 << extra) + 3 + reader.take(extra)
-                    lengths.append(-length)
-                    code = reader.symbol(distances)
-                    extra = max(0, code // 2 - 1)
-                    reach += (code if code < 4 else 2 + code % 2 << extra) + 1 + reader.take(extra)
-            if kind == 2:
-                unused += len(set(literals.values()) - used - {_END_OF_BLOCK})
-    except (ValueError, IndexError):
-        return DeflateStyle(1 << 62, 0, ())
-    return DeflateStyle(reach, unused, tuple(lengths))
-
-
-class _BitReader:
-    """The bits of deflated bytes; raises ``ValueError`` where they end or make no sense."""
-
-    def __init__(self, data: bytes) -> None:
-        self._value = int.from_bytes(data, "little")
-        self._at = 0
-        self._size = 8 * len(data)
-
-    def take(self, count: int) -> int:
-        """The next bits as a number."""
-        value = self._value >> self._at & (1 << count) - 1
-        self._at += count
-        if self._at > self._size:
-            raise ValueError("cut")
-        return value
-
-    def symbol(self, codes: _Codes) -> int:
-        """The next symbol."""
-        code = 0
-        for length in range(1, 16):
-            code = code << 1 | self.take(1)
-            found = codes.get((length, code), -1)
-            if found > _LAST_LENGTH:
-                break
-            if found >= 0:
-                return found
-        raise ValueError("no such code")
-
-    def skip_stored(self) -> None:
-        """Skip the bytes of a block that is not compressed."""
-        self._at += -self._at % 8
-        length = self.take(16)
-        self._at += 16 + 8 * length
-
-    def dynamic_codes(self) -> tuple[_Codes, _Codes, int]:
-        """The codes a block declares, and how many places at the end of its lists are not codes."""
-        literals, distances, count = self.take(5) + 257, self.take(5) + 1, self.take(4) + 4
-        own = [0] * 19
-        for place in _CODE_LENGTH_ORDER[:count]:
-            own[place] = self.take(3)
-        codes, lengths = _codes(own), list[int]()
-        while len(lengths) < literals + distances:
-            symbol = self.symbol(codes)
-            if symbol < 16:
-                lengths.append(symbol)
-            elif symbol == 16:
-                lengths += lengths[-1:] * (3 + self.take(2))
-            else:
-                lengths += [0] * (3 + self.take(3) if symbol == 17 else 11 + self.take(7))
-        unused = int(literals > 257 and not lengths[literals - 1])
-        unused += distances > 1 and not lengths[literals + distances - 1]
-        unused += count > 4 and not own[_CODE_LENGTH_ORDER[count - 1]]
-        return _codes(lengths[:literals]), _codes(lengths[literals : literals + distances]), unused
-
-
-def _codes(lengths: list[int]) -> _Codes:
-    """Codes in the order of their lengths, and of their symbols within a length."""
-    codes: _Codes = {}
-    code = 0
-    for length in range(1, 16):
-        for symbol, own in enumerate(lengths):
-            if own == length:
-                codes[length, code] = symbol
-                code += 1
-        code <<= 1
-    return codes
