@@ -41,9 +41,6 @@ _MAX_GROWTH = 1000
 _MIN_GROWTH_LIMIT = 1 << 30
 """What is lost may be filled to so many times the size of the file, or to this: a kilobyte can claim petabytes."""
 
-_MAX_DEPTH = 200
-"""Nested tuples that are replaced: those of a checkpoint are two deep, a hostile one has a million."""
-
 _NAN = {
     "float16": b"\x00\x7e",
     "bfloat16": b"\xc0\x7f",
@@ -223,9 +220,10 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
                 filler = Filler(last - first, pattern)
                 fills.append((storage.offset + first, Part(filler, 0, filler.size)))
     fills.sort(key=lambda each: each[0])
+    source = recovered.source
+    whole = Assembly(replaced(source, 0, source.size, fills), source.name)
     if not recovered.records:
-        source = recovered.source
-        return Assembly(replaced(source, 0, source.size, fills), source.name)
+        return whole
     starts: dict[bytes, int] = {}
     for piece in archive_pieces(recovered.records):
         if piece.record is not None:
@@ -233,10 +231,9 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     records: list[ArchiveRecord] = []
     for record in recovered.records:
         start = starts.get(record.name, 0)
-        end = start + record.stored
-        inside = [(at - start, part) for at, part in fills if start <= at and at + part.length <= end]
-        parts = tuple(replaced(Assembly(record.content, ""), 0, record.stored, inside))
-        records.append(record._replace(content=parts, crc32=0) if inside else record)
+        is_filled = any(start <= at < start + record.stored for at, _ in fills)
+        content = Part(whole, start, record.stored)
+        records.append(record._replace(content=(content,), crc32=0) if is_filled else record)
     return rebuilt(recovered, records)
 
 
@@ -268,7 +265,8 @@ def without_lost(
         return not tree.tensors or any(outcomes.of(tensor).state == "lost" for tensor in tree.tensors)
 
     try:
-        index = dumps(_Pruning(is_lost).run(pickle.root))
+        _prune(pickle.root, is_lost)
+        index = dumps(pickle.root, expand=(_Lost, lambda _: None))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
@@ -288,75 +286,43 @@ def without_lost(
     return rebuilt(recovered, records)
 
 
-class _Pruning:
-    """Takes the lost tensors out of a graph, in place: dictionaries lose them, elsewhere ``None`` replaces them.
+class _Lost(Call):
+    """The call of a lost tensor: written as ``None`` where it is not left out of a dictionary."""
 
-    ``is_lost`` is asked once for each tensor.
-    """
+    __slots__ = ()
 
-    def __init__(self, is_lost: Callable[[Call], bool]) -> None:
-        self._is_lost = is_lost
-        self._known: dict[int, bool] = {}
-        self._tuples: dict[int, Any] = {}
-        self._seen: set[int] = set()
-        self._todo: list[Any] = []
-        self._kept: list[Any] = []  # keeps what was made here alive, or its id would be that of something else
 
-    def run(self, root: object) -> object:
-        """Go through everything."""
-        new = self._new(root)
-        while self._todo:
-            node = self._todo.pop()
-            if type(node) is Call:
-                args = node.args
-                if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
-                    pairs = args[0]  # how Python 2 writes an ordered dictionary
-                    lost = [type(pair) in (list, tuple) and any(map(self._lost, pair)) for pair in pairs]
-                    pairs[:] = [pair for pair, is_lost in zip(pairs, lost, strict=True) if not is_lost]
-                node.args = self._new(args)
-                if node.items is not None:
-                    self._prune_pairs(node.items)
-                for items in (node.appended, node.states):
-                    if items is not None:
-                        self._prune_list(items)
-                node.kwargs = self._new(node.kwargs)
-            elif type(node) is Dict:
-                self._prune_pairs(node.items)
-            else:
-                self._prune_list(node.items if type(node) is Set else node)
-        return new
-
-    def _lost(self, node: object) -> bool:
-        if type(node) is not Call or called(node) not in READERS:
-            return False
-        known = self._known.get(id(node))
-        if known is None:
-            known = self._known[id(node)] = self._is_lost(node)
-        return known
-
-    def _new(self, node: Any, depth: int = 0) -> Any:
-        """What replaces a node. Tuples are replaced at once; the content of anything else is done later."""
-        if self._lost(node):
-            return None
-        if type(node) is tuple:
-            if id(node) not in self._tuples and depth < _MAX_DEPTH:
-                parts = tuple(self._new(part, depth + 1) for part in node)
-                changed = any(new is not old for new, old in zip(parts, node, strict=True))
-                self._tuples[id(node)] = parts if changed else node
-                self._kept += (node, parts)
-            return self._tuples.get(id(node), node)
-        if type(node) in (Dict, Call, list, Set) and id(node) not in self._seen:
-            self._seen.add(id(node))
-            self._todo.append(node)
-        return node
-
-    def _prune_list(self, items: list[Any]) -> None:
-        items[:] = [self._new(item) for item in items]
-
-    def _prune_pairs(self, items: list[Any]) -> None:
-        """Keys and values in turn."""
-        pairs = zip(items[::2], items[1::2], strict=False)
-        items[:] = [self._new(each) for key, value in pairs if not self._lost(value) for each in (key, value)]
+def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
+    """Mark the lost tensors in a graph, in place, and leave them out of its dictionaries."""
+    tables: list[list[Any]] = []  # keys and values in turn
+    pairs: list[list[Any]] = []  # how Python 2 writes an ordered dictionary
+    todo: list[Any] = [root]
+    seen: set[int] = set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if type(node) in (list, tuple):
+            todo += node
+        elif type(node) is Set:
+            todo += node.items
+        elif type(node) is Dict:
+            tables.append(node.items)
+            todo += node.items
+        elif type(node) is Call and called(node) in READERS and is_lost(node):
+            node.__class__ = _Lost
+        elif type(node) is Call:
+            args, items = node.args, node.items or []
+            if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
+                pairs.append(args[0])
+            tables.append(items)
+            todo += (args, node.kwargs, *items, *(node.appended or ()), *(node.states or ()))
+    for table in tables:
+        kept = [pair for pair in zip(table[::2], table[1::2], strict=False) if type(pair[1]) is not _Lost]
+        table[:] = [part for pair in kept for part in pair]
+    for table in pairs:
+        table[:] = [pair for pair in table if type(pair) not in (list, tuple) or _Lost not in map(type, pair)]
 
 
 def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
