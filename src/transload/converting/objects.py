@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.errors import ConvertError
 from transload.formats.tensors import called, device_text, leaf_kind, short, short_key
 from transload.nodes import Call, Dict, Global, Set
+from transload.tensors import members
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor
@@ -48,14 +49,10 @@ def node_at(root: object, path: tuple[Key, ...]) -> Any:
     """The node at a path; ``None`` if there is none."""
     node: Any = root
     for step in path:
-        if type(node) in (list, tuple):
-            node = node[step] if type(step) is int and step < len(node) else None
-        else:
-            items = _items(node)
-            keys = range(len(items) // 2 * 2 - 2, -1, -2)  # of equal keys the last counts
-            node = next((items[index + 1] for index in keys if short_key(items[index]) == step), None)
-        if node is None:
+        found = [child for key, child in members(node) if key == step]
+        if not found:
             return None
+        node = found[-1]  # of equal keys the last counts
     return node
 
 

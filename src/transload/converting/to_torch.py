@@ -8,7 +8,7 @@ are carried over by the calls that make them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor, contiguous
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _MAX_PARTS = 10_000  # of a call that is looked through
 _ORDERED_DICT = "collections.OrderedDict"
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
 
 # -- tensors that are carried over as they are
@@ -64,28 +65,34 @@ def carried_calls(checkpoint: Checkpoint, entries: Iterable[Entry]) -> dict[Path
     if checkpoint.format not in _CARRIED_FORMATS:
         return {}
     keys = {storage.key for storage in checkpoint.storages}
+
+    def is_value(part: Any) -> bool:
+        if type(part) is Persistent:
+            return _storage_key(part) in keys
+        return part.module == "torch" if type(part) is Global else type(part) in _PLAIN_TYPES
+
     carried = [entry.tensor.path for entry in entries if entry.tensor.kind in _CARRIED_KINDS]
     calls = {path: node_at(checkpoint.root, path) for path in carried}
-    return {path: node for path, node in calls.items() if type(node) is Call and _is_clean(node, keys)}
+    return {path: node for path, node in calls.items() if _is_made_of(node, _CARRIED_CALLS, (tuple,), is_value)}
 
 
-def _is_clean(node: Call, keys: set[str]) -> bool:
-    """Whether a call is made of known calls, torch's own names, storages of the file and plain values."""
+def _is_made_of(
+    node: Any, calls: frozenset[str], containers: tuple[type, ...], is_value: Callable[[Any], bool]
+) -> bool:
+    """Whether a node is one of these calls, of containers, values, and more such calls."""
     parts: list[Any] = [node]
     for part in parts:  # grows as it goes; what is shared is counted again
-        kind = type(part)
-        if len(parts) > _MAX_PARTS:
+        if len(parts) > _MAX_PARTS or type(node) is not Call:
             return False
-        if kind is tuple:
+        if type(part) in containers:
             parts += part
-        elif kind is Call:
-            if called(part) not in _CARRIED_CALLS or part.states or part.appended or part.kind != "reduce":
+        elif type(part) is Call:
+            name = called(part)
+            odd = part.states or part.appended or (part.items and name != _ORDERED_DICT)
+            if name not in calls or odd or part.kind != "reduce" or type(part.args) is not tuple:
                 return False
-            parts += [part.args, *(part.items or [])]
-        elif kind is Persistent:
-            if _storage_key(part) not in keys:
-                return False
-        elif not (part.module == "torch" if kind is Global else kind in (type(None), bool, int, float, str)):
+            parts += (part.args, *(part.items or ()))
+        elif not is_value(part):
             return False
     return True
 
@@ -99,7 +106,6 @@ def _storage_key(node: Persistent) -> str:
 
 # -- the object
 
-_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 # Calls that weights_only makes of plain arguments.
 _PLAIN_CALLS = frozenset({"torch.Size", "torch.device", "_codecs.encode", "builtins.set", "__builtin__.set"})
 _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray", "__builtin__.bytearray"}
@@ -165,7 +171,10 @@ class Structure(BoundedWalk):
                     name = entry.name.rpartition("/")[2] if path else entry.name
                     made.items += [name, self._slot(inside, state=True)]
             return made
-        if type(node) in _PLAIN_TYPES or _is_plain(node):
+        is_dtype = type(node) is Global and node.module == "torch" and node.name in ITEMSIZE
+        if type(node) in _PLAIN_TYPES or is_dtype:
+            return node
+        if _is_made_of(node, _PLAIN_CALLS, (tuple, list), lambda part: type(part) in _PLAIN_TYPES):
             return node
         ordered = type(node) is Call and called(node) == _ORDERED_DICT and not node.appended
         container = ordered or type(node) in (Dict, list, tuple)
@@ -214,28 +223,6 @@ class Structure(BoundedWalk):
             state = self._keep(node.states[-1], (*path, "$attributes"), depth)
             made.states = [state] if state is not NOTHING else None
         return made
-
-
-def _is_plain(node: Any) -> bool:
-    """Whether ``weights_only`` makes a value of a node without being asked to trust anybody."""
-    if type(node) is Global:
-        return node.module == "torch" and node.name in ITEMSIZE
-    if type(node) is not Call or called(node) not in _PLAIN_CALLS or type(node.args) is not tuple:
-        return False
-    if node.states or node.items or node.appended:
-        return False
-    parts: list[Any] = list(node.args)
-    for part in parts:  # grows as it goes
-        if type(part) in (tuple, list) and len(parts) < _MAX_PARTS:
-            parts += part
-        elif type(part) is Call and part is not node:  # by such a call pickles of protocol 2 hold bytes
-            if called(part) != "_codecs.encode" or type(part.args) is not tuple:
-                return False
-            if not all(type(each) is str for each in part.args):
-                return False
-        elif type(part) not in _PLAIN_TYPES:
-            return False
-    return True
 
 
 # -- which bytes become storages

@@ -117,7 +117,7 @@ class Writer:
 
         self._descriptor, self._job = descriptor, job
         self._sink = SystemFile(descriptor, push=True)
-        self._gathered: list[bytes] = []
+        self._gathered: list[Any] = []
         self._nbytes = 0
         self._kernel_copies = hasattr(os, "copy_file_range")
         self.written = 0
@@ -125,52 +125,40 @@ class Writer:
     def write(self, data: Any) -> None:
         """Write bytes, which may change afterwards; small ones are gathered as copies until ``flush``."""
         self.written += len(data)
-        if len(data) >= _GATHERED:
+        self._nbytes += len(data)
+        self._gathered.append(bytes(data) if len(data) < _GATHERED else data)
+        if self._nbytes >= _GATHERED:
             self.flush()
-            self._sink.write([data])
-        else:
-            self._gathered.append(bytes(data))
-            self._nbytes += len(data)
-            if self._nbytes >= _GATHERED:
-                self.flush()
 
     def flush(self) -> None:
         """Write what was gathered."""
-        if self._gathered:
-            self._sink.write([b"".join(self._gathered)])
-            self._gathered, self._nbytes = [], 0
+        self._sink.write(self._gathered)
+        self._gathered, self._nbytes = [], 0
 
     def put(self, entry: Entry) -> None:
         """Write the bytes of an entry; the kernel copies them if a file of the source holds them as they are."""
-        job, done = self._job, 0
+        job, done, pieces = self._job, 0, None
         run = job.run(entry) if entry.nbytes >= _LARGE and self._kernel_copies else None
         source: Any = job.content.open_file(run.file) if run is not None else None
-        if run is None or not hasattr(source, "descriptor"):
-            for piece in job.pieces(entry):
-                self.write(piece)
-                job.progress(len(piece))
-                done += len(piece)
-            if done != entry.nbytes:
-                raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
-            return
-        self.flush()
-        while done < run.nbytes:
-            count = 0
-            if self._kernel_copies:
-                most = min(_AT_ONCE, run.nbytes - done)
+        if run is not None and hasattr(source, "descriptor"):
+            self.flush()
+            while self._kernel_copies and done < run.nbytes:
+                count, most = 0, min(_AT_ONCE, run.nbytes - done)
                 with suppress(OSError):  # between file systems, or on a network; a full disk fails again in write()
                     count = os.copy_file_range(source.descriptor, self._descriptor, most, run.offset + done)
                 self._kernel_copies = count > 0
                 self.written += count
                 job.copied += count
-            if not count:
-                piece = source.read(run.offset + done, min(_GATHERED, run.nbytes - done))
-                if not piece:
-                    raise ContentError(f"the file became shorter while it was being read: {source.name}")
-                self.write(piece)
-                count = len(piece)
-            job.progress(count)
-            done += count
+                job.progress(count)
+                done += count
+            starts = range(run.offset + done, run.offset + run.nbytes, _GATHERED)
+            pieces = (source.read(at, min(_GATHERED, run.offset + run.nbytes - at)) for at in starts)
+        for piece in job.pieces(entry) if pieces is None else pieces:
+            self.write(piece)
+            job.progress(len(piece))
+            done += len(piece)
+        if done != entry.nbytes:
+            raise ContentError(f"{entry.name} has {done:,} bytes, not {entry.nbytes:,}")
 
 
 class Descriptor(FileSource):
