@@ -23,16 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from transload.errors import TransloadError, UsageError, cannot_write
-from transload.io.atomic import (
-    AtomicFile,
-    SystemFile,
-    clear_debris,
-    flush_directory,
-    hidden_name,
-    hidden_pattern,
-    lock,
-    place_of,
-)
+from transload.io import atomic
+from transload.io.atomic import AtomicFile, SystemFile
 
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
@@ -179,7 +171,7 @@ class Bundle:
 def clear_parts(index: str) -> None:
     """Remove shards that killed conversions have not finished, however many there were to be."""
     for path, match in beside(index, _PART):
-        clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
+        atomic.clear_debris(os.path.join(os.path.dirname(path), match["shard"]))
 
 
 class _OldShards:
@@ -199,9 +191,9 @@ class _OldShards:
             self._link(replaced)
         except (OSError, ValueError):  # files that cannot have two names, or an index that is not valid
             self.forget()
-            self._hidden = hidden_name(place_of(index))
-            os.rename(place_of(index), self._hidden)
-            flush_directory(os.path.dirname(self._hidden))
+            self._hidden = atomic.hidden_name(atomic.place_of(index))
+            os.rename(atomic.place_of(index), self._hidden)
+            atomic.flush_directory(os.path.dirname(self._hidden))
         except BaseException:
             self.forget()
             raise
@@ -220,10 +212,10 @@ class _OldShards:
             if name in used:
                 renamed[name] = f".{token}.old.{name}"  # by its suffix loaders know the format
                 link = os.path.join(self._folder, renamed[name])
-                os.link(place_of(path), link)
+                os.link(atomic.place_of(path), link)
                 self._links[path] = link
         if self._links:
-            flush_directory(self._folder)
+            atomic.flush_directory(self._folder)
             interim = {tensor: renamed.get(shard, shard) for tensor, shard in shards.items()}
             self._write(json.dumps({**table, "weight_map": interim}, indent=2, ensure_ascii=False).encode() + b"\n")
 
@@ -239,13 +231,13 @@ class _OldShards:
         for path, link in self._links.items() if touched else ():
             again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
             os.link(link, again)
-            os.replace(again, place_of(path))
+            os.replace(again, atomic.place_of(path))
             with suppress(FileNotFoundError):  # two names of one file: os.replace leaves both
                 os.unlink(again)
         if self._links:
             self._write(self._text)
         elif self._hidden and not touched:
-            os.rename(self._hidden, place_of(self._index))
+            os.rename(self._hidden, atomic.place_of(self._index))
         self.forget()
 
     def forget(self) -> None:
@@ -261,19 +253,19 @@ class Folder:
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self.path = path.rstrip("/" + os.sep) or path
-        self._target = place_of(self.path)
+        self._target = atomic.place_of(self.path)
         self._overwrite = overwrite
         self._lock = -1
         try:
             _clear_folders(self._target)
             self._refuse_existing()
-            self.hidden = hidden_name(self._target)
+            self.hidden = atomic.hidden_name(self._target)
             os.mkdir(self.hidden)
         except OSError as error:
             raise cannot_write(error, path) from error
         with suppress(OSError):
             self._lock = os.open(self.hidden, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            lock(self._lock)
+            atomic.lock(self._lock)
 
     def _refuse_existing(self) -> None:
         if not os.path.lexists(self.path):
@@ -291,7 +283,7 @@ class Folder:
         old = f"{self.hidden}.old"
         try:
             self._refuse_existing()
-            flush_directory(self.hidden)
+            atomic.flush_directory(self.hidden)
             if not os.path.isdir(self._target):
                 os.rename(self.hidden, self._target)
             elif swap(self.hidden, self._target):
@@ -304,7 +296,7 @@ class Folder:
                 os.rename(old, self._target)
             self.discard()
             raise
-        flush_directory(os.path.dirname(self._target))
+        atomic.flush_directory(os.path.dirname(self._target))
         self._remove(old)
 
     def discard(self) -> None:
@@ -329,7 +321,7 @@ def _remove_folder(folder: str) -> None:
 def _clear_folders(target: str) -> None:
     """Remove what killed conversions have left. If one was killed between two renames, put the old directory back."""
     folder, name = os.path.split(target)
-    pattern = re.compile(hidden_pattern(name) + r"(?P<old>\.old)?", re.DOTALL)
+    pattern = re.compile(atomic.hidden_pattern(name) + r"(?P<old>\.old)?", re.DOTALL)
     with suppress(FileNotFoundError):
         for each in os.listdir(folder or "."):
             match, path = pattern.fullmatch(each), os.path.join(folder, each)
@@ -340,7 +332,7 @@ def _clear_folders(target: str) -> None:
             except (OSError, AttributeError):  # not a directory, or a system that does not lock any
                 continue
             try:
-                if not lock(descriptor):  # its writer is still there, or nobody can tell
+                if not atomic.lock(descriptor):  # its writer is still there, or nobody can tell
                     continue
             finally:
                 os.close(descriptor)

@@ -14,16 +14,8 @@ from typing import Any
 from transload.errors import ForbiddenWriteError, UsageError
 from transload.formats import no_collecting
 from transload.frozen import facts
-from transload.io.journal import (
-    apply,
-    copy_changed,
-    recover,
-    refuse_in_place,
-    refuse_target,
-    refuse_written_by_others,
-    stale_journal,
-    undo_changes,
-)
+from transload.io import journal
+from transload.io.journal import recover
 from transload.io.sources import FileSource
 from transload.judge import inspect
 from transload.render.lines import Block, Line, Prose, Table, as_text, heading, row
@@ -101,27 +93,27 @@ def retag(
         raise UsageError(f"no file can have the name {target!r}", fix="Name the copy, or leave -o out.")
     several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
     if target:
-        refuse_target(path, target)
+        journal.refuse_target(path, target)
         if keep_undo:
             raise UsageError("a copy needs no undo: the file itself stays as it is")
     elif not several:
-        refuse_in_place(path, hard_links=hard_links)
+        journal.refuse_in_place(path, hard_links=hard_links)
     if several:
         refuse_file(inspect(path))
     recovered = recover(path)
     if recovered == "stale":
-        raise stale_journal(path)
+        raise journal.stale_journal(path)
     source, how = FileSource(path), ""
     try:
         if not target:
-            refuse_written_by_others(source.descriptor, path)
+            journal.refuse_written_by_others(source.descriptor, path)
         with no_collecting():
             plan = plan_of(source, tags, copy=bool(target))
         changes = plan.changes
         if target and not dry_run:
-            how = copy_changed(source.descriptor, target, changes, plan.seen)
+            how = journal.copy_changed(source.descriptor, target, changes, plan.seen)
         elif changes.runs and not dry_run:
-            apply(source.name, changes, plan.seen, keep=keep_undo)
+            journal.apply(source.name, changes, plan.seen, keep=keep_undo)
     except ForbiddenWriteError as error:
         if not target:
             error.fix = "Write a copy to a place where you may: -o COPY."
@@ -150,15 +142,15 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
     An error if nothing was kept, or the file was changed since.
     """
     path = _path(path)
-    refuse_in_place(path, hard_links=True)
+    journal.refuse_in_place(path, hard_links=True)
     recovered = recover(path, anywhere=True)
     if recovered == "stale":
-        raise stale_journal(path, tried=True)
+        raise journal.stale_journal(path, tried=True)
     if recovered == "restored":
         return Retag(path, "", "", "undo", (), 0, 0, done=True, recovered=recovered)
-    changes, seen = undo_changes(path)
+    changes, seen = journal.undo_changes(path)
     if changes.runs and not dry_run:
-        apply(path, changes, seen)
+        journal.apply(path, changes, seen)
     written, grown = sum(len(run.new) for run in changes.runs), changes.new_size - changes.old_size
     return Retag(path, "", "", "undo", (), written, grown, not dry_run, recovered=recovered)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -192,6 +192,15 @@ def spliced(data: bytes, edits: Iterable[Edit]) -> bytes:
     return b"".join((*parts, data[done:]))
 
 
+def _to_rename(found: Sites, renamed: Renamed) -> Iterator[tuple[Site, str]]:
+    """The sites whose tag changes, and the new tag; those that refer to the text of another site follow that one."""
+    literal = {site.entry for site in found.sites if site.literal}
+    for site in found.sites:
+        tag = renamed(site.tag)
+        if tag != site.tag and (site.literal or site.entry not in literal):
+            yield site, tag
+
+
 def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit] | None:
     """Edits that keep every position of the stream; ``None`` if the new tags do not fit into the room of the old.
 
@@ -199,18 +208,11 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
     that is not enough, the memo entry of a text that is never read again makes room for fillers.
     """
     read = {site.entry for site in found.sites if not site.literal}
-    literal = {site.entry for site in found.sites if site.literal}
     edits: list[Edit] = []
-    for site in found.sites:
-        tag = renamed(site.tag)
-        if tag == site.tag:
-            continue
-        if not site.literal:
-            if site.entry in literal:
-                continue
-            return None  # the text belongs to another value, and a reference has no room for one
-        if found.reads.get(site.entry):
-            return None  # another value refers to this text
+    for site, tag in _to_rename(found, renamed):
+        # A reference to the text of another value has no room for one; and another value may refer to this text.
+        if not site.literal or found.reads.get(site.entry):
+            return None
         text = _text(tag, site.code)
         new = _fitted(data, site, text, pickle.protocol)
         if new is None and site.entry not in read:
@@ -223,17 +225,12 @@ def patched(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list
 
 def rewritten(pickle: Pickle, data: bytes, found: Sites, renamed: Renamed) -> list[Edit]:
     """Edits that give every storage its tag and keep the texts of all other values, in as many bytes as that takes."""
-    literal = {site.entry for site in found.sites if site.literal}
     edits: list[Edit] = []
-    for site in found.sites:
-        tag = renamed(site.tag)
-        if tag == site.tag:
-            continue
+    for site, tag in _to_rename(found, renamed):
+        code = site.code if site.literal else 0x55 if pickle.python2 else 0x58
+        edits.append(Edit(site.at, site.end, _text(tag, code)))
         if site.literal:
-            edits.append(Edit(site.at, site.end, _text(tag, site.code)))
             edits += (Edit(*read, data[site.at : site.end]) for read in found.reads.get(site.entry, ()))
-        elif site.entry not in literal:
-            edits.append(Edit(site.at, site.end, _text(tag, 0x55 if pickle.python2 else 0x58)))
     frames = []
     for frame in found.frames:
         begin = frame + 9  # after the opcode and the length of the frame
