@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from transload.findings import Problems
-from transload.formats.zip import ALIGNMENT
+from transload.formats.zip import ALIGNMENT, LOCAL
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source, copied
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
@@ -70,12 +70,8 @@ class Filler:
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
-        count = min(count, self.size - offset)
-        if count <= 0:
-            return b""
-        width = len(self._pattern)
-        phase = offset % width
-        return (self._pattern * ((count + phase) // width + 1))[phase : phase + count]
+        count, phase = max(0, min(count, self.size - offset)), offset % len(self._pattern)
+        return (self._pattern * (count // len(self._pattern) + 2))[phase : phase + count]
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
@@ -190,24 +186,21 @@ def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ())
             at += part.length
         # torch's own writer stores records uncompressed, without a date. Added is what other archives have:
         # compression, flags, times, and padding that is kept as it was.
-        unpadded = local_header(record.name, record.stored, at, 1)
-        padding = -(at + len(unpadded)) % ALIGNMENT if record.padding is None else record.padding
-        header = bytearray(unpadded[:-2] + padding.to_bytes(2, "little") + b"Z" * padding)
+        header = bytearray(local_header(record.name, record.stored, at, ALIGNMENT if record.padding is None else 1))
+        if record.padding is not None:
+            header[-2:] = record.padding.to_bytes(2, "little") + b"Z" * record.padding
+            pack_into("<H", header, 28, (len(header) - LOCAL.size - len(record.name)) & 0xFFFF)
         entry = bytearray(central_entry(record.name, record.stored, record.crc32, at))
-        behind = bytearray()
         common = (20 if record.method else 0, record.flags, record.method, record.time, record.date)
         pack_into("<5H", header, 4, *common)
         pack_into("<5H", entry, 6, *common)
-        pack_into("<H", header, 28, (len(header) - 30 - len(record.name)) & 0xFFFF)
         if record.size != record.stored:
             pack_into("<L", entry, 24, record.size)
-        if record.flags & HAS_DESCRIPTOR:
-            behind += descriptor(record.stored, record.crc32, at)
-            if record.size != record.stored and behind:
-                pack_into(
-                    "<L" if len(behind) == 16 else "<Q", behind, len(behind) - (len(behind) - 8) // 2, record.size
-                )
-        elif record.stored:
+        behind = descriptor(record.stored, record.crc32, at) if record.flags & HAS_DESCRIPTOR else b""
+        if behind and record.size != record.stored:
+            width = (len(behind) - 8) // 2
+            behind = behind[:-width] + record.size.to_bytes(width, "little")
+        if record.stored and not behind:
             pack_into("<3L", header, 14, record.crc32, record.stored & 0xFFFFFFFF, record.size & 0xFFFFFFFF)
         entries.append((record.order, bytes(entry)))
         yield Piece(at, literal(bytes(header)), generated=True)
@@ -215,7 +208,7 @@ def archive_pieces(records: Sequence[ArchiveRecord], after: Iterable[Part] = ())
         for part in record.content:
             yield Piece(at, part, record=record)
             at += part.length
-        yield Piece(at, literal(bytes(behind)), generated=True)
+        yield Piece(at, literal(behind), generated=True)
         at += len(behind)
     for part in after:
         yield Piece(at, part)
