@@ -220,6 +220,9 @@ class LongNames(torch.nn.Module):  # type: ignore[name-defined]
         pytest.param(
             {"m": {_LONG: [{_ALIKE: torch.zeros(2)}]}, "e": torch.ones(2)}, [f"m/{_LONG}/0/{_ALIKE}", "e"], id="nested"
         ),
+        pytest.param(
+            {_LONG: {"w": torch.zeros(2)}, _ALIKE: {"w": torch.ones(2)}}, [f"{_LONG}/w", f"{_ALIKE}/w"], id="alike above"
+        ),
         pytest.param(LongNames(), [_LONG, _ALIKE], id="module"),
         pytest.param({f"{'a' * 200}… (3000 characters)": torch.zeros(2)}, [f"{'a' * 200}… (3000 characters)"], id="no"),
     ],
@@ -239,7 +242,7 @@ def test_a_part_of_a_tensor_has_its_whole_name_too(tmp_path: Path) -> None:
 
 
 def test_long_keys_that_cannot_be_told_apart(tmp_path: Path) -> None:
-    source = save({_LONG: {"w": torch.ones(1)}, _ALIKE: {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    source = save({_LONG: {"w": torch.ones(1)}, _ALIKE: {"w": 2}}, tmp_path / "a.pt")
     with pytest.raises(ConvertError, match="longer than 1,000 characters, and cannot be told apart from others"):
         convert(source, tmp_path / "b.safetensors")
     assert not (tmp_path / "b.safetensors").exists()

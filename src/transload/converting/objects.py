@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
@@ -140,53 +139,47 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with whole names, however long; ``ConvertError`` where they are ambiguous or too much."""
     if not checkpoint.pickles or not any("… (" in tensor.name for tensor in checkpoint.tensors):
         return checkpoint
-    roots = [(pickle.path, pickle.root) for pickle in checkpoint.pickles if pickle.main]
     by_node: dict[int, dict[Key, list[tuple[Any, Any]]]] = {}
-    alike = Counter(tensor.path for tensor in checkpoint.tensors)
-    seen: Counter[tuple[Key, ...]] = Counter()
+
+    def children(node: Any, step: Key) -> list[tuple[Any, Any]]:
+        """The keys that a step of a path stands for, and what is there."""
+        if id(node) not in by_node:
+            table = by_node[id(node)] = {}
+            pairs = enumerate(node) if type(node) in (list, tuple) else last_pairs(_items(node))
+            for key, child in pairs:
+                table.setdefault(short_key(key), []).append((key, child))
+        return by_node[id(node)].get(step, [])
+
+    tensors = list(checkpoint.tensors)
+    places: dict[tuple[Key, ...], list[int]] = {}  # of the tensors with a name that is cut off, by their path
+    for place, tensor in enumerate(tensors):
+        if any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
+            places.setdefault(tensor.path, []).append(place)
     left = MAX_NAMES
-
-    def keys_of(node: Any, path: tuple[Key, ...], number: int, count: int) -> list[Any] | None:
-        """The keys that a path stands for; of ``count`` tensors with this path, those of the one with that number."""
-        keys = []
-        for index, step in enumerate(path):
-            if type(node) in (list, tuple):
-                matching = [(step, node[step])] if type(step) is int and step < len(node) else []
-            else:
-                if id(node) not in by_node:
-                    children = by_node[id(node)] = {}
-                    for key, child in last_pairs(_items(node)):
-                        children.setdefault(short_key(key), []).append((key, child))
-                matching = by_node[id(node)].get(step, [])
-            by_number = index == len(path) - 1 and len(matching) == count
-            if not matching or (len(matching) > 1 and not by_number):
-                return None
-            key, node = matching[number if by_number else 0]
-            keys.append(key)
-        return keys
-
-    tensors = []
-    for tensor in checkpoint.tensors:
-        if not any(type(step) is str and _CUT.fullmatch(step) for step in tensor.path):
-            tensors.append(tensor)
-            continue
-        number = seen[tensor.path]
-        seen[tensor.path] += 1
-        below = [(root, tensor.path[len(start) :]) for start, root in roots if tensor.path[: len(start)] == start]
-        found = ((path, keys_of(root, path, number, alike[tensor.path])) for root, path in below)
-        path, keys = next(((path, keys) for path, keys in found if keys is not None), ((), None))
-        if keys is None:
-            what = f"a key is longer than 1,000 characters, and cannot be told apart from others: {tensor.name[-60:]}"
-            raise ConvertError(what, where=checkpoint.path, fix="Save it again with shorter keys.")
-        name, at = tensor.name, 0
-        for step, key in zip(path, keys, strict=True):
-            if type(key) is str and type(step) is str and key != step and (at := name.find(step, at)) >= 0:
-                name = f"{name[:at]}{key}{name[at + len(step) :]}"
-                at += len(key)
-                left -= len(key)
-            if left < 0:
-                raise ConvertError(f"its names add up to more than {MAX_NAMES >> 20} MiB", where=checkpoint.path)
-        tensors.append(_renamed(tensor, tensor.name, name))
+    for path, alike in places.items():
+        for pickle in checkpoint.pickles:
+            lead = len(pickle.path)
+            found: list[tuple[tuple[Any, ...], Any]] = [((), pickle.root)] if pickle.path == path[:lead] else []
+            for step in path[lead:] if pickle.main else ():
+                if len(found) <= len(tensors):  # else a file shares what it holds without end
+                    found = [((*keys, key), child) for keys, node in found for key, child in children(node, step)]
+            if pickle.main and len(found) == len(alike):
+                break
+        else:
+            what = "a key is longer than 1,000 characters, and cannot be told apart from others"
+            fix = "Save it again with shorter keys."
+            raise ConvertError(f"{what}: {tensors[alike[0]].name[-60:]}", where=checkpoint.path, fix=fix)
+        for place, (keys, _) in zip(alike, found, strict=True):
+            tensor, at = tensors[place], 0
+            name = tensor.name
+            for step, key in zip(path[lead:], keys, strict=True):
+                if type(key) is str and type(step) is str and key != step and (at := name.find(step, at)) >= 0:
+                    name = f"{name[:at]}{key}{name[at + len(step) :]}"
+                    at += len(key)
+                    left -= len(key)
+                if left < 0:
+                    raise ConvertError(f"its names add up to more than {MAX_NAMES >> 20} MiB", where=checkpoint.path)
+            tensors[place] = _renamed(tensor, tensor.name, name)
     return replace(checkpoint, tensors=tuple(tensors))
 
 

@@ -238,13 +238,7 @@ class Plan:
         """The tensors that are asked for, as ``state_dict()`` would name them."""
         checkpoint, strip = self.checkpoint, self.options.strip
         key = _dotted(self.options.key)
-        chosen: list[tuple[str, Tensor]] = []
-        for tensor in checkpoint.tensors:
-            if not key:
-                chosen.append((tensor.name, tensor))
-            elif f"{_dotted(tensor.name)}.".startswith(f"{key}."):
-                below = tensor.name[len(key) + 1 :]
-                chosen.append((below or tensor.name.rpartition("/")[2], tensor))
+        chosen = [each for each in checkpoint.tensors if not key or f"{_dotted(each.name)}.".startswith(f"{key}.")]
         if key and not chosen:
             from difflib import get_close_matches
 
@@ -261,10 +255,11 @@ class Plan:
         ]
         kept: list[tuple[str, Tensor]] = []
         matched: set[str] = set()
-        for name, tensor in chosen:
+        for tensor in chosen:
             if why := self._why_omitted(tensor, key):
                 self.omitted.append(Omission(tensor.name, why))
                 continue
+            name = (tensor.name[len(key) + 1 :] if key else tensor.name) or tensor.name.rpartition("/")[2]
             lead, slash, last = name.rpartition("/")
             # The whole name may begin with a prefix, or the last part of a nested one.
             prefix = next((each for each in strip if name.startswith(each) or last.startswith(each)), "")

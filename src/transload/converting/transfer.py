@@ -393,20 +393,16 @@ def compare(locations: list[Location], job: Job) -> None:
 
 def _is_same(location: Location, job: Job, start: int, nbytes: int) -> bool:
     entry, read, offset = location
-    run = job.run(entry)
+    run, at, end = job.run(entry), offset + start, offset + start + nbytes
+    pieces: Iterator[Any] = job.pieces(entry, _COMPARED)
     if run is not None:
-        source = job.content.open_file(run.file)
-        for at in range(start, start + nbytes, _COMPARED):
-            count = min(_COMPARED, start + nbytes - at)
-            if source.read(run.offset + at, count) != read(offset + at, count):
-                return False
-        return True
-    at = offset
-    for piece in job.pieces(entry, _COMPARED):
+        source, stop = job.content.open_file(run.file), run.offset + start + nbytes
+        pieces = (source.read(first, min(_COMPARED, stop - first)) for first in range(stop - nbytes, stop, _COMPARED))
+    for piece in pieces:
         if read(at, len(piece)) != bytes(piece):
             return False
         at += len(piece)
-    return at - offset == nbytes
+    return at == end
 
 
 def check_source(entries: Iterable[Entry], carried: Iterable[Tensor], job: Job) -> None:

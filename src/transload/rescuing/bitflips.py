@@ -10,9 +10,11 @@ tried.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from math import isqrt
 from typing import Literal, NamedTuple
 
@@ -223,10 +225,8 @@ def _padding_bits(source: Source, claim: Claim) -> tuple[Bit, ...] | None:
     if claim.stored > _PROVEN or claim.size >= _MAX_IN_MEMORY:
         return ()
     data = source.read(claim.payload, claim.stored)
-    places, at = [claim.stored - 1], data.find(_EMPTY_BLOCK)
-    while at > 0 and len(places) < _MAX_BLOCKS:
-        places.append(at - 1)
-        at = data.find(_EMPTY_BLOCK, at + 1)
+    blocks = islice(re.finditer(_EMPTY_BLOCK, data[1:]), _MAX_BLOCKS)
+    places = [claim.stored - 1, *(match.start() for match in blocks)]
     content = _inflate_all(data)
     if content is None:
         return None

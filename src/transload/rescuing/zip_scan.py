@@ -8,9 +8,11 @@ evidence supports is taken.
 
 from __future__ import annotations
 
+import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from transload.formats import pickle_machine
@@ -175,15 +177,13 @@ def find_header(source: Source, data: bytes, base: int = 0) -> int:
 
     Bytes like a signature occur in weights.
     """
-    at = data.find(_LOCAL)
-    while at >= 0:
-        local = _read_local(source, base + at)
+    for match in re.finditer(_LOCAL, data):
+        local = _read_local(source, base + match.start())
         if local is not None and 0 < len(local.name) <= _MAX_NAME and len(local.extra) <= _MAX_EXTRA:
             ordinary = local.method in (0, DEFLATED) and not local.flags & ~0x080E
             if ordinary and not any(byte < 32 for byte in local.name):
-                break
-        at = data.find(_LOCAL, at + 1)
-    return at
+                return match.start()
+    return -1
 
 
 def _read_descriptor(source: Source, offset: int, *, wide: bool) -> Descriptor | None:
@@ -224,14 +224,10 @@ def find_directory(source: Source) -> Directory:
     tried: set[int] = set()
     ends: list[tuple[int, int, int, int]] = []  # where each end record is, and what it says: size, start, count
     for signature, form, (size, start, count) in ((_END, END, (5, 6, 4)), (_END64, END64, (8, 9, 7))):
-        at = tail.rfind(signature)
-        for _ in range(_MAX_ENDS):
-            if at < 0:
-                break
-            if at + form.size <= len(tail):
-                fields = form.unpack_from(tail, at)
-                ends.append((base + at, fields[size], fields[start], fields[count]))
-            at = tail.rfind(signature, 0, at)
+        for match in [*re.finditer(signature, tail)][: -_MAX_ENDS - 1 : -1]:
+            if match.start() + form.size <= len(tail):
+                fields = form.unpack_from(tail, match.start())
+                ends.append((base + match.start(), fields[size], fields[start], fields[count]))
     for position, size, start, count in ends:
         for place in (start, position - size):
             if place in tried or len(tried) >= _MAX_ENDS or not 0 <= place < position:
@@ -250,11 +246,8 @@ def find_directory(source: Source) -> Directory:
 
 def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
     """The directory by its entries alone: the first one in the tail of a file, and those that end where it begins."""
-    at = tail.find(_CENTRAL)
-    for _ in range(_MAX_ENDS):
-        if at < 0:
-            break
-        found = _read_directory(source, base + at)
+    for match in islice(re.finditer(_CENTRAL, tail), _MAX_ENDS):
+        found = _read_directory(source, base + match.start())
         if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
             start, earlier = found.start, list[Header]()
             while start > 0:
@@ -267,7 +260,6 @@ def _find_entries(source: Source, tail: bytes, base: int) -> Directory:
                 earlier.append(entry)
                 start = entry.position
             return found._replace(entries=[*reversed(earlier), *found.entries], start=start)
-        at = tail.find(_CENTRAL, at + 1)
     return _NO_DIRECTORY
 
 
@@ -545,8 +537,8 @@ class Scan:
         while at < stop and self._search_budget > 0:
             window = self._source.read(at, _CHUNK + form.size)
             self._search_budget -= len(window)
-            found = window.find(_DESCRIPTOR)
-            while 0 <= found < _CHUNK:
+            for match in re.finditer(_DESCRIPTOR, window[: _CHUNK + 3]):
+                found = match.start()
                 size = at + found - local.end
                 if found + form.size > len(window):  # the file ends within it: the checksum in it has to be right
                     crc = window[found + 4 : found + 8]
@@ -556,6 +548,5 @@ class Scan:
                 _, _, stored, whole = form.unpack_from(window, found)
                 if size and size in (stored, whole):
                     return size
-                found = window.find(_DESCRIPTOR, found + 1)
             at += _CHUNK
         return None

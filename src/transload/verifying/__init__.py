@@ -42,18 +42,7 @@ from transload.verifying.manifest import (
     to_json,
 )
 
-__all__ = [
-    "Damage",
-    "Difference",
-    "Progress",
-    "TensorSum",
-    "Verification",
-    "report",
-    "several",
-    "verify",
-    "write_manifest",
-    "written",
-]
+__all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "verify", "write_manifest"]
 
 
 @facts(frozen=True)
