@@ -38,17 +38,11 @@ if TYPE_CHECKING:
 
 # -- what is asked for
 
-_FORMATS = ("safetensors", "torch", "npz", "raw")
-_SUFFIXES = {
-    ".safetensors": "safetensors",
-    ".safetensors.index.json": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".ckpt": "torch",
-    ".bin": "torch",
-    ".npz": "npz",
-    "/": "raw",
-    os.sep: "raw",
+_FORMATS: dict[str, tuple[str, ...]] = {  # and how the names of their files end
+    "safetensors": (".safetensors", ".safetensors.index.json"),
+    "torch": (".pt", ".pth", ".ckpt", ".bin"),
+    "npz": (".npz",),
+    "raw": ("/", os.sep),
 }
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
@@ -87,8 +81,7 @@ def format_of(dst: str, to: str = "") -> str:
 
 def _named_format(dst: str) -> str:
     """The format that a file name stands for; empty if it stands for none."""
-    name = dst.lower()
-    return next((format_ for suffix, format_ in _SUFFIXES.items() if name.endswith(suffix)), "")
+    return next((format_ for format_, suffixes in _FORMATS.items() if dst.lower().endswith(suffixes)), "")
 
 
 def dtype_of(text: str) -> str:
