@@ -188,7 +188,7 @@ def convert_content(
     tell = telling(progress, plan.total(verify=verify), "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(content, dst, bundle, allow_inf=options.allow_inf, verify=verify, progress=tell)
+        job = Job(content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
         locations = WRITERS[format_](job, plan)
         if verify:
             check_source(plan.entries, [entry.tensor for entry in plan.carried], job)

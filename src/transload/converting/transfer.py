@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from errno import EINVAL
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +51,7 @@ class Entry(NamedTuple):
         return self.dtype != self.tensor.dtype
 
 
+@dataclass
 class Job:
     """A conversion under way: the source, the target, and what the writers report back.
 
@@ -58,25 +60,15 @@ class Job:
     ``checksums`` are the CRC-32 of entries, by their ``id``, where they are known.
     """
 
-    def __init__(
-        self,
-        content: Content,
-        dst: str = "",
-        bundle: Bundle | None = None,
-        *,
-        allow_inf: bool = False,
-        verify: bool = True,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        self.content = content
-        self.dst = dst
-        self.bundle = bundle or Bundle(overwrite=False)
-        self.verify = verify
-        self.progress = progress or (lambda _: None)
-        self.copied = 0
-        self.infinite: dict[str, int] = {}
-        self.checksums: dict[int, int] = {}
-        self._allow_inf = allow_inf
+    content: Content
+    dst: str = ""
+    bundle: Bundle = field(default_factory=lambda: Bundle(overwrite=False))
+    allow_inf: bool = False
+    verify: bool = True
+    progress: Callable[[int], None] = lambda _: None
+    copied: int = 0
+    infinite: dict[str, int] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
 
     def run(self, entry: Entry) -> Run | None:
         """Where exactly these bytes lie in a file of the source, if they do."""
@@ -95,7 +87,7 @@ class Job:
             yield made
         if count:
             self.infinite[entry.name] = count
-        if count and not self._allow_inf:
+        if count and not self.allow_inf:
             what = f"{count:,} of the {entry.tensor.numel:,} values of {entry.name} are too large for {entry.dtype}"
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
             fix = f"Choose {wider}, or add --allow-inf to store them as infinities."

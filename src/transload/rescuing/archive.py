@@ -19,7 +19,7 @@ from zlib import crc32
 from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, LOCAL
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.io.sources import Assembly, BytesSource, Part, Source, copied
+from transload.io.sources import Assembly, BytesSource, Part, Source
 from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
@@ -59,12 +59,11 @@ class Recovered(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-class Filler:
+class Filler(Assembly):
     """A pattern repeated over ``size`` bytes, in place of bytes that are lost."""
 
-    name = "<filler>"
-
     def __init__(self, size: int, pattern: bytes = b"\0") -> None:
+        super().__init__((), "<filler>")
         self.size = size
         self._pattern = pattern
 
@@ -72,13 +71,6 @@ class Filler:
         """Up to ``count`` bytes from ``offset`` on."""
         count, phase = max(0, min(count, self.size - offset)), offset % len(self._pattern)
         return (self._pattern * (count // len(self._pattern) + 2))[phase : phase + count]
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
-        return copied(self, offset, buffer)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def literal(data: bytes) -> Part:
