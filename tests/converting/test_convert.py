@@ -221,7 +221,9 @@ class LongNames(torch.nn.Module):  # type: ignore[name-defined]
             {"m": {_LONG: [{_ALIKE: torch.zeros(2)}]}, "e": torch.ones(2)}, [f"m/{_LONG}/0/{_ALIKE}", "e"], id="nested"
         ),
         pytest.param(
-            {_LONG: {"w": torch.zeros(2)}, _ALIKE: {"w": torch.ones(2)}}, [f"{_LONG}/w", f"{_ALIKE}/w"], id="alike above"
+            {_LONG: {"w": torch.zeros(2)}, _ALIKE: {"w": torch.ones(2)}},
+            [f"{_LONG}/w", f"{_ALIKE}/w"],
+            id="alike above",
         ),
         pytest.param(LongNames(), [_LONG, _ALIKE], id="module"),
         pytest.param({f"{'a' * 200}… (3000 characters)": torch.zeros(2)}, [f"{'a' * 200}… (3000 characters)"], id="no"),
