@@ -23,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import transload
 from transload.checkpoint import Storage
-from transload.converting import transfer
-from transload.converting.transfer import Job
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.zip_writer import Checksums, Chunk
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
 from transload.saving.background import background
 from transload.tensors.content import open_content
+from transload.writing import transfer
+from transload.writing.transfer import Job
 
 OTHER = types.SimpleNamespace(Pickler=pickle._Pickler)  # the one in Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)

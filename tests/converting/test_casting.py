@@ -9,10 +9,10 @@ from fractions import Fraction
 import pytest
 from tests.each import each
 
-from transload.converting import transfer as casting
-from transload.converting.transfer import FLOATING, cast, cast_dtype, rounded_slowly
 from transload.dtypes import ITEMSIZE
 from transload.tensors.content import numpy_or_none
+from transload.writing import transfer as casting
+from transload.writing.transfer import FLOATING, cast, cast_dtype, rounded_slowly
 
 CODES = {"float64": "d", "float32": "f", "float16": "e"}
 PAIRS = [(a, b) for a in sorted(FLOATING) for b in sorted(FLOATING) if a != b]

@@ -14,11 +14,12 @@ import pytest
 from tests.each import each
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
-from transload.converting import convert, objects, parts
+from transload.converting import convert, parts
 from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
 from transload.judge import inspect
 from transload.nodes import Call, Global
 from transload.tensors.content import ContentError
+from transload.writing import objects
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
@@ -423,7 +424,7 @@ def test_two_keys_of_one_text(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_in_the_other_byte_order() -> None:
-    from transload.converting.objects import Leftovers
+    from transload.writing.objects import Leftovers
 
     dtype = Call(Global("numpy", "dtype", 0), ("f8", False, True), "reduce", 0)
     dtype.states = [(3, ">", None, None, None, -1, -1, 0)]

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and
 # Forks once for every call, in a process without threads; the child ends at that call as a killed one does.
 SCRIPT = r"""
 import json, os, struct, sys, shutil
-from transload.converting import convert, output
+from transload.converting import convert
+from transload.writing import output
 import transload.tensors.content
 
 scene, base = sys.argv[1], sys.argv[2]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.each import each
 
-from transload.converting.plan import dtype_of, format_of, size_of
 from transload.errors import UsageError
+from transload.writing.plan import dtype_of, format_of, size_of
 
 
 @each(

@@ -18,14 +18,15 @@ import pytest
 import torch
 
 import transload
-from transload.converting import convert, output, transfer
-from transload.converting.output import Bundle
-from transload.converting.plan import member_name
-from transload.converting.transfer import Entry, Job
+from transload.converting import convert
 from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
 from transload.io import pool
 from transload.judge import inspect
 from transload.tensors.content import open_content
+from transload.writing import output, transfer
+from transload.writing.output import Bundle
+from transload.writing.plan import member_name
+from transload.writing.transfer import Entry, Job
 
 DATA = Path(__file__).parent.parent / "data"
 STATE = DATA / "h200" / "state_dict_cuda0.pt"

@@ -1,36 +1,30 @@
 """``transload.convert``: a checkpoint of any format written as another, without torch, and read back to be sure.
 
-``convert_content`` is the whole way: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers``
-write it into a ``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what
-else there was. ``report`` is what ``transload convert`` says about a ``Conversion``.
+``transload.writing`` does it; ``report`` is what ``transload convert`` says about a ``Conversion``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from transload.converting.objects import Leftovers, Omission
-from transload.converting.output import Bundle, file_identity, refuse_existing, write_text
-from transload.converting.plan import Candidate, Options, Plan, candidates, dtype_of, format_of, notes, size_of
-from transload.converting.transfer import Job, check_source, compare
-from transload.converting.writers import WRITERS
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Line, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
+from transload.writing import write_content
+from transload.writing.objects import Omission
+from transload.writing.output import file_identity
+from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
 
 if TYPE_CHECKING:
     from transload.io.sources import SourceLike
-    from transload.tensors.content import Content
 
-__all__ = ["Conversion", "Options", "convert", "convert_content", "format_of", "listing", "parts", "report"]
+__all__ = ["Conversion", "convert", "listing", "parts", "report"]
 
 
 @facts(frozen=True)
@@ -131,9 +125,13 @@ def convert(
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
     with open_content(src) as content:
         refuse_broken(content.checkpoint)
-        return convert_content(
+        begun, checkpoint = time.monotonic(), content.checkpoint
+        written = write_content(
             content, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
         )
+        seconds = time.monotonic() - begun
+    source = (checkpoint.path, target, checkpoint.format, format_)
+    return Conversion(*source, **written._asdict(), verified=verify, seconds=seconds)
 
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
@@ -154,103 +152,6 @@ def _path(path: Any) -> str:
         if b"\0" not in os.fsencode(name):
             return name
     raise UsageError("the name of the target is not valid", where=name)
-
-
-def convert_content(
-    content: Content,
-    dst: str,
-    format_: str,
-    options: Options,
-    *,
-    src: SourceLike | None = None,
-    verify: bool,
-    overwrite: bool,
-    progress: bool | Callable[[int, int], object] | None,
-) -> Conversion:
-    """Convert a checkpoint that is open, damaged or not; ``src`` is what it was opened by, if not its path.
-
-    If this raises, nothing is there that was not before.
-    """
-    from transload.formats import no_collecting
-    from transload.io.pool import telling
-
-    begun = time.monotonic()
-    leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
-    refuse_existing(leftovers_path, overwrite=overwrite)
-    if os.path.lexists(leftovers_path) and not _is_leftovers(leftovers_path):
-        what = "the existing file was not written by a conversion"
-        raise UsageError(what, where=leftovers_path, fix="Choose another name.")
-    if format_ != "raw":
-        refuse_existing(dst, overwrite=overwrite)
-    with no_collecting():
-        plan = Plan(content, format_, options)
-    checkpoint = content.checkpoint
-    tell = telling(progress, plan.total(verify=verify), "converting")
-    sources = _source_files(checkpoint.path if src is None else src, content)
-    with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
-        locations = WRITERS[format_](job, plan)
-        if verify:
-            check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
-            compare(locations, job)
-        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in checkpoint.tensors))
-        table: dict[str, Any] = {}
-        if leftovers.data not in (None, {}, []):
-            table["data"] = leftovers.data
-        if plan.metadata and format_ != "safetensors":
-            table["metadata"] = plan.metadata
-        if table:
-            table = {"from": os.path.basename(checkpoint.path), **table}
-            write_text(bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
-        result = Conversion(
-            path=checkpoint.path,
-            out=dst,
-            format=checkpoint.format,
-            to=format_,
-            files=tuple(bundle.paths),
-            tensors=len(plan.entries) + len(plan.aliases) + len(plan.carried),
-            nbytes=plan.nbytes,
-            copied=job.copied,
-            cast=sum(entry.is_cast for entry in plan.entries),
-            infinite=sum(job.infinite.values()),
-            aliases=tuple(plan.aliases),
-            left=tuple(plan.omitted),
-            listed=tuple(leftovers.listed),
-            leftovers=leftovers_path if table else "",
-            others=plan.others,
-            renamed=tuple(plan.renamed),
-            verified=verify,
-            notes=tuple(notes(plan, job, leftovers)),
-        )
-    if overwrite and not table:
-        with suppress(OSError):  # those of an earlier conversion are not those of this one
-            if _is_leftovers(leftovers_path):
-                os.unlink(leftovers_path)
-    return replace(result, seconds=time.monotonic() - begun)
-
-
-def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
-    """The identities of the files that a checkpoint is read from, by whatever name."""
-    if not isinstance(src, str | os.PathLike):
-        with suppress(AttributeError, OSError, ValueError):
-            return file_identity(src.fileno())
-        return set()
-    path = os.fsdecode(src)
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    checkpoint = content.checkpoint
-    names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
-    names |= {part.name for part in checkpoint.parts if part.kind == "index"}
-    return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
-
-
-_LEFTOVERS_START = b'{\n "from": '
-
-
-def _is_leftovers(path: str) -> bool:
-    """Whether a conversion has written a file for its leftovers: only such a one is replaced."""
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(len(_LEFTOVERS_START)) == _LEFTOVERS_START
-    return False
 
 
 # -- the report

@@ -342,10 +342,11 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         )
         if not made.done:
             return made
-        from transload.converting import Options, convert_content, format_of
+        from transload.writing import write_content
+        from transload.writing.plan import Options, format_of
 
         over.checkpoint = replace(checkpoint, tensors=kept)
-        done = convert_content(
+        done = write_content(
             over, target, format_of(target), Options(), verify=True, overwrite=overwrite, progress=progress
         )
         beside = (f"everything that is not a tensor, as plain data: {done.leftovers}",) if done.leftovers else ()

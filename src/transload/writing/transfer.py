@@ -17,12 +17,12 @@ from errno import EINVAL
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.converting.output import Bundle
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import FileSource
 from transload.tensors.content import Content, ContentError, Run, numpy_or_none
+from transload.writing.output import Bundle
 
 if TYPE_CHECKING:
     from transload.checkpoint import Tensor

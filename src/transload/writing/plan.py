@@ -14,9 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.converting.objects import Leftovers, Omission, node_at, with_full_names
-from transload.converting.output import SHARD, beside, index_name
-from transload.converting.to_torch import (
+from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
+from transload.errors import ConvertError, UsageError
+from transload.formats.zip_writer import Record, opening_records
+from transload.nodes import Dict
+from transload.tensors.content import Allowance, Content
+from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
+from transload.writing.output import SHARD, beside, index_name
+from transload.writing.to_torch import (
     Slot,
     Structure,
     byte_span,
@@ -26,12 +31,7 @@ from transload.converting.to_torch import (
     pickled,
     tie_of,
 )
-from transload.converting.transfer import FLOATING, Entry, Job, cast_dtype
-from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
-from transload.errors import ConvertError, UsageError
-from transload.formats.zip_writer import Record, opening_records
-from transload.nodes import Dict
-from transload.tensors.content import Allowance, Content
+from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key, Tensor

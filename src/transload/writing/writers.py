@@ -15,9 +15,6 @@ from struct import unpack
 from typing import Any
 from zlib import crc32
 
-from transload.converting.output import clear_parts, index_name, write_text
-from transload.converting.plan import NUMPY_DTYPES, SAFETENSORS_DTYPES, Plan, member_name
-from transload.converting.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
 from transload.dtypes import ITEMSIZE
 from transload.errors import ConvertError
 from transload.formats.zip import ALIGNMENT
@@ -33,6 +30,9 @@ from transload.formats.zip_writer import (
     local_header,
     write_checkpoint,
 )
+from transload.writing.output import clear_parts, index_name, write_text
+from transload.writing.plan import NUMPY_DTYPES, SAFETENSORS_DTYPES, Plan, member_name
+from transload.writing.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
 
 
 def _not_as_written(path: str, name: str = "it") -> ConvertError:

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor, contiguous
-from transload.converting.objects import (
+from transload.dtypes import ITEMSIZE, STORAGES, itemsize
+from transload.formats.tensors import called, short_key
+from transload.nodes import Call, Dict, Global, Persistent
+from transload.tensors.content import Allowance, Content
+from transload.writing.objects import (
     KEY_TYPES,
     NOTHING,
     BoundedWalk,
@@ -21,11 +25,7 @@ from transload.converting.objects import (
     node_at,
     tensor_attributes,
 )
-from transload.converting.transfer import Entry
-from transload.dtypes import ITEMSIZE, STORAGES, itemsize
-from transload.formats.tensors import called, short_key
-from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors.content import Allowance, Content
+from transload.writing.transfer import Entry
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint, Key

@@ -1,0 +1,134 @@
+"""The tensors of an open checkpoint, written as another format and read back to be sure; torch is not needed.
+
+``write_content`` is the whole way: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers``
+write it into a ``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what
+else there was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.errors import UsageError
+from transload.writing.objects import Leftovers, Omission
+from transload.writing.output import Bundle, file_identity, refuse_existing, write_text
+from transload.writing.plan import Options, Plan, notes
+from transload.writing.transfer import Job, check_source, compare
+from transload.writing.writers import WRITERS
+
+if TYPE_CHECKING:
+    from transload.io.sources import SourceLike
+    from transload.tensors.content import Content
+
+
+class Written(NamedTuple):
+    """What is in the target, and what is not; ``Conversion`` says what the fields are."""
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    copied: int
+    cast: int
+    infinite: int
+    aliases: tuple[tuple[str, str], ...]
+    left: tuple[Omission, ...]
+    listed: tuple[Omission, ...]
+    leftovers: str
+    others: int
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def write_content(
+    content: Content,
+    dst: str,
+    format_: str,
+    options: Options,
+    *,
+    src: SourceLike | None = None,
+    verify: bool,
+    overwrite: bool,
+    progress: bool | Callable[[int, int], object] | None,
+) -> Written:
+    """Write a checkpoint that is open, damaged or not; ``src`` is what it was opened by, if not its path.
+
+    If this raises, nothing is there that was not before.
+    """
+    from transload.formats import no_collecting
+    from transload.io.pool import telling
+
+    leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
+    refuse_existing(leftovers_path, overwrite=overwrite)
+    if os.path.lexists(leftovers_path) and not _is_leftovers(leftovers_path):
+        what = "the existing file was not written by a conversion"
+        raise UsageError(what, where=leftovers_path, fix="Choose another name.")
+    if format_ != "raw":
+        refuse_existing(dst, overwrite=overwrite)
+    with no_collecting():
+        plan = Plan(content, format_, options)
+    checkpoint = content.checkpoint
+    tell = telling(progress, plan.total(verify=verify), "converting")
+    sources = _source_files(checkpoint.path if src is None else src, content)
+    with Bundle(overwrite=overwrite, sources=sources) as bundle:
+        job = Job(content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
+        locations = WRITERS[format_](job, plan)
+        if verify:
+            check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
+            compare(locations, job)
+        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in checkpoint.tensors))
+        table: dict[str, Any] = {}
+        if leftovers.data not in (None, {}, []):
+            table["data"] = leftovers.data
+        if plan.metadata and format_ != "safetensors":
+            table["metadata"] = plan.metadata
+        if table:
+            table = {"from": os.path.basename(checkpoint.path), **table}
+            write_text(bundle.add(leftovers_path).descriptor, json.dumps(table, indent=1).encode() + b"\n")
+        written = Written(
+            tuple(bundle.paths),
+            len(plan.entries) + len(plan.aliases) + len(plan.carried),
+            plan.nbytes,
+            job.copied,
+            sum(entry.is_cast for entry in plan.entries),
+            sum(job.infinite.values()),
+            tuple(plan.aliases),
+            tuple(plan.omitted),
+            tuple(leftovers.listed),
+            leftovers_path if table else "",
+            plan.others,
+            tuple(plan.renamed),
+            tuple(notes(plan, job, leftovers)),
+        )
+    if overwrite and not table:
+        with suppress(OSError):  # those of an earlier conversion are not those of this one
+            if _is_leftovers(leftovers_path):
+                os.unlink(leftovers_path)
+    return written
+
+
+def _source_files(src: Any, content: Content) -> set[tuple[int, int]]:
+    """The identities of the files that a checkpoint is read from, by whatever name."""
+    if not isinstance(src, str | os.PathLike):
+        with suppress(AttributeError, OSError, ValueError):
+            return file_identity(src.fileno())
+        return set()
+    path = os.fsdecode(src)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    checkpoint = content.checkpoint
+    names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
+    names |= {part.name for part in checkpoint.parts if part.kind == "index"}
+    return file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
+
+
+_LEFTOVERS_START = b'{\n "from": '
+
+
+def _is_leftovers(path: str) -> bool:
+    """Whether a conversion has written a file for its leftovers: only such a one is replaced."""
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(len(_LEFTOVERS_START)) == _LEFTOVERS_START
+    return False
