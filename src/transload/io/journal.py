@@ -253,9 +253,8 @@ def refuse_written_by_others(descriptor: int, path: str) -> None:
         fcntl(descriptor, F_SETLEASE, F_UNLCK)
     except OSError as error:
         if error.errno == EAGAIN:
-            raise BusyFileError(
-                "another process has it open for writing", where=path, fix="Wait until it is done (lsof shows who)."
-            ) from None
+            fix = "Wait until it is done (lsof shows who)."
+            raise BusyFileError("another process has it open for writing", where=path, fix=fix) from None
 
 
 def _lock(descriptor: int, path: str) -> None:
@@ -419,10 +418,9 @@ def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file whose journal is not its own, or not a journal; ``tried`` is whether undo was tried."""
     remove = f"remove the journal: rm -- {quote(names_of(path).journal)}"
     if tried:
-        what = (
-            "the journal beside it is not the journal of this file, or of a version of transload that is not this one"
-        )
-        return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
+        what = "the journal beside it is not the journal of this file"
+        other = "or of a version of transload that is not this one"
+        return RetagError(f"{what}, {other}", where=path, fix=f"If the file is as it should be, {remove}")
     return RetagError(
         "there is a journal of an interrupted retag, and the file has been replaced or copied since",
         where=path,

@@ -248,9 +248,8 @@ def recover_archive(source: Source) -> Recovered | None:
     checked = _check(source, found)
     if not checked:
         return None
-    by_torch = 2 * sum(record.local is not None and record.local.padded for record in found.records) > len(
-        found.records
-    )
+    padded = sum(record.local is not None and record.local.padded for record in found.records)
+    by_torch = 2 * padded > len(found.records)
     records, lost = _rebuild(source, found, checked, by_torch=by_torch)
     notes: list[str] = []
     after: list[Part] = []
@@ -269,11 +268,10 @@ def recover_archive(source: Source) -> Recovered | None:
             after = [Part(source, since, start - since)]
     for index, record in enumerate(records):
         damaged = next((each for each in lost if each.name == "byteorder"), None)
-        if damaged is not None and record.name.endswith(b"/byteorder") and record.stored in _BYTE_ORDERS:
-            right = _BYTE_ORDERS[record.stored]
-            records[index] = record._replace(
-                content=(literal(right),), crc32=crc32(right), method=0, size=len(right), origin=b""
-            )
+        right = _BYTE_ORDERS.get(record.stored, b"")
+        if damaged is not None and record.name.endswith(b"/byteorder") and right:
+            new = record._replace(content=(literal(right),), crc32=crc32(right), size=len(right))
+            records[index] = new._replace(method=0, origin=b"")
             lost.remove(damaged)
     records = _with_version(records, notes)
     lost += [LostRecord(key_of(entry.name), "it is not in the file") for entry in found.missing]

@@ -360,9 +360,8 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     storages = {storage.id: storage for storage in checkpoint.storages}
     plain = [t for t in tensors if t.kind == "strided" and t.dtype in _STORAGE_CLASSES and t.storage in storages]
     if not plain:
-        raise RescueError(
-            "none of its tensors can be saved by itself", where=source.name, fix="Fill them: --fill zeros."
-        )
+        what = "none of its tensors can be saved by itself"
+        raise RescueError(what, where=source.name, fix="Fill them: --fill zeros.")
     used = {ident: storages[ident] for ident in (tensor.storage or "" for tensor in plain)}
     keys = {ident: str(number) for number, ident in enumerate(used)}
     items: list[object] = []

@@ -69,9 +69,8 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
     offset, made = best
     repairs = tuple(repair._replace(position=repair.position + offset) for repair in made.repairs)
     kind = "another archive" if starts_record(source) else "other data"
-    return made._replace(
-        repairs=repairs, notes=(f"the checkpoint begins at byte {offset:,}, after {kind}", *made.notes)
-    )
+    note = f"the checkpoint begins at byte {offset:,}, after {kind}"
+    return made._replace(repairs=repairs, notes=(note, *made.notes))
 
 
 def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
@@ -200,11 +199,10 @@ def _recover_legacy(source: Source) -> Recovered | None:
         if lost and start < min(at, source.size):
             ranges.append(LostRange(start, min(at, source.size), "its bytes are not where they should be"))
     made = _resized(source, end, repairs, ranges, "storage")
-    # Another stream may follow. Whole ones end where they should.
-    if source.size <= end or source.read(end, len(_LEGACY_OPENING)) == _LEGACY_OPENING:
-        return made
     warning = "the file is longer than its counts say: unless the extra bytes are at its end, the last storage is wrong"
-    return made._replace(warnings=(warning,))
+    # Another stream may follow. Whole ones end where they should.
+    doubtful = source.size > end and source.read(end, len(_LEGACY_OPENING)) != _LEGACY_OPENING
+    return made._replace(warnings=(warning,)) if doubtful else made
 
 
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
@@ -213,16 +211,15 @@ def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostR
     whole = Assembly([Part(source, 0, end - lack), Part(Filler(lack), 0, lack)], source.name)
     if lack:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
-    made = Recovered(
+    notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()
+    return Recovered(
         Assembly(repaired(whole, 0, end, repairs), source.name),
         not ranges,
         tuple(ranges),
         tuple(repair for repair in repairs if repair.position < source.size),
+        notes=notes,
         all_unchecked=True,
     )
-    if source.size <= end:
-        return made
-    return made._replace(notes=(f"{source.size - end:,} bytes after the last {last} are left out",))
 
 
 # -- safetensors: a length, a table, then the tensors
@@ -249,11 +246,8 @@ def _recover_safetensors(source: Source) -> Recovered | None:
             case {"data_offsets": [int() as first, int() as last]} if 0 <= first <= last < MAX_COUNT:
                 end = max(end, PREFIX + length + last)
     made = _resized(source, end, repairs, [], "tensor")
-    if source.size <= end:
-        return made
-    return made._replace(
-        warnings=("the file is longer than its table says: unless the extra bytes are at its end, tensors are wrong",)
-    )
+    warning = "the file is longer than its table says: unless the extra bytes are at its end, tensors are wrong"
+    return made._replace(warnings=(warning,)) if source.size > end else made
 
 
 def _is_table(data: bytes) -> bool:

@@ -85,9 +85,8 @@ def _device(name: object) -> str:
     if not _DEVICE.fullmatch(name) or kind not in KINDS:
         near = near_kind(kind[:40])
         meant = f" Did you mean {near}{':0' if near == 'cuda' else ''}?" if near else ""
-        raise UsageError(
-            f"{name[:80]!r} is not a device", fix=f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}"
-        )
+        fix = f"Write it as torch does: cpu, cuda:0, mps, xpu:1.{meant}"
+        raise UsageError(f"{name[:80]!r} is not a device", fix=fix)
     return name
 
 
