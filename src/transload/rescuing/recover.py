@@ -382,23 +382,24 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
     for at in range(0, source.size, _SIP):
         data = source.read(at, _SIP)
         while data:
+            if unpacker.eof:  # padding follows, or another stream
+                data = data.lstrip(b"\0")
+                if not data:
+                    break
+                unpacker = make()
             before: Any = unpacker.copy() if hasattr(unpacker, "copy") else None
             try:
-                file.write(unpacker.decompress(data))
+                piece = unpacker.decompress(data)
             except Exception:  # noqa: BLE001 - each of the four modules has errors of its own
                 # It gives nothing of what it was fed when it met the damage. So that is fed to it again byte by byte,
                 # if it can be taken back.
                 with suppress(zlib.error):
                     file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
                 return False
+            file.write(piece)
             if file.tell() > limit:
                 raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
-            if not unpacker.eof:
-                break
-            data = unpacker.unused_data
-            if not data.strip(b"\0") and at + _SIP >= source.size:
-                return True
-            unpacker = make()
+            data = unpacker.unused_data if unpacker.eof else b""
     return bool(unpacker.eof)
 
 
