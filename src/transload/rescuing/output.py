@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
@@ -89,22 +89,25 @@ class Outcomes:
     def of(self, tensor: Tensor) -> TensorOutcome:
         """What became of a tensor."""
         repaired, checked = False, True
-        for storage, start, end in extents(tensor, self._storages):
-            why = ""
-            if start < end and storage.device != "meta":
-                lost = self._lost_in(start, end)
-                if storage.offset is None or storage.compressed:
-                    why = _NOT_IN_FILE
-                elif end > storage.offset + storage.stored:
-                    why = "the file ends before its last byte"
-                elif lost is not None:
-                    why = lost.why
-            if why:
+        for part in with_parts(tensor):
+            storage = self._storages.get(part.storage or "")
+            if storage is None:
+                continue
+            checked = checked and not self._all_unchecked and storage.record not in self._unchecked
+            if not part.numel:
+                continue
+            last = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=False))
+            start, end = ((storage.offset or 0) + itemsize(part.dtype, part.offset + index) for index in (0, last + 1))
+            lost, why = self._lost_in(start, end), ""
+            if storage.offset is None or storage.compressed:
+                why = _NOT_IN_FILE
+            elif end > storage.offset + storage.stored:
+                why = "the file ends before its last byte"
+            elif lost is not None:
+                why = lost.why
+            if why and storage.device != "meta":
                 return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
-            if start < end and bisect_left(self._repaired_at, start) < bisect_left(self._repaired_at, end):
-                repaired = True
-            if self._all_unchecked or storage.record in self._unchecked:
-                checked = False
+            repaired |= bisect_left(self._repaired_at, start) < bisect_left(self._repaired_at, end)
         return TensorOutcome(tensor.name, "mended" if repaired else "whole", tensor.nbytes, checked)
 
     def _lost_in(self, start: int, end: int) -> LostRange | None:
@@ -112,21 +115,6 @@ class Outcomes:
         index = bisect_right(self._lost, start, key=lambda lost: lost.end)
         found = self._lost[index] if index < len(self._lost) else None
         return found if found is not None and found.start < end else None
-
-
-def extents(tensor: Tensor, storages: dict[str, Storage]) -> Iterator[tuple[Storage, int, int]]:
-    """The storages a tensor and its parts are in, and from which byte of the file to which."""
-    for part in with_parts(tensor):
-        storage = storages.get(part.storage or "")
-        if storage is None:
-            continue
-        start = end = 0
-        if part.numel:
-            last = sum((size - 1) * step for size, step in zip(part.shape, part.stride, strict=False))
-            base = storage.offset or 0
-            start = base + itemsize(part.dtype, part.offset)
-            end = base + itemsize(part.dtype, part.offset + last + 1)
-        yield storage, start, end
 
 
 # -- records that an archive lacks
