@@ -314,61 +314,71 @@ def pickled(root: object, storages: list[Entry], checkpoint: Checkpoint) -> byte
     """The pickle of an object with slots. The storages of tensors that are carried over are added to ``storages``."""
     from transload.formats.pickle_writer import dumps
 
-    globals_: dict[str, Global] = {}
-    keys: dict[int, str] = {}  # the same object for each storage, so that it is written once
-    source_storages = {storage.key: storage for storage in checkpoint.storages}
-    carried: dict[str, str] = {}
+    return dumps(root, expand=(Slot, _TensorCalls(storages, checkpoint).tensor))
 
-    def named(module: str, name: str) -> Global:
-        return globals_.setdefault(f"{module} {name}", Global(module, name, 0))
 
-    def call(module: str, name: str, *args: object) -> Call:
-        return Call(named(module, name), args, "reduce", 0)
+class _TensorCalls:
+    """Makes the call for each slot. Storages that are carried over are added to ``storages`` when they are needed.
 
-    def tensor_call(slot: Slot) -> Any:
+    A class, because nested functions that call one another would keep the checkpoint in a cycle.
+    """
+
+    def __init__(self, storages: list[Entry], checkpoint: Checkpoint) -> None:
+        self._storages = storages
+        self._globals: dict[str, Global] = {}
+        self._keys: dict[int, str] = {}
+        self._source_storages = {storage.key: storage for storage in checkpoint.storages}
+        self._carried: dict[str, str] = {}
+
+    def tensor(self, slot: Slot) -> Any:
+        """The call for a tensor."""
         if slot.call is not None:
-            return carry(slot.call)
+            return self._carry(slot.call)
         tensor, dtype = slot.entry.tensor, slot.entry.dtype
-        key = keys.setdefault(slot.storage, str(slot.storage))
+        key = self._keys.setdefault(slot.storage, str(slot.storage))  # the same object, so that it is written once
         parameter = tensor.cls == "Parameter" and not slot.state
-        kind, nbytes = _CLASSES.get(dtype), storages[slot.storage].nbytes
+        kind, nbytes = _CLASSES.get(dtype), self._storages[slot.storage].nbytes
         if kind is None:  # a dtype without a storage class of its own
-            pid = ("storage", named("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
+            pid = ("storage", self._global("torch.storage", "UntypedStorage"), key, "cpu", nbytes)
         else:
-            pid = ("storage", named("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
+            pid = ("storage", self._global("torch", kind), key, "cpu", nbytes // ITEMSIZE[dtype])
         grad = tensor.requires_grad and not slot.state and not parameter and kind is not None
-        hooks = call("collections", "OrderedDict")
+        hooks = self._call("collections", "OrderedDict")
         args = (Persistent(pid, 0), slot.offset, tensor.shape, slot.stride, grad, hooks)
         if kind is None:
-            made = call("torch._utils", "_rebuild_tensor_v3", *args, named("torch", dtype))
+            made = self._call("torch._utils", "_rebuild_tensor_v3", *args, self._global("torch", dtype))
         else:
-            made = call("torch._utils", "_rebuild_tensor_v2", *args)
+            made = self._call("torch._utils", "_rebuild_tensor_v2", *args)
         if parameter:
-            hooks = call("collections", "OrderedDict")
-            return call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
+            hooks = self._call("collections", "OrderedDict")
+            return self._call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
         return made
 
-    def carry(node: Any) -> Any:
-        """A call with the storages of the target; no deeper than the tensors that our reader understands."""
+    def _global(self, module: str, name: str) -> Global:
+        return self._globals.setdefault(f"{module} {name}", Global(module, name, 0))
+
+    def _call(self, module: str, name: str, *args: object) -> Call:
+        return Call(self._global(module, name), args, "reduce", 0)
+
+    def _carry(self, node: Any) -> Any:
+        """A clean call with the storages of the target; no deeper than the tensors that our reader understands."""
         if type(node) is tuple:
-            return tuple(map(carry, node))
+            return tuple(self._carry(part) for part in node)
         if type(node) is Call:
-            made = Call(node.callee, carry(node.args), node.kind, 0)
-            made.items = [carry(part) for part in node.items] if node.items else None
+            made = Call(node.callee, self._carry(node.args), node.kind, 0)
+            made.items = [self._carry(part) for part in node.items] if node.items else None
             return made
         if type(node) is not Persistent:
             return node
         pid: Any = node.id
         key = _storage_key(node)
-        if key not in carried:  # all of the storage
-            storage = source_storages[key]
+        if key not in self._carried:  # all of the storage
+            storage = self._source_storages[key]
             dtype = _NUMBERS.get(storage.dtype, storage.dtype)  # as its bytes are read: they may have to be swapped
             width = ITEMSIZE.get(dtype, 0)
             if not width or dtype.startswith("q") or storage.nbytes % width:
                 dtype, width = "uint8", 1
             tensor = Tensor((), key, dtype, (storage.nbytes // width,), (1,), "cpu", storage.id)
-            carried[key] = str(len(storages))
-            storages.append(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
-        return Persistent(("storage", pid[1], carried[key], "cpu", pid[4]), 0)
-
-    return dumps(root, expand=(Slot, tensor_call))
+            self._carried[key] = str(len(self._storages))
+            self._storages.append(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
+        return Persistent(("storage", pid[1], self._carried[key], "cpu", pid[4]), 0)
