@@ -6,17 +6,16 @@ when the ``with`` block is left, or with this process. Nothing here waits for a 
 
 from __future__ import annotations
 
+import ast
 import gc
-import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import threading
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
@@ -83,6 +82,11 @@ class Outcome:
     def facts(self) -> dict[str, Any]:
         """All records in one; a later one wins."""
         return {name: value for record in self.records for name, value in record.items()}
+
+    def told(self, kind: type) -> dict[str, Any]:
+        """The facts that are fields of a class."""
+        facts = self.facts
+        return {each.name: facts[each.name] for each in fields(kind) if each.name in facts}
 
     def all(self, name: str) -> list[Any]:
         """The values of every record with that name."""
@@ -235,8 +239,8 @@ class Child:
                 for line in lines:  # kept as a record where it is one, else as noise
                     before, _, text = line.partition(MARK)
                     try:
-                        record = json.loads(text) if text else {}
-                    except (ValueError, RecursionError):
+                        record = ast.literal_eval(text.decode("ascii")) if text else {}
+                    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                         record = {}
                     record = record if isinstance(record, dict) else {}
                     self._noise = (self._noise + (before if record else line + b"\n"))[-_NOISE:]
@@ -301,7 +305,6 @@ def source(script: str) -> str:
 
 # -- questions to this very interpreter --------------------------------------------------------------------------------
 
-_LENGTH = struct.Struct("=I")
 _FILES = 1 << 12
 
 
@@ -334,8 +337,7 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
             os.closerange(theirs + 1, _FILES)
             gc.disable()  # garbage is the parent's to clear
             for question in questions:
-                answer = question().encode("utf-8", "surrogateescape")
-                os.write(theirs, _LENGTH.pack(len(answer)) + answer)
+                os.write(theirs, ascii(question()).encode() + b"\n")
         finally:
             os._exit(0)
     os.close(theirs)
@@ -351,11 +353,6 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0 if ended else os.WNOHANG)  # without waiting for one that hangs in the kernel
 
-    answers, at = [], 0
-    while at + _LENGTH.size <= len(data):  # the length of each answer, then its bytes
-        start = at + _LENGTH.size
-        at = start + _LENGTH.unpack_from(data, at)[0]
-        if at <= len(data):
-            answers.append(data[start:at].decode("utf-8", "surrogateescape"))
+    answers = [ast.literal_eval(line.decode()) for line in data.split(b"\n")[:-1]]
     late = Unknown(f"no answer within {seconds:g} s")
     return (*answers, *(late for _ in questions[len(answers) :]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import venv
@@ -156,7 +157,7 @@ def test_a_file_beside_us_is_not_imported(bare: Path, tmp_path: Path) -> None:
         ("kill -9 $$", "did not answer: SIGKILL"),
         ("exit 0", "did not answer: exit status 0"),
         ("echo 'Fatal Python error: no encodings'; echo more; exit 1", "it printed: Fatal Python error: no encodings"),
-        ("printf '\\036{\"done\": true}\\n'", "is not a Python interpreter: its answer makes no sense"),
+        ("printf '\\036{\"done\": True}\\n'", "is not a Python interpreter: its answer makes no sense"),
         ("printf '\\036[1]\\n'", "did not answer: exit status 0"),
     ],
 )
@@ -221,7 +222,7 @@ ANSWER = {
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
     root = Path(host.root)
-    script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' '{json.dumps(ANSWER)}'; sleep 60")
+    script(root / "opt/bin/python", f"echo noise; printf 'more\\036%s\\n' {shlex.quote(repr(ANSWER))}; sleep 60")
     plant(root, {"/usr/lib/python2.7/EXTERNALLY-MANAGED": "", "/usr/lib/python2.7/pip/__main__.py": ""})
     plant(root, {"/home/user/project/relative/torch-1.4.0-py2.7.egg-info": ""})
     found = python(host)
@@ -235,8 +236,8 @@ def test_what_it_says_is_taken_and_its_noise_is_not(host: Host) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_the_environment_of_a_project_is_known_by_its_lock(host: Host) -> None:
-    answer = json.dumps({**ANSWER, "prefix": "/app/.venv"})
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{answer}'")
+    answer = shlex.quote(repr({**ANSWER, "prefix": "/app/.venv"}))
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
     plant(Path(host.root), {"/app/.venv/pyvenv.cfg": f"{CONFIG}uv = 0.9.2\n"})
     assert (python(host).tool, python(host).project) == ("uv", False)
     plant(Path(host.root), {"/app/uv.lock": ""})
@@ -245,8 +246,8 @@ def test_the_environment_of_a_project_is_known_by_its_lock(host: Host) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) -> None:
-    answer = json.dumps({**ANSWER, "prefix": "/opt/venv"})
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{answer}'")
+    answer = shlex.quote(repr({**ANSWER, "prefix": "/opt/venv"}))
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {answer}")
     plant(Path(host.root), {"/usr/lib/python2.7/EXTERNALLY-MANAGED": ""})
     found = python(host)
     assert (found.prefix, found.externally_managed) == ("/opt/venv", False)
@@ -255,7 +256,7 @@ def test_an_environment_is_not_managed_by_the_system_it_was_made_of(host: Host) 
 @pytest.mark.parametrize("change", [{"path": [1]}, {"path": "x"}, {"bits": "64"}, {"prefix": None}, {"stdlib": 1}])
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell")
 def test_an_answer_of_the_wrong_kinds(host: Host, change: dict[str, object]) -> None:
-    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' '{json.dumps({**ANSWER, **change})}'")
+    script(Path(host.root) / "opt/bin/python", f"printf '\\036%s\\n' {shlex.quote(repr({**ANSWER, **change}))}")
     assert "makes no sense" in python(host).problem
 
 

@@ -253,7 +253,7 @@ def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
 
 def test_paths_are_those_of_the_host() -> None:
     records = (
-        {"file": "/srv/tree/a/torch/__init__.py", "libraries": ["/srv/tree/b/libcuda.so.1", "/c"]},
+        {"file": "/srv/tree/a/torch/__init__.py", "libraries": ("/srv/tree/b/libcuda.so.1", "/c")},
         {"done": True},
     )
     told = torch_run(Host(root="/srv/tree"), Outcome("answered", records))

@@ -21,8 +21,8 @@ class Report:
         self.say(doing=step)
 
     def say(self, **facts: object) -> None:
-        """Report facts."""
-        os.write(self.out, b"\x1e" + form(facts).encode("ascii") + b"\n")
+        """Report facts: text, numbers, and collections of them, as Python writes them."""
+        os.write(self.out, b"\x1e" + ascii(facts).encode() + b"\n")
 
     def done(self) -> None:
         """Report that this was all, and exit without the libraries' own clean-up, which may hang or crash as well."""
@@ -53,31 +53,6 @@ def end_with(leash: int) -> None:
             os._exit(1)
     except Exception:  # noqa: BLE001, S110  a system without it, or a file of the user's that is called fcntl.py
         pass
-
-
-def form(value: object) -> str:
-    """JSON in ASCII, for what the scripts report.
-
-    >>> form({"name": "H200", "capability": (9, 0), "ready": True, "driver": None})
-    '{"name":"H200","capability":[9,0],"ready":true,"driver":null}'
-    """
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(_quoted(str(name)) + ":" + form(each) for name, each in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(form(each) for each in value) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    """A string of JSON: anything but plain ASCII as UTF-16 escapes; lone surrogates are kept."""
-    plain = all(" " <= c <= "~" and c not in '"\\' for c in text)
-    data = b"" if plain else text.encode("utf-16-be", "surrogatepass")
-    units = [f"\\u{data[at]:02x}{data[at + 1]:02x}" for at in range(0, len(data), 2)]
-    return '"' + (text if plain else "".join(units)) + '"'
 
 
 def mapped() -> list[tuple[int, int, str]]:

@@ -90,22 +90,22 @@ def examine(report: Report, torch: Any) -> None:
     cuda, hip = attribute(torch, "version", "cuda"), attribute(torch, "version", "hip")
     report.say(version=attribute(torch, "__version__"), file=attribute(torch, "__file__"), cuda=cuda, hip=hip)
     flags = quietly(report, "architectures", lambda: torch._C._cuda_getArchFlags() or "")  # noqa: SLF001
-    report.say(libraries=libraries(), architectures=(flags or "").split())
+    report.say(libraries=libraries(), architectures=tuple((flags or "").split()))
     if step(report, "available", lambda: report.say(available=bool(torch.cuda.is_available()))):
         step(report, "count", lambda: report.say(count=int(torch.cuda.device_count())))
     if not ((cuda or hip) and compute(report, torch, cudnn=bool(cuda))):
         step(report, "cpu", lambda: matmul(torch, "cpu"))
     others = {"mps": lambda: bool(torch.backends.mps.is_available()), "xpu": lambda: bool(torch.xpu.is_available())}
-    report.say(backends=[name for name, works in others.items() if quietly(report, name, works)])
+    report.say(backends=tuple(name for name, works in others.items() if quietly(report, name, works)))
     report.say(libraries=libraries())
 
 
 def compute(report: Report, torch: Any, cudnn: bool) -> bool:
     """Whether a kernel ran on the GPU. MIOpen in place of cuDNN would compile, and keep a cache in the user's home."""
 
-    def devices() -> list[str]:
+    def devices() -> tuple[str, ...]:
         each = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
-        return [f"{one.name} ({one.major}, {one.minor})" for one in each]
+        return tuple(f"{one.name} ({one.major}, {one.minor})" for one in each)
 
     def convolution() -> None:
         report.say(cudnn=int(torch.backends.cudnn.version() or 0))
@@ -114,7 +114,7 @@ def compute(report: Report, torch: Any, cudnn: bool) -> bool:
 
     if not step(report, "init", lambda: torch.cuda.init()):  # noqa: PLW0108  it may lack any of these names
         return False
-    report.say(devices=quietly(report, "devices", devices) or [])
+    report.say(devices=quietly(report, "devices", devices) or ())
     if not step(report, "kernel", lambda: expect((torch.zeros(1, device="cuda") + 1).item(), 1)):
         return False
     step(report, "matmul", lambda: matmul(torch, "cuda"))
@@ -145,9 +145,9 @@ def expect(result: float, wanted: float) -> None:
         raise ArithmeticError(f"the result is {result}, not {wanted}")
 
 
-def libraries() -> list[str]:
+def libraries() -> tuple[str, ...]:
     """The files of CUDA and ROCm in memory."""
-    return sorted({path for _, _, path in mapped() if os.path.basename(path).startswith(LIBRARIES)})
+    return tuple(sorted({path for _, _, path in mapped() if os.path.basename(path).startswith(LIBRARIES)}))
 
 
 if __name__ == "__main__":

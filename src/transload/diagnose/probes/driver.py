@@ -40,16 +40,8 @@ def question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
 
 def cuda(host: Host, outcome: Outcome) -> Cuda:
     """What CUDA answered."""
-    facts = outcome.facts
-    return Cuda(
-        answer=_answer(host, outcome, "cuda"),
-        library=host.named(facts.get("library", "")),
-        init=facts.get("init", -1),
-        version=facts.get("version", 0),
-        count=facts.get("count", -1),
-        count_code=facts.get("count_code", -1),
-        gpus=tuple(CudaGpu(**{**told, "capability": tuple(told["capability"])}) for told in outcome.all("gpu")),
-    )
+    found = Cuda(_answer(host, outcome, "cuda"), **outcome.told(Cuda))
+    return replace(found, library=host.named(found.library), gpus=tuple(CudaGpu(**gpu) for gpu in outcome.all("gpu")))
 
 
 def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
@@ -61,22 +53,11 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
         return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
 
     gpus = []
-    for told in outcome.all("gpu"):
-        others = tuple(process(*each) for each in told.get("processes", ()) if each[0] not in ours)
-        lists = {name: tuple(told.get(name, ())) for name in ("capability", "mig_devices")}
-        gpus.append(NvmlGpu(**{**told, **lists, "processes": others}))
-    facts = outcome.facts
-    return Nvml(
-        answer=_answer(host, outcome, "nvml"),
-        library=host.named(facts.get("library", "")),
-        init=facts.get("init", -1),
-        driver=facts.get("driver", ""),
-        cuda=facts.get("cuda", 0),
-        count=facts.get("count", -1),
-        count_code=facts.get("count_code", -1),
-        gpus=tuple(gpus),
-        confidential=facts.get("confidential", ""),
-    )
+    for gpu in outcome.all("gpu"):
+        others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
+        gpus.append(NvmlGpu(**{**gpu, "processes": others}))
+    found = Nvml(_answer(host, outcome, "nvml"), **outcome.told(Nvml))
+    return replace(found, library=host.named(found.library), gpus=tuple(gpus))
 
 
 def _answer(host: Host, outcome: Outcome, which: str) -> Answer:

@@ -167,7 +167,7 @@ _SAY = """
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
-import json, os
+import os
 try:
     import signal
     signal.alarm(int(sys.argv[1]))
@@ -175,7 +175,7 @@ except Exception:
     pass
 told = facts(sys.path)
 told["done"] = True
-os.write(1, ("\\n\\x1e" + json.dumps(told) + "\\n").encode("ascii"))
+os.write(1, ("\\n\\x1e" + repr(told) + "\\n").encode("ascii", "backslashreplace"))
 """
 
 

@@ -288,21 +288,15 @@ def torch_run(host: Host, outcome: Outcome) -> TorchRun:
         seconds = max(0.0, outcome.seconds - sum(step.seconds for step in steps))
         steps.append(Step(doing, ok=False, error=outcome.detail, seconds=round(seconds, 3)))
     printed = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
-    return TorchRun(
-        answer=outcome.answer,
-        version=facts.get("version", ""),
-        file=host.named(facts.get("file", "")),
-        cuda=facts.get("cuda", ""),
-        hip=facts.get("hip", ""),
-        available=facts.get("available", Unknown(outcome.detail or failed or "not asked")),
-        count=facts.get("count", -1),
-        architectures=tuple(facts.get("architectures", ())),
-        devices=tuple(facts.get("devices", ())),
+    told = {"available": Unknown(outcome.detail or failed or "not asked"), **outcome.told(TorchRun)}
+    found = TorchRun(outcome.answer, **told)
+    return replace(
+        found,
+        file=host.named(found.file),
         cudnn=_cudnn(facts.get("cudnn", 0)),
         warnings=(*outcome.all("warning"), *printed[-_NOISE:]),
         steps=tuple(steps),
-        libraries=tuple(host.named(path) for path in facts.get("libraries", ())),
-        backends=tuple(facts.get("backends", ())),
+        libraries=tuple(map(host.named, found.libraries)),
     )
 
 
