@@ -57,7 +57,7 @@ def alive(pid: int) -> bool:
 
 def test_it_tells_facts_in_order() -> None:
     facts = {"a": 2, "b": ["x", True, None, (9, 0)], "c": {"d \n\"'": 0.25, "\x1e": -(1 << 64)}, "e": ()}
-    told = outcome(f"report.say(a=1); report.say(**{ascii(facts)}); report.done()")
+    told = outcome(f"report.say(a=1); report.say(**{facts!a}); report.done()")
     assert told.state == "answered"
     assert told.records == ({"a": 1}, facts, {"done": True})
     assert told.facts["a"] == 2

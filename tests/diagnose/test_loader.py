@@ -172,8 +172,7 @@ def really_mapped(root: Path, variables: Mapping[str, str], cwd: Path) -> list[s
 def simulated(root: Path, variables: Mapping[str, str], cwd: Path) -> list[str] | None:
     process = Process(Loader(Host(environ=variables, cwd=str(cwd))))
     process.start()
-    opened = process.open(str(root / "top.so"))
-    if opened.missing:
+    if process.open(str(root / "top.so")):
         return None
     return sorted({os.path.realpath(each.path) for each in process.files.values() if str(root) in each.path})
 
@@ -218,6 +217,10 @@ def _made(machine: str) -> bytes:
 def found(root: Path, tree: Mapping[str, Content], name: str = "libx.so.1", **environ: str) -> list[tuple[str, str]]:
     loader = Loader(tree_host(root, tree, environ))
     return [(each.via, each.path) for each in loader.search(name)]
+
+
+def opened(process: Process) -> list[str]:
+    return [each.path for each in process.opened]
 
 
 def test_the_folders_are_those_compiled_into_the_loader(tmp_path: Path) -> None:
@@ -363,9 +366,9 @@ def test_musl_takes_the_variable_first_and_inherits_every_run_path(tmp_path: Pat
         "/e/libx.so.1": forged(),
     }
     process = Process(Loader(tree_host(tmp_path, tree)))
-    assert [each.path for each in process.open("/top.so").objects] == ["/top.so", "/r/libmid.so.1", "/r/libx.so.1"]
+    assert (process.open("/top.so"), opened(process)) == ([], ["/top.so", "/r/libmid.so.1", "/r/libx.so.1"])
     process = Process(Loader(tree_host(tmp_path, {}, {"LD_LIBRARY_PATH": ":/e"})))
-    assert [each.path for each in process.open("/top.so").objects][-1] == "/e/libx.so.1"
+    assert (process.open("/top.so"), opened(process)[-1]) == ([], "/e/libx.so.1")
 
 
 def test_musl_reads_its_folders_from_a_file(tmp_path: Path) -> None:
@@ -393,12 +396,12 @@ def test_what_cannot_be_had_and_what_stays(tmp_path: Path) -> None:
         "/l/libb.so": b"",
     }
     process = Process(Loader(tree_host(tmp_path, tree)))
-    opened = process.open("/top.so")
-    assert [(each.name, each.path, each.via, each.problem) for each in opened.missing] == [
+    missing = process.open("/top.so")
+    assert [(each.name, each.path, each.via, each.problem) for each in missing] == [
         ("libb.so", "/l/libb.so", "RUNPATH", "empty"),
         ("libc.so", "", "", ""),
     ]
-    assert all(each.needed_by and each.needed_by.path == "/top.so" for each in opened.missing)
+    assert all(each.needed_by and each.needed_by.path == "/top.so" for each in missing)
     assert process.names == {}
     process.open("/top.so", anyway=True)
     assert list(process.names) == ["liba.so"]
@@ -406,8 +409,8 @@ def test_what_cannot_be_had_and_what_stays(tmp_path: Path) -> None:
 
 def test_opening_what_is_not_there(tmp_path: Path) -> None:
     process = Process(Loader(tree_host(tmp_path, {"/text.so": "text"})))
-    assert [each.name for each in process.open("/none.so").missing] == ["none.so"]
-    assert [each.problem for each in process.open("/text.so").missing] == ["not an ELF file"]
+    assert [each.name for each in process.open("/none.so")] == ["none.so"]
+    assert [each.problem for each in process.open("/text.so")] == ["not an ELF file"]
 
 
 def test_a_file_under_two_names_is_one_library(tmp_path: Path) -> None:
@@ -417,7 +420,7 @@ def test_a_file_under_two_names_is_one_library(tmp_path: Path) -> None:
         "/l/libb.so": Link("liba.so"),
     }
     process = Process(Loader(tree_host(tmp_path, tree)))
-    assert [each.path for each in process.open("/top.so").objects] == ["/top.so", "/l/liba.so"]
+    assert (process.open("/top.so"), opened(process)) == ([], ["/top.so", "/l/liba.so"])
     assert {process.names[name].path for name in ("liba.so", "libb.so", "libreal.so")} == {"/l/liba.so"}
 
 
@@ -425,10 +428,10 @@ def test_a_path_is_opened_beside_one_of_the_same_soname(tmp_path: Path) -> None:
     """By its path a library comes in although another has its name, which keeps it."""
     tree: dict[str, Content] = {"/a/libx.so.1": forged(), "/b/libx.so.1": forged()}
     process = Process(Loader(tree_host(tmp_path, tree)))
-    for path in tree:
-        assert [each.path for each in process.open(path).objects] == [path]
+    for path in (*tree, "/b/libx.so.1"):
+        assert process.open(path) == []
+    assert opened(process) == list(tree)
     assert process.names["libx.so.1"].path == "/a/libx.so.1"
-    assert process.open("/b/libx.so.1").objects == ()
 
 
 def test_needs_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +440,7 @@ def test_needs_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tree: dict[str, Content] = {
         f"/l/{name}": library(needed=many[::-1], rpath="/l", machine="x86_64") for name in many[:3]
     }
-    assert len(Process(Loader(tree_host(tmp_path, tree))).open("/l/lib0.so").missing) < 50
+    assert len(Process(Loader(tree_host(tmp_path, tree))).open("/l/lib0.so")) < 50
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

@@ -358,13 +358,6 @@ class Missing(NamedTuple):
     """Why that file cannot be loaded."""
 
 
-class Opened(NamedTuple):
-    """What ``dlopen`` would do: bring in ``objects``; with anything missing, nothing at all."""
-
-    objects: tuple[Object, ...]
-    missing: tuple[Missing, ...] = ()
-
-
 @dataclass
 class Process:
     """A process of the examined interpreter: which file would be mapped for which name."""
@@ -374,6 +367,8 @@ class Process:
     """Name → the library it means: a library goes by its soname, and by every name it was asked for."""
     files: dict[tuple[int, int], Object] = field(default_factory=dict, repr=False)
     """(device, inode) → the library: no file is mapped twice, whatever its names."""
+    opened: list[Object] = field(default_factory=list, repr=False)
+    """All that ``open`` has brought in, even where it then found something missing."""
 
     def start(self) -> None:
         """Bring in what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter itself needs."""
@@ -383,20 +378,22 @@ class Process:
             first += self._admit(name, found)
         self._fill(first)
 
-    def open(self, path: str, *, anyway: bool = False) -> Opened:
-        """What ``dlopen`` of a path does; ``anyway`` keeps what came in although something is missing."""
+    def open(self, path: str, *, anyway: bool = False) -> list[Missing]:
+        """Do what ``dlopen`` of a path does; what is missing for it. ``anyway`` keeps what came in all the same."""
         elf = self.loader.examine(path)
         if not isinstance(elf, Elf):
             why = (path, "path", elf.reason) if elf is not None else ("", "", "")
-            return Opened((), (Missing(os.path.basename(path), None, *why),))
+            return [Missing(os.path.basename(path), None, *why)]
         names, files = dict(self.names), dict(self.files)
-        opened = self._fill(self._admit("", Object(path, elf, "path")))
-        if opened.missing and not anyway:
+        objects = self._admit("", Object(path, elf, "path"))
+        missing = self._fill(objects)
+        self.opened += objects
+        if missing and not anyway:
             self.names, self.files = names, files
-        return opened
+        return missing
 
-    def _fill(self, objects: list[Object]) -> Opened:
-        """Bring in what the objects need, what that needs, and so on: breadth first, as the loader does."""
+    def _fill(self, objects: list[Object]) -> list[Missing]:
+        """Add what the objects need, what that needs, and so on: breadth first, as the loader does."""
         missing: list[Missing] = []
         left = _MOST_NAMES
         for each in objects:
@@ -411,7 +408,7 @@ class Process:
                     objects += self._admit(name, Object(found.path, found.elf, found.via, each))
                 else:
                     missing.append(Missing(name, each, found.path, found.via, found.elf.reason))
-        return Opened(tuple(objects), tuple(missing))
+        return missing
 
     def _admit(self, name: str, new: Object) -> list[Object]:
         """The object in a list, unless its file is there already: then that one gets the name too."""

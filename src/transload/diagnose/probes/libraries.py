@@ -21,7 +21,7 @@ from transload.diagnose.elf import (
     version_needs,
 )
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader, Missing, Object, Process, elements
+from transload.diagnose.loader import Loader, Object, Process, elements
 from transload.diagnose.probes.python import Distribution, distributions, fields, version
 from transload.machine import (
     DriverLibraries,
@@ -249,27 +249,19 @@ class _TorchImport:
         """Import ``install`` in a process whose ``sys.path`` is ``path``."""
         self.loader, self.path, self.install = loader, path, install
         self.process = Process(loader)
-        self.objects: list[Object] = []
-        self.missing: list[Missing] = []
         host, lib = loader.host, f"{install.location}/lib"
         plan = preloads(host.text(f"{install.location}/__init__.py") or "")
         self.process.start()
-        self._open(f"{lib}/libtorch_global_deps.so")
+        self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
         first = self.missing[0].name if self.missing else ""
         if any(each.name.partition(".")[0] in first for each in plan.rescue):
             self._preload(plan.rescue)
-            self.missing.clear()
-            self._open(f"{lib}/libtorch_global_deps.so")
+            self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
         elif any(plan.marker in host.target(each.path) for each in self.process.names.values() if plan.marker):
             self._preload(plan.always)
         extension = host.paths(install.location, "_C.", ".so")
         for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
-            self._open(file, anyway=True)
-
-    def _open(self, path: str, *, anyway: bool = False) -> None:
-        opened = self.process.open(path, anyway=anyway)
-        self.objects += opened.objects
-        self.missing += opened.missing
+            self.missing += self.process.open(file, anyway=True)
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
         """Load one after the other, up to the first that is required and cannot be loaded.
@@ -282,9 +274,7 @@ class _TorchImport:
             paths = (f"{entry}/{folder}/lib" for entry in self.path for folder in folders)
             files = (file for path in paths for file in self.loader.host.paths(path))
             file = next((file for file in files if each.matches(os.path.basename(file))), "")
-            opened = self.process.open(file) if file else None
-            self.objects += opened.objects if opened else ()
-            if (opened is None and each.required) or (opened and opened.missing):
+            if self.process.open(file) if file else each.required:
                 return
 
     # -- which files
@@ -316,7 +306,7 @@ class _TorchImport:
         names = self.process.names
         met: set[str] = set()
         own = f"{self.install.location}/"
-        for asker in sorted(self.objects, key=lambda each: not each.path.startswith(own)):
+        for asker in sorted(self.process.opened, key=lambda each: not each.path.startswith(own)):
             for name in asker.elf.needed:
                 if not NVIDIA.fullmatch(name) or name in met or name not in names:
                     continue
@@ -342,7 +332,7 @@ class _TorchImport:
         if self.loader.host.exists(bundled):
             return Owned(bundled, "torch", self.install.version)
         # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
-        own = (each for each in self.objects if each.path.startswith(location))
+        own = (each for each in self.process.opened if each.path.startswith(location))
         folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
         if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
             return Owned("", "", "")
@@ -366,7 +356,7 @@ class _TorchImport:
         """Symbols of NVIDIA's libraries, and versions of others, that are asked for and not defined."""
         names = self.process.names
         definitions: dict[str, frozenset[str]] = {}
-        for asker in dict.fromkeys(self.objects):
+        for asker in dict.fromkeys(self.process.opened):
             by = f"needed by {os.path.basename(asker.path)}"
             files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
             wanted = undefined(asker.elf, files) if files else ()
@@ -409,7 +399,7 @@ class _TorchImport:
 
     def cwd_searched(self) -> Iterator[str]:
         """Libraries that have the loader look into the current directory."""
-        for each in dict.fromkeys(self.objects):
+        for each in dict.fromkeys(self.process.opened):
             kind, path = ("RUNPATH", each.elf.runpath) if each.elf.has_runpath else ("RPATH", each.elf.rpath)
             if "" in elements(path, ":") and not self.loader.musl:
                 yield f"{os.path.basename(each.path)}: {kind} has an empty element"
@@ -583,7 +573,7 @@ class _ExtensionView:
         elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
         found = []
         for path, elf in elves.items():
-            missing = [each.name for each in self.process.open(path).missing]
+            missing = [each.name for each in self.process.open(path)]
             if any(_CODECS.match(name) for name in missing):
                 found.append(Extension("", library=path))
                 continue
