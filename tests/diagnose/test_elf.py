@@ -183,7 +183,7 @@ def torch_library(name: str) -> Elf:
     return elf
 
 
-def test_gnu_hash_tables_as_a_real_linker_writes_them() -> None:
+def test_symbols_as_a_real_linker_writes_them() -> None:
     """What torch's own libraries take from c10 and torch_cpu is found there, and nothing else is."""
     asker = torch_library("libtorch_python.so")
     wanted = [each for each in undefined(asker) or () if each.name.startswith(("_ZN3c10", "_ZN2at"))]

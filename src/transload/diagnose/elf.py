@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
-from itertools import takewhile
-from struct import Struct, unpack, unpack_from
+from functools import wraps
+from itertools import chain, repeat, takewhile
+from struct import Struct, iter_unpack
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
@@ -229,29 +229,31 @@ def _sections(elf: Elf, file: _File, names: Iterable[str]) -> Iterator[tuple[int
             yield start, min(length, max(file.size - start, 0))
 
 
+def _section(elf: Elf, file: _File, name: str, limit: int) -> bytes | None:
+    return next((file.some(start, min(size, limit)) for start, size in _sections(elf, file, [name])), None)
+
+
 @_opens
 def contents(elf: Elf, file: _File, name: str, limit: int) -> bytes:
     """The bytes of a section, at most ``limit`` of them."""
-    for start, size in _sections(elf, file, [name]):
-        return file.some(start, min(size, limit))
-    raise _BrokenError(f"it has no section {name}")
+    found = _section(elf, file, name, limit)
+    if found is None:
+        raise _BrokenError(f"it has no section {name}")
+    return found
 
 
 # -- symbols -----------------------------------------------------------------------------------------------------------
-# A name is looked up in the hash table that the loader itself uses: libtorch_cpu defines more than a hundred thousand.
 
-_SYMBOL = Struct("<IBBHQQ")
+_SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_HASH, _SYMBOLS, _GNU_HASH = 4, 6, 0x6FFFFEF5
-_VERSIONS, _DEFINITIONS, _NEEDS = 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_DEFINITIONS, _NEEDS = 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1
 """The version of a symbol that has none."""
 
-_MOST_SYMBOLS = 1 << 17
+_MOST_SYMBOLS = 1 << 27  # bytes of a table: those of libtorch_cpu have several million
 _MOST_VERSIONS = 4096
-_LONGEST_CHAIN = 4096
 
 
 class Wanted(NamedTuple):
@@ -262,33 +264,45 @@ class Wanted(NamedTuple):
     file: str = ""
 
 
+def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[str, int]]:
+    """Name and number of the version of each symbol it defines, or of each it takes from others, without weak ones."""
+    sections = (".dynsym", ".dynstr", ".gnu.version")
+    table, names, versions = (_section(elf, file, name, _MOST_SYMBOLS) or b"" for name in sections)
+    numbers = chain((number for (number,) in iter_unpack("<H", versions[: len(versions) // 2 * 2])), repeat(_ANY))
+    symbols = _SYMBOL.iter_unpack(table[: len(table) // _SYMBOL.size * _SYMBOL.size])
+    for (place, info, section), number in zip(symbols, numbers, strict=False):
+        if section != 0 if defined else section == 0 and place != 0 and info >> 4 != _WEAK:
+            yield names[place : names.find(b"\0", place)].decode("utf-8", "surrogateescape"), number & 0x7FFF
+
+
 @_opens
-def undefined(elf: Elf, file: _File, of: Iterable[str] = ()) -> tuple[Wanted, ...]:
+def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[Wanted, ...]:
     """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
-    files = frozenset(of)
-    needs = {index: (name, version) for name, index, version in _needs(elf, file) if not files or name in files}
-    if files and not needs:
-        return ()
-    hashes = elf.offset(_GNU_HASH)  # that table has the symbols that are defined, and they come last
-    count = min(file.number(hashes + 4), _MOST_SYMBOLS) if hashes >= 0 else _count(elf, file)
-    table = file.at(elf.offset(_SYMBOLS), count * _SYMBOL.size)
-    at, strings = elf.offset(_VERSIONS), elf.offset(_STRINGS)
-    versions = [each & 0x7FFF for each in unpack(f"<{count}H", file.at(at, 2 * count))] if at >= 0 else []
-    found = []
-    for index in [at for at in range(1, len(versions)) if versions[at] in needs] if files else range(1, count):
-        name, info, _, section = unpack_from("<IBBH", table, index * _SYMBOL.size)
-        if section == 0 and info >> 4 != _WEAK:
-            source, version = needs.get(versions[index] if versions else 0, ("", ""))
-            found.append(Wanted(file.text(strings + name), version, source))
-    return tuple(found)
+    needs = {number: (version, source) for source, number, version in _needs(elf, file)}
+    wanted = (Wanted(name, *needs.get(number, ("", ""))) for name, number in _symbols(elf, file, defined=False))
+    return tuple(each for each in wanted if not of or each.file in of)
 
 
-def _count(elf: Elf, file: _File) -> int:
-    """How many symbols there are, by the older hash table."""
-    at = elf.offset(_HASH)
-    if at < 0 or elf.offset(_SYMBOLS) < 0:
-        raise _BrokenError("it has no table of symbols")
-    return min(file.number(at + 4), _MOST_SYMBOLS)
+@_opens
+def defined(elf: Elf, file: _File) -> frozenset[str]:
+    """The symbols it defines, as ``name`` and as ``name@version``; the version of those that fit any is empty."""
+    versions = {**_definitions(elf, file), 0: "", _ANY: ""}
+    symbols = list(_symbols(elf, file, defined=True))
+    return frozenset(
+        (*(name for name, _ in symbols), *(f"{name}@{versions.get(number, '?')}" for name, number in symbols))
+    )
+
+
+def lacking(elf: Elf, wanted: Iterable[Wanted]) -> tuple[Wanted, ...] | Unknown:
+    """Those of ``wanted`` that it does not define in the version they ask for."""
+    found = defined(elf)
+    if isinstance(found, Unknown):
+        return found
+
+    def is_defined(name: str, version: str) -> bool:
+        return name in found and (not version or f"{name}@{version}" in found or f"{name}@" in found)
+
+    return tuple(each for each in wanted if not is_defined(each.name, each.version))
 
 
 @_opens
@@ -330,75 +344,6 @@ def _definitions(elf: Elf, file: _File) -> dict[int, str]:
             break
         at += following
     return found
-
-
-@_opens
-def lacking(elf: Elf, file: _File, wanted: Iterable[Wanted]) -> tuple[Wanted, ...]:
-    """Those of ``wanted`` that it does not define in the version they ask for."""
-    find, definitions, versions = _finder(elf, file), _definitions(elf, file), elf.offset(_VERSIONS)
-
-    def defines(name: str, asked: str) -> bool:
-        for index in find(name):
-            version = _ANY if versions < 0 else file.number(versions + 2 * index, 2) & 0x7FFF
-            if not asked or version <= _ANY or definitions.get(version) == asked:
-                return True
-        return False
-
-    return tuple(each for each in wanted if not defines(each.name, each.version))
-
-
-def _finder(elf: Elf, file: _File) -> Callable[[str], Iterable[int]]:
-    """What gives the indexes of the symbols of a name that are defined.
-
-    By the GNU hash table; by a list of all where there is only the older table.
-    """
-    symbols, strings, at = elf.offset(_SYMBOLS), elf.offset(_STRINGS), elf.offset(_GNU_HASH)
-
-    def place_and_section(index: int) -> tuple[int, int]:
-        """Where its name is, and the section it is defined in; 0 for none."""
-        name, _, _, section = unpack("<IBBH", file.at(symbols + index * _SYMBOL.size, 8))
-        return strings + name, section
-
-    if at < 0:
-        names: dict[str, list[int]] = {}
-        for index in range(1, _count(elf, file)):
-            place, section = place_and_section(index)
-            if section:
-                names.setdefault(file.text(place), []).append(index)
-        return lambda name: names.get(name, ())
-
-    buckets, first, words, shift = unpack("<4I", file.at(at, 16))
-    if not buckets or not words:
-        raise _BrokenError("its table of symbols is empty")
-    bloom = at + 16
-    starts = bloom + 8 * words
-    chains = starts + 4 * buckets
-
-    def hashed(name: str) -> Iterator[int]:
-        value = _gnu_hash(name)
-        bits = 1 << value % 64 | 1 << (value >> shift) % 64
-        if file.number(bloom + 8 * (value // 64 % words), 8) & bits != bits:
-            return
-        index = file.number(starts + 4 * (value % buckets))
-        raw = name.encode("utf-8", "surrogateescape") + b"\0"
-        for at in range(index, index + _LONGEST_CHAIN if index >= first else index):
-            link = file.number(chains + 4 * (at - first))
-            if link | 1 == value | 1:
-                place, section = place_and_section(at)
-                if section != 0 and file.some(place, len(raw)) == raw:
-                    yield at
-            if link & 1:
-                return
-
-    return hashed
-
-
-@lru_cache(maxsize=1 << 14)
-def _gnu_hash(name: str) -> int:
-    value = 5381
-    for byte in name.encode("utf-8", "surrogateescape"):
-        value = value * 33 + byte & 0xFFFFFFFF
-    return value
 
 
 # -- code for GPUs -----------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ it in, and so on, and of the program, but only where the one that asks has no DT
 the one that asks; the cache; the system's own folders. A file for another machine is passed over. A broken one is not:
 the loader stops there. musl's search is simpler.
 
-Subfolders for a processor (``glibc-hwcaps/x86-64-v3``; ``tls`` and ``haswell`` until glibc 2.36) are left out: what is in
-them is a faster build of the library outside, of the same release, and neither NVIDIA's libraries nor torch's have any.
+Subfolders for a processor (``glibc-hwcaps``, and before glibc 2.37 ``haswell``) are left out: what they hold is a faster
+build of the library outside, of the same release, and neither NVIDIA's libraries nor torch's have any.
 """
 
 from __future__ import annotations
