@@ -30,7 +30,7 @@ def through_us(error: Exception) -> BaseException:
     def real(**_: Any) -> None:
         raise error
 
-    made = torch_patches._making(real)
+    made = torch_patches._wrapped(real, torch_patches._make)
     return caught(lambda: made(size=1))
 
 

@@ -147,13 +147,13 @@ class _Blanks(dict[str, str]):
 
 
 def _answer(found: Occurrence) -> Answer:
-    from transload.explaining.hooks import HOOKS
+    from transload.explaining import hooks
     from transload.explaining.matching import variant
     from transload.explaining.result import Answer, doctor_steps
 
     known: KnownError = found.match.known
     values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()})
-    for name in HOOKS[known.hook](values, found.text) if known.hook else ():
+    for name in getattr(hooks, known.hook)(values, found.text) if known.hook else ():
         known = known._replace(**variant(name))
     return Answer(
         known.code,

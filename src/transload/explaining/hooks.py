@@ -7,9 +7,9 @@ returns the names of the ``###`` sections of the page that apply, in the order i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-__all__ = ["HOOKS", "prefix_between"]
+__all__ = ["prefix_between"]
 
 Values = dict[str, str]
 Sections = Sequence[str]
@@ -303,13 +303,3 @@ def container_host(values: Values, _: str) -> Sections:
     """The last few words say what is wrong with the host."""
     why = values["why"].lower()
     return [f"container-start/{name}" for sign, name in _HOST_FAULTS.items() if sign in why][:1]
-
-
-HOOKS: dict[str, Callable[[Values, str], Sections]] = {
-    hook.__name__: hook
-    for hook in (
-        *(device_index, device_tag, byte_sizes, load_key, operand, class_name, class_module, undecodable_byte),
-        *(refused_name, parts_of_torch, newer_argument, state_dict_keys, safetensors_dtype, checkpoint_folder),
-        *(driver_version, compute_capability, application, memory_size, library, container_host),
-    )
-}

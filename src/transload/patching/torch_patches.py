@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    Wrap = Callable[[Any], Any]
     Replace = Callable[[object, str, object], None]
 
 _FIRST, _LAST = -1_000_003, 1_000_003  # no two entries of a registry may have the same
@@ -42,7 +41,7 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
     builtins._find_builtin(None)  # noqa: SLF001
     _clear_compiler_tables()
     then(_clear_compiler_tables)
-    for wrap, path, names in _REPLACED:
+    for instead, path, names in _REPLACED:
         owner = torch
         for part in path.split(".")[1:]:
             owner = getattr(owner, part, None)
@@ -51,7 +50,7 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
             if real is None:
                 continue
             # It pickles under torch's name, and TorchScript finds the operator behind it.
-            ours = wrap(real)
+            ours = _wrapped(real, instead)
             within = isinstance(owner, type)
             ours.__module__ = owner.__module__ if within else owner.__name__
             ours.__name__, ours.__qualname__ = name, f"{owner.__qualname__}.{name}" if within else name
@@ -60,6 +59,14 @@ def patch_torch(torch: Any, replace: Replace, then: Callable[[Callable[[], None]
             if operator is not None:
                 builtins._register_builtin(ours, operator)  # noqa: SLF001
                 then(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+
+
+def _wrapped(real: Any, instead: Any) -> Any:
+    @wraps(real)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return instead(real, *args, **kwargs)
+
+    return ours
 
 
 def _register_restore(serialization: Any, then: Callable[[Callable[[], None]], None]) -> None:
@@ -100,112 +107,73 @@ def _clear_compiler_tables() -> None:
         older.function_ids = None
 
 
-# -- wrappers
+# -- what is called instead of a function, with that function first
 
 
-def _making(real: Any) -> Any:
+def _make(real: Any, *args: Any, **kwargs: Any) -> Any:
     """``torch.zeros`` and whatever else takes ``device=``."""
-
-    @wraps(real)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = substitute(kwargs["device"])
-        if kwargs.get("pin_memory") and on_cpu():
-            kwargs["pin_memory"] = False
-        return real(*args, **kwargs)
-
-    return make
+    if kwargs.get("device") is not None:
+        kwargs["device"] = substitute(kwargs["device"])
+    if kwargs.get("pin_memory") and on_cpu():
+        kwargs["pin_memory"] = False
+    return real(*args, **kwargs)
 
 
-def _moving(real: Any) -> Any:
+def _move(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``.to``, which takes a device first, or by name, or none; and what ``with torch.device(...)`` makes."""
-
-    @wraps(real)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return real(self, substitute(args[0]), *args[1:], **kwargs)
-        if kwargs.get("device") is not None:
-            kwargs["device"] = substitute(kwargs["device"])
-        return real(self, **kwargs)
-
-    return to
+    return real(self, substitute(args[0]), *args[1:], **kwargs) if args else _make(real, self, **kwargs)
 
 
-def _sending(real: Any) -> Any:
+def _send(real: Any, self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``.cuda`` and its like: without an argument, to the current device of that kind."""
     kind = real.__name__
-
-    @wraps(real)
-    def send(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = kind if device is None else device
-        target = substitute(wanted)
-        if target is wanted:
-            return real(self, device, *args, **kwargs)
-        if target.type == kind:
-            return real(self, target.index, *args, **kwargs)
-        kwargs.pop("non_blocking", None)
-        return self.cpu(**kwargs) if target.type == "cpu" else self.to(device=target, **kwargs)
-
-    return send
+    wanted = kind if device is None else device
+    target = substitute(wanted)
+    if target is wanted:
+        return real(self, device, *args, **kwargs)
+    if target.type == kind:
+        return real(self, target.index, *args, **kwargs)
+    kwargs.pop("non_blocking", None)
+    return self.cpu(**kwargs) if target.type == "cpu" else self.to(device=target, **kwargs)
 
 
-def _asking(real: Any) -> Any:
+def _ask(real: Any, device: Any = None) -> None:
     """``torch.cuda.set_device`` and ``synchronize``: nothing to do where the substitute is not a GPU."""
-
-    @wraps(real)
-    def ask(device: Any = None) -> None:
-        wanted = "cuda" if device is None else device
-        target = substitute(wanted)
-        if target is wanted:
-            real(device)
-        elif target.type == "cuda":
-            real(target)
-
-    return ask
+    wanted = "cuda" if device is None else device
+    target = substitute(wanted)
+    if target is wanted:
+        real(device)
+    elif target.type == "cuda":
+        real(target)
 
 
-def _pinning(real: Any) -> Any:
+def _pin(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``.pin_memory``: nothing to pin for where everything goes to the CPU."""
-
-    @wraps(real)
-    def pin_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        target = substitute("cuda")
-        here = isinstance(target, str) or target.type != "cpu"
-        return real(self, *args, **kwargs) if here else self
-
-    return pin_memory
+    target = substitute("cuda")
+    here = isinstance(target, str) or target.type != "cpu"
+    return real(self, *args, **kwargs) if here else self
 
 
-def _selecting(real: Any) -> Any:
+def _select(real: Any, self: Any, device: Any) -> None:
     """``torch.cuda.device``, which does nothing for -1."""
-
-    @wraps(real)
-    def init(self: Any, device: Any) -> None:
-        target = substitute(device)
-        real(self, target if target is device or target.type == "cuda" else -1)
-
-    return init
+    target = substitute(device)
+    real(self, target if target is device or target.type == "cuda" else -1)
 
 
-def _reading(real: Any) -> Any:
+def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.jit.load``, which does not use the registry of ``torch.load``: one device for the whole file."""
+    wanted = map_location
+    if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):  # noqa: PTH113
+        from transload.judge import inspect
+        from transload.loading.placement import tags_of
 
-    @wraps(real)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = map_location
-        if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):  # noqa: PTH113
-            from transload.judge import inspect
-            from transload.loading.placement import tags_of
-
-            wanted = next(filter(is_missing, tags_of(inspect(f))), None)
-        return real(f, substitute(wanted), *args, **kwargs)
-
-    return load
+        wanted = next(filter(is_missing, tags_of(inspect(f))), None)
+    return real(f, substitute(wanted), *args, **kwargs)
 
 
-_REPLACED: tuple[tuple[Wrap, str, str], ...] = (
+_REPLACED: tuple[tuple[Callable[..., Any], str, str], ...] = (
     (
-        _making,
+        _make,
         "torch",
         """arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted empty_quantized
         empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace logspace ones
@@ -213,16 +181,16 @@ _REPLACED: tuple[tuple[Wrap, str, str], ...] = (
         sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor sparse_csc_tensor sparse_csr_tensor tensor
         tril_indices triu_indices zeros zeros_like""",
     ),
-    (_making, "torch.fft", "fftfreq rfftfreq"),
-    (_making, "torch.nested", "as_nested_tensor nested_tensor"),
-    (_making, "torch.Tensor", "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"),
-    (_moving, "torch.Tensor", "to"),
-    (_moving, "torch.UntypedStorage", "to"),
-    (_sending, "torch.Tensor", "cuda xpu"),
-    (_sending, "torch.UntypedStorage", "cuda"),
-    (_pinning, "torch.Tensor", "pin_memory"),
-    (_asking, "torch.cuda", "set_device synchronize"),
-    (_selecting, "torch.cuda.device", "__init__"),
-    (_moving, "torch.utils._device.DeviceContext", "__init__"),
-    (_reading, "torch.jit", "load"),
+    (_make, "torch.fft", "fftfreq rfftfreq"),
+    (_make, "torch.nested", "as_nested_tensor nested_tensor"),
+    (_make, "torch.Tensor", "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"),
+    (_move, "torch.Tensor", "to"),
+    (_move, "torch.UntypedStorage", "to"),
+    (_send, "torch.Tensor", "cuda xpu"),
+    (_send, "torch.UntypedStorage", "cuda"),
+    (_pin, "torch.Tensor", "pin_memory"),
+    (_ask, "torch.cuda", "set_device synchronize"),
+    (_select, "torch.cuda.device", "__init__"),
+    (_move, "torch.utils._device.DeviceContext", "__init__"),
+    (_load, "torch.jit", "load"),
 )
