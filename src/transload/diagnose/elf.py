@@ -63,12 +63,12 @@ class _File:
     def __init__(self, path: str) -> None:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could block
             raise _BrokenError("not a regular file")
-        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-        status = os.fstat(self.descriptor)
+        self.stream = open(path, "rb", buffering=0)  # noqa: SIM115  _opens closes it
+        status = os.fstat(self.stream.fileno())
         self.size, self.identity = status.st_size, (status.st_dev, status.st_ino)
         self.reads = 0
         with suppress(AttributeError, OSError):  # else the system reads on ahead: half of libtorch_cuda for its headers
-            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
     def some(self, offset: int, size: int) -> bytes:
         """At most ``size`` bytes: fewer at the end of the file, none outside it."""
@@ -77,11 +77,8 @@ class _File:
         self.reads += 1
         if self.reads > _MOST_READS:
             raise _BrokenError("it has too many parts")
-        size = min(size, self.size - offset)
-        if hasattr(os, "pread"):
-            return os.pread(self.descriptor, size, offset)
-        os.lseek(self.descriptor, offset, os.SEEK_SET)  # Windows
-        return os.read(self.descriptor, size)
+        self.stream.seek(offset)
+        return self.stream.read(min(size, self.size - offset))
 
     def at(self, offset: int, size: int) -> bytes:
         """Exactly ``size`` bytes."""
@@ -113,10 +110,8 @@ def _opens(
         path = str(getattr(subject, "path", subject))
         try:
             file = _File(path)
-            try:
+            with file.stream:
                 return question(subject, file, *arguments, **options)
-            finally:
-                os.close(file.descriptor)
         except _BrokenError as error:
             return Unknown(str(error))
         except (OSError, ValueError) as error:

@@ -5,7 +5,7 @@ it in, and so on, and of the program, but only where the one that asks has no DT
 the one that asks; the cache; the system's own folders. A file for another machine is passed over. A broken one is not:
 the loader stops there. musl's search is simpler.
 
-Subfolders for a processor (``glibc-hwcaps``, and before glibc 2.37 ``haswell``) are left out: what they hold is a faster
+Subfolders for a processor (``glibc-hwcaps``, and before 2.37 ``haswell``) are left out: what they hold is a faster
 build of the library outside, of the same release, and neither NVIDIA's libraries nor torch's have any.
 """
 

@@ -12,26 +12,7 @@ from typing import TypeVar
 from transload._version import __version__
 from transload.diagnose.children import Child, Question
 from transload.diagnose.host import Host
-from transload.machine import (
-    Answer,
-    Cuda,
-    Driver,
-    DriverLibraries,
-    Experiment,
-    Hardware,
-    Kernel,
-    Machine,
-    Nodes,
-    Nvml,
-    Platform,
-    Python,
-    Surroundings,
-    Toolkit,
-    Torch,
-    TorchLibraries,
-    TorchRun,
-    Variables,
-)
+from transload.machine import Answer, Driver, Experiment, Machine, Python, TorchRun
 
 _DRIVER = 8.0
 """Seconds for the driver. With many cards and no persistence daemon it needs most of them; so does a cold WSL."""
@@ -59,6 +40,7 @@ def probe(
     """
     begun = time.monotonic()
     here = host or Host()
+    bare = Machine()
     problems: dict[str, str] = {}
     ours: set[int] = set()
 
@@ -101,24 +83,24 @@ def probe(
         from transload.diagnose.probes import hardware, libraries, system
 
         loader = Loader(here)
-        cards = attempt("hardware", Hardware(), hardware.hardware, here)
-        found = attempt("torch", Torch(), torches.torch, here, examined)
-        drivers = attempt("driver libraries", DriverLibraries(), libraries.driver_libraries, loader)
-        kernel = attempt("kernel", Kernel(), hardware.kernel, here)
+        cards = attempt("hardware", bare.hardware, hardware.hardware, here)
+        found = attempt("torch", bare.torch, torches.torch, here, examined)
+        drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
+        kernel = attempt("kernel", bare.kernel, hardware.kernel, here)
         own = tuple(f"({pid})" for pid in ours)  # our children may hang in the driver by now
-        linked = TorchLibraries()
+        linked = bare.torch_libraries
         if found.first:
             linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined, found.first)
         machine = Machine(
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            platform=attempt("platform", Platform(), system.platform, here),
-            surroundings=attempt("surroundings", Surroundings(), system.surroundings, here),
+            platform=attempt("platform", bare.platform, system.platform, here),
+            surroundings=attempt("surroundings", bare.surroundings, system.surroundings, here),
             hardware=cards,
             kernel=replace(kernel, stuck=tuple(each for each in kernel.stuck if not each.endswith(own))),
-            nodes=attempt("nodes", Nodes(), hardware.nodes, here),
-            toolkit=attempt("toolkit", Toolkit(), system.toolkit, here),
-            variables=attempt("variables", Variables(), system.variables, here),
+            nodes=attempt("nodes", bare.nodes, hardware.nodes, here),
+            toolkit=attempt("toolkit", bare.toolkit, system.toolkit, here),
+            variables=attempt("variables", bare.variables, system.variables, here),
             python=examined,
             torch=found,
             torch_libraries=linked,
@@ -131,8 +113,8 @@ def probe(
         import transload.diagnose.verdict  # noqa: F401
 
         progress("waiting for the driver")
-        cuda = attempt("cuda", Cuda(), lambda: driver.cuda(here, cuda_child.outcome()))
-        nvml = attempt("nvml", Nvml(), lambda: driver.nvml(here, nvml_child.outcome(), ours))
+        cuda = attempt("cuda", bare.driver.cuda, lambda: driver.cuda(here, cuda_child.outcome()))
+        nvml = attempt("nvml", bare.driver.nvml, lambda: driver.nvml(here, nvml_child.outcome(), ours))
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
             run.hurry(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
@@ -140,5 +122,5 @@ def probe(
         ran = TorchRun(Answer(detail=examined.problem))
         if run:
             progress("running torch")
-            ran = attempt("torch run", TorchRun(), lambda: torches.torch_run(here, run.outcome()))
+            ran = attempt("torch run", bare.torch_run, lambda: torches.torch_run(here, run.outcome()))
     return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
 
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, reason
@@ -347,42 +346,38 @@ def nodes(host: Host) -> Nodes:
     present = [f"/dev/{name}" for name in host.names("/dev") or () if _NAMES.fullmatch(name)]
     for folder, start in _FOLDERS:
         present += tuple(host.paths(folder, start))[:_MOST]
+    statuses = {path: host.status(path) for path in (*_ALWAYS, *present)}
+    # Cards are opened last: one that must be started first takes its time.
+    there = sorted(filter(statuses.get, statuses), key=lambda path: bool(_CARD.fullmatch(path)))
+    answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
+    errors = dict(zip(there, answers, strict=True))
     groups, around = group_names(host), mounts(host)
     found = []
-    for path in dict.fromkeys((*_ALWAYS, *present)):
+    for path, status in statuses.items():
         mount = mount_of(around, path)
         nodev = mount is not None and "nodev" in mount.options
-        status = host.status(path)
         if isinstance(status, Unknown):
             link = bool(host.link(path))
-            node = Node(path, exists=link, kind="link" if link else "", mode=0, error="ENOENT", nodev=nodev)
-        else:
-            mode, device = status.st_mode, getattr(status, "st_rdev", 0)
-            node = Node(
-                path,
-                kind="char" if stat.S_ISCHR(mode) else "directory" if stat.S_ISDIR(mode) else "file",
-                mode=stat.S_IMODE(mode),
-                uid=status.st_uid,
-                gid=status.st_gid,
-                group=groups.get(str(status.st_gid), ""),
-                major=os.major(device),
-                minor=os.minor(device),
-                nodev=nodev,
-            )
+            found.append(Node(path, exists=link, kind="link" if link else "", mode=0, error="ENOENT", nodev=nodev))
+            continue
+        mode, device, error = status.st_mode, getattr(status, "st_rdev", 0), errors[path]
+        if isinstance(error, Unknown):
+            error = "" if os.access(host.at(path), os.R_OK | os.W_OK) else "EACCES"
+        elif error == "EACCES" and "/nvidia-caps/" in path and mode & stat.S_IROTH:
+            error = ""  # the driver opens these for reading only
+        node = Node(
+            path,
+            kind="char" if stat.S_ISCHR(mode) else "directory" if stat.S_ISDIR(mode) else "file",
+            mode=stat.S_IMODE(mode),
+            uid=status.st_uid,
+            gid=status.st_gid,
+            group=groups.get(str(status.st_gid), ""),
+            major=os.major(device),
+            minor=os.minor(device),
+            error=error,
+            nodev=nodev,
+        )
         found.append(node)
-
-    # Cards are opened last: one that must be started first takes its time.
-    there = [node for node in found if node.kind not in ("", "link")]
-    there.sort(key=lambda node: bool(_CARD.fullmatch(node.path)))
-    answers = in_fork([lambda path=node.path: host.open_error(path) for node in there], PATIENCE)  # type: ignore[misc]
-    errors = {node.path: node.error for node in found}
-    for node, answer in zip(there, answers, strict=True):
-        if isinstance(answer, Unknown):
-            errors[node.path] = "" if os.access(host.at(node.path), os.R_OK | os.W_OK) else "EACCES"
-        elif "/nvidia-caps/" in node.path and node.mode & stat.S_IROTH:  # the driver opens these for reading only
-            errors[node.path] = answer if answer != "EACCES" else ""
-        else:
-            errors[node.path] = answer
 
     characters = (host.text("/proc/devices", 1 << 16) or "").partition("Block devices")[0]
     majors = {name: int(number) for number, name in _MAJORS.findall(characters)}
@@ -395,7 +390,7 @@ def nodes(host: Host) -> Nodes:
     lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
     rules = next((text for text in lists if isinstance(text, str)), "")
     allowed = tuple(line.strip() for line in rules.split("\n") if line.strip())
-    return Nodes(tuple(replace(node, error=errors[node.path]) for node in found), majors, allowed)
+    return Nodes(tuple(found), majors, allowed)
 
 
 # -- accelerators of other makers, each with the torch build it needs --------------------------------------------------

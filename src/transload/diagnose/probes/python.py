@@ -131,12 +131,6 @@ def _is_own(host: Host, executable: str) -> bool:
 Told = dict[str, Any]
 """What it said: the fields of ``Python`` that an interpreter knows, and ``stdlib``, the folder of its library."""
 
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("executable", "version", "implementation", "prefix", "base_prefix", "stdlib", "user_site"), str),
-    **dict.fromkeys(("free_threaded", "user_site_enabled"), bool),
-    "bits": int,
-    "path": list,
-}
 _FACTS = """
 def facts(path):
     import os, sys
@@ -211,7 +205,7 @@ def asked(host: Host, executable: str, deadline: float) -> Told | str:
         outcome = child.outcome()
     told = outcome.facts
     if outcome.state == "answered":
-        whole = all(type(told.get(name)) is kind for name, kind in _KINDS.items())
+        whole = all(type(told.get(name)) is type(ours) for name, ours in own().items())
         whole = whole and all(type(each) is str for each in told["path"])
         return told if whole else f"{executable} is not a Python interpreter: its answer makes no sense"
     if outcome.state == "unasked":
