@@ -66,7 +66,6 @@ def test_what_it_needs_and_where_to_look(tmp_path: Path) -> None:
     assert (elf.machine, elf.bits, elf.soname) == ("x86_64", 64, "libfull.so.1")
     assert elf.needed == ("liba.so.1", "libb.so.2")
     assert (elf.rpath, elf.runpath, elf.has_runpath) == ("$ORIGIN/r", "$ORIGIN/../lib:", True)
-    assert not elf.no_default
 
 
 def test_a_library_that_says_nothing(tmp_path: Path) -> None:

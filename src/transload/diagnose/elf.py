@@ -42,8 +42,7 @@ _SECTION = Struct("<2I4Q2I2Q")
 _DYNAMIC = Struct("<qQ")
 
 _LOAD, _DYNAMIC_SEGMENT, _INTERPRETER = 1, 2, 3
-_NEEDED, _STRINGS, _SONAME, _RPATH, _RUNPATH, _FLAGS_1 = 1, 5, 14, 15, 29, 0x6FFFFFFB
-_NODEFLIB = 0x800
+_NEEDED, _STRINGS, _SONAME, _RPATH, _RUNPATH = 1, 5, 14, 15, 29
 _NOBITS = 8
 
 # A file may claim any number of anything. These are far above what linkers write, and harmless to go through.
@@ -153,11 +152,6 @@ class Elf:
     def has_runpath(self) -> bool:
         """Whether there is a DT_RUNPATH, even an empty one: it turns every DT_RPATH off."""
         return _RUNPATH in self.dynamic
-
-    @property
-    def no_default(self) -> bool:
-        """Whether the system's own folders are not searched for what it needs (``-z nodefaultlib``)."""
-        return bool(self.dynamic.get(_FLAGS_1, 0) & _NODEFLIB)
 
     def offset(self, tag: int) -> int:
         """The place in the file of what the tag points to; -1 where it points to nothing."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 from dataclasses import dataclass
@@ -112,6 +113,10 @@ class Host:
         text = self.text(path, 4096)
         return text.partition("\n")[0].strip().strip("\0") if isinstance(text, str) else ""
 
+    def findall(self, pattern: str | re.Pattern[str], path: str, limit: int = _LIMIT) -> list[Any]:
+        """What ``re.findall`` finds in a file, with ``re.MULTILINE``; nothing where it cannot be read."""
+        return re.compile(pattern, re.MULTILINE).findall(self.text(path, limit) or "")
+
     def names(self, path: str) -> tuple[str, ...] | Unknown:
         """What a folder holds, sorted."""
         try:
@@ -190,6 +195,16 @@ class Host:
         except ValueError:
             return "EINVAL"
         return ""
+
+
+def pairs(text: str, separator: str) -> dict[str, str]:
+    r"""The lines ``name SEPARATOR value`` of a text, without spaces and quotes around both.
+
+    >>> pairs('ID="ubuntu"\n# a comment\nVERSION_ID = 24.04', "=")
+    {'ID': 'ubuntu', 'VERSION_ID': '24.04'}
+    """
+    lines = (line.partition(separator) for line in text.splitlines())
+    return {name.strip(): value.strip().strip("\"'") for name, found, value in lines if found}
 
 
 def reason(path: str, error: Exception) -> str:

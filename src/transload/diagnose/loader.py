@@ -202,8 +202,7 @@ class Loader:
             paths[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
         found = [(via, f"{folder.rstrip('/')}/{name}") for via, folders in paths for folder in folders]
         found += (("ld.so.cache", path) for path in self.cache.get(name, ()))
-        if asker is None or not asker.elf.no_default:
-            found += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
+        found += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
         met: set[str] = set()
         for via, path in found:
             if path not in met:

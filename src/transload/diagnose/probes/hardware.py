@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 
 from transload.diagnose.children import in_fork
-from transload.diagnose.host import Host, reason
+from transload.diagnose.host import Host, pairs, reason
 from transload.diagnose.probes.system import executable, group_names, mount_of, mounts
 from transload.machine import (
     AMD,
@@ -153,7 +153,7 @@ def kernel(host: Host) -> Kernel:
         secure_boot=secure_boot,
         uvm_disable_hmm=host.line("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm"),
         kaslr=line if isinstance(line, Unknown) else "nokaslr" not in line.split(),
-        parameters=_pairs(host.text(f"{_PROC}/params", 1 << 16) or ""),
+        parameters=pairs(host.text(f"{_PROC}/params", 1 << 16) or "", ":"),
         gpus=_gpus(host),
         firmware=firmware,
         log=kernel_log(host),
@@ -180,11 +180,6 @@ def _built_for(host: Host) -> tuple[str, ...] | Unknown:
     return tuple(found)
 
 
-def _pairs(text: str) -> dict[str, str]:
-    lines = (line.partition(":") for line in text.split("\n"))
-    return {name.strip(): value.strip().strip('"') for name, colon, value in lines if colon}
-
-
 def _gpus(host: Host) -> tuple[ProcGpu, ...]:
     """The driver's own list. A driver in trouble may keep us waiting for a card's page."""
     addresses = (host.names(f"{_PROC}/gpus") or ())[:_MOST]
@@ -192,7 +187,7 @@ def _gpus(host: Host) -> tuple[ProcGpu, ...]:
     questions = [lambda path=page: host.text(path, 1 << 14) or "" for page in pages]
     found = []
     for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
-        told = _pairs(text or "")
+        told = pairs(text or "", ":")
         minor = told.get("Device Minor", "")
         gpu = ProcGpu(
             address,
@@ -241,10 +236,10 @@ def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
     A line is the message alone, and appears once however often it came: times and the host's name are left out.
     """
     log = _ring() if host.root == "/" else Unknown("the log of a tree is in its files")
-    booted = re.search(r"^btime (\d{1,12})$", host.text("/proc/stat") or "", re.MULTILINE)
+    booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
     for path in _FILES if isinstance(log, Unknown) else ():
         status = host.status(path)
-        if isinstance(status, Unknown) or status.st_mtime < int(booted[1] if booted else 0):
+        if isinstance(status, Unknown) or status.st_mtime < int(booted[0] if booted else 0):
             continue  # written before this start of the machine
         try:
             with open(host.real(path), "rb") as stream:
@@ -333,7 +328,7 @@ _CARD = re.compile(r"/dev/nvidia\d+")
 _NAMES = re.compile(r"nvidia\d+|nvidiactl|nvidia-(?:uvm|uvm-tools|modeset|nvswitchctl|nvlink)|dxg|nvmap|nvhost-.*|kfd")
 _FOLDERS = (("/dev/nvidia-caps", "nvidia-cap"), ("/dev/dri", "renderD"), ("/dev/accel", "accel"))
 _MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
-_CGROUP = re.compile(r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$", re.MULTILINE)
+_CGROUP = r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$"
 
 PATIENCE = 0.25
 """Seconds. A refusal comes at once; an open that takes longer was admitted, and is starting a card."""
@@ -385,8 +380,7 @@ def nodes(host: Host) -> Nodes:
         majors = {"nvidia": majors["nvidia-frontend"], "nvidiactl": majors["nvidia-frontend"]} | majors
 
     # Version 1 of cgroups has a list of rules; those of version 2 are a program in the kernel that only root can see.
-    own = _CGROUP.search(host.text("/proc/self/cgroup", 1 << 14) or "")
-    folders = (own[1].rstrip("/"), "") if own else ("",)
+    folders = [path.rstrip("/") for path in (*host.findall(_CGROUP, "/proc/self/cgroup")[:1], "/")]
     lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
     rules = next((text for text in lists if isinstance(text, str)), "")
     allowed = tuple(line.strip() for line in rules.split("\n") if line.strip())
@@ -396,7 +390,7 @@ def nodes(host: Host) -> Nodes:
 # -- accelerators of other makers, each with the torch build it needs --------------------------------------------------
 
 _KFD = "/sys/class/kfd/kfd/topology/nodes"
-_PROPERTY = re.compile(r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$", re.MULTILINE)
+_PROPERTY = r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$"
 # Graphics inside AMD's processors: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
 _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 
@@ -431,7 +425,7 @@ def _others(host: Host, cards: tuple[PciDevice, ...]) -> Iterator[Accelerator]:
     # The GPUs of AMD's compute driver; then cards on the bus that it does not have.
     ready, driven = host.exists("/dev/kfd"), set()
     for folder in host.paths(_KFD):
-        told = {name: int(value) for name, value in _PROPERTY.findall(host.text(f"{folder}/properties", 1 << 14) or "")}
+        told = {name: int(value) for name, value in host.findall(_PROPERTY, f"{folder}/properties")}
         if told.get("simd_count"):
             gfx, place = _gfx(told.get("gfx_target_version", 0)), told.get("location_id", 0)
             address = f"{told.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"

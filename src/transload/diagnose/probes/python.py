@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from transload.diagnose.host import pairs
 from transload.machine import Python, TorchInstall, Unknown
 
 if TYPE_CHECKING:
@@ -360,15 +361,14 @@ def _own_folders(host: Host, prefix: str, version: str) -> Iterator[str]:
 
 def _config(host: Host, prefix: str) -> dict[str, str]:
     """The settings in ``pyvenv.cfg``; empty where there is none."""
-    text = host.text(f"{prefix}/pyvenv.cfg", 1 << 16) or ""
-    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
-    return {name.strip().lower(): value.strip() for name, _, value in pairs}
+    settings = pairs(host.text(f"{prefix}/pyvenv.cfg", 1 << 16) or "", "=")
+    return {name.lower(): value for name, value in settings.items()}
 
 
 # -- the environment it lives in, and the tool that installs packages there --------------------------------------------
 
 _LOCKS = (("uv.lock", "uv"), ("poetry.lock", "poetry"), ("pdm.lock", "pdm"))
-_TABLE = re.compile(r"(?m)^\[tool\.(poetry|pdm)\b")
+_TABLE = r"^\[tool\.(poetry|pdm)\b"
 _ONE_TOOL = re.compile(r"/uv/(?:tools|archive-v\d+)/")  # of `uv tool install` and `uvx`
 
 
@@ -381,7 +381,7 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
     def project(folder: str) -> list[str]:
         """The tools of a project, by their lock files and its settings."""
         locked = [tool for lock, tool in _LOCKS if host.exists(f"{folder}/{lock}")]
-        return locked + _TABLE.findall(host.text(f"{folder}/pyproject.toml") or "")
+        return locked + host.findall(_TABLE, f"{folder}/pyproject.toml")
 
     if host.folder(f"{prefix}/conda-meta"):
         return ("pixi", "pixi") if "/.pixi/envs/" in f"{prefix}/" else ("conda", "conda")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transload.diagnose.host import Host, reason
+from transload.diagnose.host import Host, pairs, reason
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
 
 # Of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.
@@ -40,18 +40,15 @@ def platform(host: Host) -> Platform:
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
         return Platform(system, machine, kernel, root=host.uid == 0, shell=shell)
-    text = host.text("/etc/os-release") or host.text("/usr/lib/os-release") or ""
-    pairs = (line.strip().partition("=") for line in text.split("\n") if not line.lstrip().startswith("#"))
-    release = {name: value.strip("\"'") for name, equals, value in pairs if equals}
+    release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
     distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
     # The distribution's own package manager, where it is installed; else the first there is.
     wanted = [_FAMILIES[name] for name in (distribution, *like) if name in _FAMILIES]
     managers = (each for each in (*wanted, *_MANAGERS) if any(host.exists(program) for program in _MANAGERS[each]))
-    status = host.text("/proc/self/status", 1 << 14) or ""
-    numbers = re.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", status, re.MULTILINE)
+    numbers = host.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", "/proc/self/status")
     groups = group_names(host)
     chassis = host.text("/sys/class/dmi/id/chassis_type", 64)
-    limit = re.search(r"^Max address space +(\d{1,19})\b", host.text("/proc/self/limits", 1 << 14) or "", re.MULTILINE)
+    limit = host.findall(r"^Max address space +(\d{1,19})\b", "/proc/self/limits")
     prime = host.line("/etc/prime-discrete") or host.line("/etc/prime/current_type")  # Ubuntu's, openSUSE's
     total, free = memory(host)
     return Platform(
@@ -68,7 +65,7 @@ def platform(host: Host) -> Platform:
         root=host.uid == 0,
         groups=tuple(sorted(groups.get(number, number) for number in {*" ".join(numbers).split()})),
         laptop=chassis if isinstance(chassis, Unknown) else _number(chassis.strip(), 0) in _LAPTOPS,
-        address_space=int(limit[1]) if limit else None,
+        address_space=int(limit[0]) if limit else None,
         memory=total,
         memory_free=free,
         suspends=_number(host.line("/sys/power/suspend_stats/success"), 0),
@@ -90,8 +87,7 @@ def _libc(host: Host) -> str:
         except (ValueError, OSError, AttributeError):  # musl knows no such name, and Windows no such call
             pass
     if any(host.paths("/lib", "ld-musl-", ".so.1")):
-        version = re.search(r"^P:musl\nV:(\d+\.\d+)", host.text("/lib/apk/db/installed") or "", re.MULTILINE)
-        return f"musl {version[1]}" if version else "musl"
+        return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
     for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):
         data = host.data(f"{folder}/libc.so.6", 8 << 20)
         if data and (found := re.search(rb"GNU C Library[^\n]{0,80} version (\d+\.\d+)", data)):
@@ -101,8 +97,7 @@ def _libc(host: Host) -> str:
 
 def group_names(host: Host) -> dict[str, str]:
     """Number → name, from /etc/group: asking the system might go over the network, to a directory that is down."""
-    lines = (line.split(":") for line in (host.text("/etc/group") or "").split("\n"))
-    return {line[2]: line[0] for line in lines if len(line) > 2}
+    return {number: name for name, number in host.findall(r"^([^:\n]*):[^:\n]*:([^:\n]*)", "/etc/group")}
 
 
 def executable(host: Host, name: str) -> str:
@@ -118,25 +113,20 @@ _NO_LIMIT = 1 << 60  # what version 1 writes for none is a little less than 2**6
 
 def memory(host: Host) -> tuple[int, int]:
     """Bytes in all and bytes free; -1 where they are not known. A container's limit counts where it is lower."""
-
-    def numbers(path: str, separator: str) -> dict[str, int]:
-        lines = (line.partition(separator) for line in (host.text(path) or "").splitlines())
-        return {name: _number("".join(rest.split()[:1]), -1) for name, _, rest in lines}
-
-    told = {name: amount * 1024 for name, amount in numbers("/proc/meminfo", ":").items() if amount >= 0}
+    told = {name: int(amount) * 1024 for name, amount in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
     total, free = told.get("MemTotal", -1), told.get("MemAvailable", told.get("MemFree", -1))
     # Every control group above this process may have a limit.
-    lines = (host.text("/proc/self/cgroup") or "").splitlines()
-    path = next((line[3:] for line in lines if line.startswith("0::/")), "/")
-    steps = [step for step in path.split("/") if step and step != ".."]
+    paths = host.findall(r"^0::(/.*)", "/proc/self/cgroup")
+    steps = [step for step in "".join(paths[:1]).split("/") if step and step != ".."]
     groups = ["/".join(["/sys/fs/cgroup", *steps[:depth]]) for depth in range(len(steps) + 1)]
     names = ("memory.max", "memory.current", "memory.stat", "inactive_file")
     first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")  # version 1
     for group, (most, used, statistics, cache) in (*((each, names) for each in groups), (_V1, first)):
         limit = _number(host.line(f"{group}/{most}"), -1)
         if 0 <= limit < _NO_LIMIT:
-            cached = max(0, numbers(f"{group}/{statistics}", " ").get(cache, 0))  # which can be given back
-            left = max(0, limit - max(0, _number(host.line(f"{group}/{used}"), -1) - cached))
+            cached = host.findall(rf"^{cache} (\d{{1,19}})$", f"{group}/{statistics}")  # which can be given back
+            taken = _number(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
+            left = max(0, limit - max(0, taken))
             total = min(total, limit) if total >= 0 else limit
             free = min(free, left) if free >= 0 else left
     return total, free
@@ -183,9 +173,9 @@ def mount_of(found: tuple[Mount, ...], path: str) -> Mount | None:
 # -- CUDA toolkits; nothing of them is run -----------------------------------------------------------------------------
 
 _LOCAL = "/usr/local"
-_JSON = re.compile(r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)')
-_TEXT = re.compile(r"CUDA Version (\d+\.\d+(?:\.\d+)?)")
-_HEADER = re.compile(r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b", re.MULTILINE)
+_JSON = r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)'
+_TEXT = r"CUDA Version (\d+\.\d+(?:\.\d+)?)"
+_HEADER = r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b"
 _FOLDER = re.compile(r"/cuda-(\d+\.\d+)(?:/|$)")
 
 
@@ -205,12 +195,12 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     begin = host.data(path, 1024) or b""  # it may be a script that starts the compiler itself
     started = re.search(rb"(/[\w./-]+/bin/nvcc)\b", begin) if begin.startswith(b"#!") else None
     home = (host.target(started[1].decode()) if started else path).removesuffix("/bin/nvcc")
-    yield from _JSON.findall(host.text(f"{home}/version.json", 1 << 16) or "")
-    yield from _TEXT.findall(host.text(f"{home}/version.txt", 1 << 16) or "")
+    yield from host.findall(_JSON, f"{home}/version.json")
+    yield from host.findall(_TEXT, f"{home}/version.txt")
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
     targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
     for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
-        for number in _HEADER.findall(host.text(f"{folder}/cuda.h", 1 << 16) or ""):
+        for number in host.findall(_HEADER, f"{folder}/cuda.h", 1 << 16):
             yield f"{int(number) // 1000}.{int(number) % 1000 // 10}"
     yield from _FOLDER.findall(home)
 
@@ -254,7 +244,7 @@ _HARMLESS = frozenset({
 """What every private /dev holds: nothing behind these is a device that was built in."""
 
 _GVISOR = "Sun Jan 10 15:06:54 PST 2016"  # its made-up kernel was built then, every release of it
-_CDI = re.compile(r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)")
+_CDI = r"libcuda\.so\.(\d+\.\d+(?:\.\d+)?)"
 _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-container-cli")
 
 
@@ -295,7 +285,7 @@ def surroundings(host: Host) -> Surroundings:
     own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
     specifications = (path for at in folders for end in (".yaml", ".json") for path in host.paths(at, end=end))
-    drivers = {version for path in specifications for version in _CDI.findall(host.text(path) or "")}
+    drivers = {version for path in specifications for version in host.findall(_CDI, path)}
     toolkit: bool | Unknown = any(executable(host, name) for name in _CONTAINER_TOOLKIT)
     programs = host.names("/usr/bin")
     docker = "snap" if host.exists("/snap/bin/docker") else ""
@@ -331,11 +321,11 @@ def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, st
         if host.exists(path):
             yield kind, f"{path} is there"
     # What the manager itself has said, to us or to the first process of the container.
-    first = re.search(r"(?:^|\0)container=([^\0]*)", host.text("/proc/1/environ", 1 << 16) or "")
+    first = host.findall(r"(?:^|\0)container=([^\0]*)", "/proc/1/environ")
     told = (
         (host.environ.get("container", ""), "the variable container is {}"),
         (host.line("/run/systemd/container"), "/run/systemd/container says {}"),
-        (first[1] if first else "", "the variable container of process 1 is {}"),
+        ("".join(first[:1]), "the variable container of process 1 is {}"),
     )
     for name, why in told:
         if name not in _NO_CONTAINERS:
@@ -353,13 +343,10 @@ def service_of(host: Host) -> str:
 
     What runs under ``user@1000.service`` is a user's session: terminals of a desktop are services there.
     """
-    for line in (host.text("/proc/self/cgroup", 1 << 14) or "").split("\n"):
-        _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "-", "")
-        steps = path.split("/")
-        if controllers not in ("", "name=systemd") or any(step.startswith("user@") for step in steps):
-            continue
-        if unit := next((step for step in steps if step.endswith(".service")), ""):
-            return unit
+    for path in host.findall(r"^[^:\n]*:(?:name=systemd)?:(.*)", "/proc/self/cgroup"):
+        units = [step for step in path.split("/") if step.endswith(".service")]
+        if units and "/user@" not in path:
+            return str(units[0])
     return ""
 
 

@@ -29,7 +29,7 @@ _COMPILED = re.compile(rf"_C{_SUFFIX}", re.ASCII)
 # pip renames what it removes: "~orch", and if that is taken "~-rch", "~~rch" …, of the same length
 _LEFTOVER = re.compile(r"~(?:orch|[-~.=%\d]rch|[-~.=%\d]{2}ch)(?:-\d.*\.(?:dist|egg)-info)?")
 _FINDER = re.compile(r"__editable___torch_.*_finder\.py|_torch_editable\.py")
-_MAPPED = re.compile(r"""['"]torch['"]\s*:\s*['"]([^'"\n]{1,4096})['"]""")
+_MAPPED = r"""['"]torch['"]\s*:\s*['"]([^'"\n]{1,4096})['"]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,7 @@ def torch(host: Host, python: Python) -> Torch:
     known = {host.target(each.location) for each in installs}
     # What setuptools or scikit-build-core wrote for an editable install says where torch is.
     for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
-        found = _MAPPED.search(host.text(finder) or "")
-        path = found[1].removesuffix("/__init__.py") if found else ""
+        path = "".join(host.findall(_MAPPED, finder)[:1]).removesuffix("/__init__.py")
         if path and host.folder(path) and host.target(path) not in known:
             installs.append(_install(host, path, stray, python.prefix))
 
@@ -174,7 +173,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
         install,
         dist_info=dist.path,
         dist_version=version(host, dist),
-        tags=tuple(re.findall(r"(?mi)^Tag:[ \t]*(\S+)", host.text(f"{dist.path}/WHEEL", 1 << 16) or "")),
+        tags=tuple(host.findall(r"(?i)^Tag:[ \t]*(\S+)", f"{dist.path}/WHEEL", 1 << 16)),
         installed=then,
         replaced_by=tuple(f"{each.name} {version(host, each)}" for each in reasons[:_NAMED]),
         origin=_CREDENTIALS.sub("", str(_direct_url(host, dist.path).get("url", ""))),
