@@ -48,9 +48,11 @@ class Driver:
         self.report.doing(function)
         return int(getattr(self.library, function)(*arguments))
 
-    def either(self, newer: str, older: str, *arguments: object) -> int:
-        """The same of two functions that take the same arguments: the older where the newer is missing."""
-        return self.call(newer if self.has(newer) else older, *arguments)
+    def newest(self, function: str, *arguments: object) -> int:
+        """The same of a function that an older library has in the version before: ``f_v3`` as ``f_v2``, that as ``f``."""
+        name, number = function[:-3], int(function[-1])
+        older = name if number == 2 else f"{name}_v{number - 1}"
+        return self.call(function if self.has(function) else older, *arguments)
 
     def numbers(self, function: str, *arguments: object, count: int = 1) -> list[int]:
         """What it stores through its last ``count`` arguments, pointers to ``unsigned int``; empty where it fails."""
@@ -116,7 +118,7 @@ def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
     memory = ctypes.c_size_t()
     code = driver.call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
     raw = ctypes.create_string_buffer(16)
-    without = driver.either("cuDeviceGetUuid_v2", "cuDeviceGetUuid", raw, device)
+    without = driver.newest("cuDeviceGetUuid_v2", raw, device)
     mig = b" MIG " in name.value and driver.has("cuDeviceGetUuid_v2")  # only the newer function gives a MIG device's
     cuts = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
     uuid = "-".join(("MIG" if mig else "GPU", *(raw.raw.hex()[start:end] for start, end in cuts)))
@@ -158,20 +160,19 @@ def ask_nvml(driver: Driver) -> None:
     tell = driver.report.say
     tell(library=driver.file("nvmlInit_v2"))
     driver.demand("nvmlInit_v2", "nvmlInit")
-    started = driver.either("nvmlInit_v2", "nvmlInit")
+    started = driver.newest("nvmlInit_v2")
     tell(init=started)
     if started == 0:
         tell(driver=driver.text("nvmlSystemGetDriverVersion"))
         version = ctypes.c_int()
-        names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-        code = driver.either(names[0], names[1], ctypes.byref(version))
+        code = driver.newest("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(version))
         state = (ctypes.c_uint * 3)()  # of confidential computing: environment, feature, tools
         ready: list[int] = []
         if driver.call("nvmlSystemGetConfComputeState", state) == 0 and state[1]:
             ready = driver.numbers("nvmlSystemGetConfComputeGpusReadyState")
         tell(cuda=0 if code else version.value, confidential={(): "", (0,): "not-ready"}.get(tuple(ready), "ready"))
         count = ctypes.c_uint()
-        code = driver.either("nvmlDeviceGetCount_v2", "nvmlDeviceGetCount", ctypes.byref(count))
+        code = driver.newest("nvmlDeviceGetCount_v2", ctypes.byref(count))
         tell(count=-1 if code else count.value, count_code=code)
         for index in range(0 if code else min(count.value, DEVICES)):
             tell(gpu=nvml_gpu(driver, index))
@@ -181,17 +182,15 @@ def ask_nvml(driver: Driver) -> None:
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
     """The fields of an ``NvmlGpu``; only the code where that is an error. Of processes the numbers, and their bytes."""
     card = ctypes.c_void_p()
-    names = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex")
-    code = driver.either(names[0], names[1], index, ctypes.byref(card))
+    code = driver.newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
     if code:
         return {"index": index, "code": code}
 
     raw = ctypes.create_string_buffer(PCI_INFO.size)
     address = ""
-    names = ("nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2")
-    if driver.either(names[0], names[1], card, raw) == 0:
+    if driver.newest("nvmlDeviceGetPciInfo_v3", card, raw) == 0:
         legacy, *_, newer = PCI_INFO.unpack(raw.raw)
-        address = decoded((newer if driver.has(names[0]) else legacy).partition(b"\0")[0])
+        address = decoded((newer if driver.has("nvmlDeviceGetPciInfo_v3") else legacy).partition(b"\0")[0])
         if address.startswith("0000") and len(address) == 16:  # 00000000:0F:00.0, which the kernel writes shorter
             address = address[4:]
 
@@ -203,8 +202,8 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
     retired = driver.numbers("nvmlDeviceGetRetiredPagesPendingStatus", card)
     count = ctypes.c_uint(PROCESSES)
     raw = ctypes.create_string_buffer(PROCESS_INFO.size * PROCESSES)
-    names = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-    running = 0 if driver.either(names[0], names[1], card, ctypes.byref(count), raw) else min(count.value, PROCESSES)
+    code = driver.newest("nvmlDeviceGetComputeRunningProcesses_v3", card, ctypes.byref(count), raw)
+    running = 0 if code else min(count.value, PROCESSES)
     processes = [PROCESS_INFO.unpack_from(raw.raw, PROCESS_INFO.size * at)[:2] for at in range(running)]
 
     mig = driver.numbers("nvmlDeviceGetMigMode", card, count=2)[:1]

@@ -22,7 +22,7 @@ from transload.diagnose.elf import (
 )
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Object, Process, elements
-from transload.diagnose.probes.python import Distribution, distributions, fields, version
+from transload.diagnose.probes.python import Distribution, assigned, distributions, fields, version
 from transload.machine import (
     DriverLibraries,
     Extension,
@@ -536,9 +536,9 @@ def _bare(host: Host, dist: Distribution) -> Extension:
     stated = version(host, dist)
     site = dist.path.rpartition("/")[0]
     text = host.text(f"{site}/{dist.name.replace('-', '_')}/version.py", 4096) or ""
-    written = re.search(r"""(?m)^__version__\s*(?::[^=\n]*)?=\s*["']([^"'\s]+)["']""", text)
-    if written and written[1].partition("+")[0] == stated.partition("+")[0]:
-        stated = written[1]  # the version of a wheel on PyPI has no local part, and its version.py still may
+    written = assigned(text).get("__version__", "")
+    if written.partition("+")[0] == stated.partition("+")[0]:
+        stated = written  # the version of a wheel on PyPI has no local part, and its version.py still may
     wants = ""
     for need in fields(host, dist, "Requires-Dist"):
         found = re.fullmatch(r"torch\s*\(?((?:[<>=!~][^;()]*)?)\)?\s*(;.*)?", need, re.IGNORECASE)
