@@ -393,21 +393,26 @@ def test_an_environment_may_share_its_makers_packages(host: Host) -> None:
     assert alone.torch(host) == ""
 
 
+def prefixes(host: Host) -> list[str]:
+    found = (interpreter(host, path) for path, _ in usual(host))
+    return [each.prefix for each in found if each]
+
+
 def test_behind_the_scripts_of_pyenv(host: Host) -> None:
     pyenv = "/home/user/.pyenv"
     plant(Path(host.root), {f"{pyenv}/shims/python3": "#!/bin/sh\n", f"{pyenv}/version": "3.11.7\n"})
     plant(Path(host.root), {f"{pyenv}/versions/{v}/bin/python3": "" for v in ("3.11.7", "3.12.1", "3.13.0")})
     host = replace(host, environ={"PATH": f"{pyenv}/shims"})
-    assert [each.prefix for each in usual(host)] == [f"{pyenv}/versions/3.11.7"]
+    assert prefixes(host) == [f"{pyenv}/versions/3.11.7"]
     plant(Path(host.root), {"/home/user/project/.python-version": "3.12.1\n"})
-    assert [each.prefix for each in usual(host)] == [f"{pyenv}/versions/3.12.1"]
+    assert prefixes(host) == [f"{pyenv}/versions/3.12.1"]
     chosen = replace(host, environ={**host.environ, "PYENV_VERSION": "3.13.0:3.12.1"})
-    assert [each.prefix for each in usual(chosen)] == [f"{pyenv}/versions/3.13.0"]
+    assert prefixes(chosen) == [f"{pyenv}/versions/3.13.0"]
 
 
 def test_no_home_no_path_no_current_folder() -> None:
     host = Host(root="/nowhere-at-all", environ={}, cwd="")
-    assert list(usual(host)) == []
+    assert prefixes(host) == []
     assert others(host, "", ("", "/x")) == ()
 
 

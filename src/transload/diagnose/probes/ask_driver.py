@@ -49,7 +49,7 @@ class Driver:
         return int(getattr(self.library, function)(*arguments))
 
     def newest(self, function: str, *arguments: object) -> int:
-        """The same of a function, in the version before where the library is older: ``f_v3`` as ``f_v2``, that as ``f``."""
+        """The same of a function, or, where the library is older, of the version before: ``f`` for ``f_v2``."""
         name, number = function[:-3], int(function[-1])
         older = name if number == 2 else f"{name}_v{number - 1}"
         return self.call(function if self.has(function) else older, *arguments)

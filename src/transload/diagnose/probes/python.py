@@ -40,13 +40,15 @@ def choose(host: Host) -> tuple[Host, str]:
     path = own()["path"]
     if any(host.exists(f"{entry}/torch/{name}") for entry in path for name in ("__init__.py", "version.py")):
         return host, ""
-    found = [each for each in usual(host) if each.prefix != sys.prefix]
-    best = next((each for each in found if each.torch(host)), None)
-    if best:
-        return replace(host, python=best.executable), f"transload's own environment has no torch; {best.how} has one"
+    interpreters = [(interpreter(host, path), how) for path, how in usual(host)]
+    found = [(each, how) for each, how in interpreters if each and each.prefix != sys.prefix]
+    for each, how in found:
+        if each.torch(host):
+            return replace(host, python=each.executable), f"transload's own environment has no torch; {how} has one"
     if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
-        why = f"transload has an environment of its own, and no torch was found; this is the one of {found[0].how}"
-        return replace(host, python=found[0].executable), why
+        first, how = found[0]
+        why = f"transload has an environment of its own, and no torch was found; this is the one of {how}"
+        return replace(host, python=first.executable), why
     return host, "no environment with a torch was found; this is transload's own"
 
 
@@ -231,12 +233,11 @@ _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """An interpreter, the folders it takes packages from, in order, and what led to it, such as ``VIRTUAL_ENV``."""
+    """An interpreter, and the folders it takes packages from, in order."""
 
     executable: str
     prefix: str
     folders: tuple[str, ...]
-    how: str
 
     def torch(self, host: Host) -> str:
         """The folder of its torch; empty where it has none."""
@@ -251,7 +252,8 @@ def others(host: Host, prefix: str, path: Sequence[str]) -> tuple[str, ...]:
     """
     seen = {host.target(f"{entry}/torch") for entry in path}
     found = []
-    for each in islice(chain(usual(host), _each(host, _more(host, prefix))), _MANY):
+    paths = chain((path for path, _ in usual(host)), _more(host, prefix))
+    for each in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
         folder = each.torch(host)
         if not folder or each.prefix == prefix or host.target(folder) in seen:
             continue
@@ -281,21 +283,15 @@ def _more(host: Host, prefix: str) -> Iterator[str]:
     yield from (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions"))
 
 
-def usual(host: Host) -> Iterator[Interpreter]:
-    """Those a user most likely means: the active environment, that of the current folder, ``python3`` on PATH."""
+def usual(host: Host) -> Iterator[tuple[str, str]]:
+    """Paths a user most likely means, and what led there: the active environment, one here, ``python3`` on PATH."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if folder := host.environ.get(name):
-            yield from _each(host, (_in_folder(host, folder),), name)
+            yield _in_folder(host, folder), name
     for name in (".venv", "venv") if host.cwd else ():
-        yield from _each(host, (_in_folder(host, f"{host.cwd}/{name}"),), f"./{name}")
+        yield _in_folder(host, f"{host.cwd}/{name}"), f"./{name}"
     for name in ("python3", "python"):
-        yield from _each(host, (_first_on_path(host, name),), f"{name} on PATH")
-
-
-def _each(host: Host, executables: Iterable[str], how: str = "") -> Iterator[Interpreter]:
-    for executable in executables:
-        if executable and (found := interpreter(host, executable, how)):
-            yield found
+        yield _first_on_path(host, name), f"{name} on PATH"
 
 
 def _in_folder(host: Host, folder: str) -> str:
@@ -316,20 +312,20 @@ def _search(host: Host) -> Iterator[str]:
         yield folder.rstrip("/")
 
 
-def interpreter(host: Host, executable: str, how: str = "") -> Interpreter | None:
+def interpreter(host: Host, executable: str) -> Interpreter | None:
     """The interpreter at a path, as far as its files tell; nothing where there is none."""
     root, shims, name = executable.rpartition("/shims/")
     if shims and host.folder(f"{root}/versions"):  # a script of pyenv, which starts another
         chosen = host.environ.get("PYENV_VERSION", "").partition(":")[0]
         chosen = chosen or host.line(f"{host.cwd}/.python-version") or host.line(f"{root}/version")
         executable = f"{root}/versions/{chosen}/bin/{name}"
-    if not host.exists(executable):
+    if not executable or not host.exists(executable):
         return None
     folder = executable.rpartition("/")[0]
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
     prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
-    return Interpreter(executable, prefix, _folders(host, executable, prefix), how)
+    return Interpreter(executable, prefix, _folders(host, executable, prefix))
 
 
 def _folders(host: Host, executable: str, prefix: str) -> tuple[str, ...]:

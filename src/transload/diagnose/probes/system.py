@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transload.diagnose.host import Host, pairs, reason
 from transload.machine import Platform, Surroundings, Toolkit, Unknown, Variables
@@ -250,37 +251,10 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 def surroundings(host: Host) -> Surroundings:
     """What surrounds the process, and the evidence for it."""
-    around, environ = mounts(host), host.environ
-    secrets = "/var/run/secrets/kubernetes.io"
-    kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
-    if environ.get("KUBERNETES_SERVICE_HOST"):
-        kubernetes = "KUBERNETES_SERVICE_HOST is set"
-    container, by_container = next(_containers(host, around), ("", ""))
-    if kubernetes and container in ("", "podman"):  # CRI-O keeps its images where Podman does
-        container, by_container = "container", by_container or "Kubernetes runs containers"
-    slurm = next((f"{name} is set" for name in ("SLURM_JOB_ID", "SLURM_JOBID") if environ.get(name)), "")
-    notebook, by_notebook = next(((kind, f"{name} is set") for name, kind in _NOTEBOOKS if name in environ), ("", ""))
-    service = service_of(host)
-
-    version = host.line("/proc/version")
-    wsl, by_wsl = 0, ""
-    if re.search(r"microsoft-standard|wsl2", f"{host.uname[1]} {version}", re.IGNORECASE):
-        wsl, by_wsl = 2, "the kernel is that of WSL 2"
-    elif re.search(r"-Microsoft\b", f"{host.uname[1]} {version}"):
-        wsl, by_wsl = 1, "the kernel is that of WSL 1"
-    elif environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
-        wsl, by_wsl = 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
-
-    words = host.line("/proc/cmdline").split()
-    sandbox, by_sandbox = "", ""
-    if _GVISOR in version or "gvisor" in version.lower():
-        sandbox, by_sandbox = "gvisor", "/proc/version is gVisor's"
-    elif any("kata-containers" in word or word.startswith("agent.log=") for word in words):
-        sandbox, by_sandbox = "kata", "the kernel was started by Kata"
-    elif {"reboot=k", "panic=1"} <= set(words) and not host.folder("/sys/class/dmi/id"):
-        sandbox = "firecracker"
-        by_sandbox = "the kernel was started as Firecracker does, on a board without a name"
-
+    around = mounts(host)
+    signs: dict[str, tuple[Any, str]] = {}
+    for name, value, why in _signs(host, around):
+        signs.setdefault(name, (value, why))
     dev = mount_of(around, "/dev/null")
     own_dev = dev is not None and dev.point == "/dev" and dev.kind == "tmpfs"
     folders = ("/etc/cdi", "/var/run/cdi", "/run/cdi")
@@ -293,23 +267,50 @@ def surroundings(host: Host) -> Surroundings:
         begin = host.data(path, 256)
         if begin and b"podman" not in begin and not host.link(path).endswith("/snap"):  # podman-docker is a script
             docker = "installed"
-    by_service = f"/proc/self/cgroup names {service}" if service else ""
-    evidence = (by_container, kubernetes, slurm, by_wsl, by_notebook, by_sandbox, by_service)
     return Surroundings(
-        container=container,
-        kubernetes=bool(kubernetes),
-        slurm=bool(slurm),
-        wsl=wsl,
-        service=service,
-        notebook=notebook,
-        sandbox=sandbox,
+        **{name: value for name, (value, _) in signs.items()},
         selinux={"1": "enforcing", "0": "permissive"}.get(host.line("/sys/fs/selinux/enforce"), ""),
         private_dev=own_dev and not set(host.names("/dev") or ("unknown",)) - _HARMLESS,
         cdi=tuple(sorted(drivers)),
         container_toolkit=programs if isinstance(programs, Unknown) else toolkit,
         docker=docker,
-        evidence=tuple(line for line in evidence if line),
+        evidence=tuple(why for _, why in signs.values()),
     )
+
+
+def _signs(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, Any, str]]:
+    """A field of ``Surroundings``, its value and the evidence; of each field the first counts."""
+    environ, secrets = host.environ, "/var/run/secrets/kubernetes.io"
+    kubernetes = f"{secrets} is there" if host.folder(secrets) else ""
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        kubernetes = "KUBERNETES_SERVICE_HOST is set"
+    for kind, why in _containers(host, around):
+        yield "container", "container" if kubernetes and kind == "podman" else kind, why  # CRI-O looks like Podman
+    if kubernetes:
+        yield "container", "container", "Kubernetes runs containers"
+        yield "kubernetes", True, kubernetes
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        if environ.get(name):
+            yield "slurm", True, f"{name} is set"
+
+    version, words = host.line("/proc/version"), host.line("/proc/cmdline").split()
+    if re.search(r"microsoft-standard|wsl2", f"{host.uname[1]} {version}", re.IGNORECASE):
+        yield "wsl", 2, "the kernel is that of WSL 2"
+    if re.search(r"-Microsoft\b", f"{host.uname[1]} {version}"):
+        yield "wsl", 1, "the kernel is that of WSL 1"
+    if environ.get("WSL_DISTRO_NAME") and host.exists("/dev/dxg"):  # with a custom kernel
+        yield "wsl", 2, "WSL_DISTRO_NAME is set and /dev/dxg is there"
+    for name, kind in _NOTEBOOKS:
+        if name in environ:
+            yield "notebook", kind, f"{name} is set"
+    if _GVISOR in version or "gvisor" in version.lower():
+        yield "sandbox", "gvisor", "/proc/version is gVisor's"
+    if any("kata-containers" in word or word.startswith("agent.log=") for word in words):
+        yield "sandbox", "kata", "the kernel was started by Kata"
+    if {"reboot=k", "panic=1"} <= set(words) and not host.folder("/sys/class/dmi/id"):
+        yield "sandbox", "firecracker", "the kernel was started as Firecracker does, on a board without a name"
+    if service := service_of(host):
+        yield "service", service, f"/proc/self/cgroup names {service}"
 
 
 def _containers(host: Host, around: tuple[Mount, ...]) -> Iterator[tuple[str, str]]:
