@@ -22,7 +22,7 @@ from transload.diagnose.elf import (
 )
 from transload.diagnose.host import Host
 from transload.diagnose.loader import Loader, Object, Process, elements
-from transload.diagnose.probes.python import Distribution, assigned, distributions, fields, version
+from transload.diagnose.probes.python import Distribution, assigned, fields, installed, version
 from transload.machine import (
     DriverLibraries,
     Extension,
@@ -216,14 +216,6 @@ _WITH_MAJOR = frozenset({"cudnn", "nccl", "nvshmem", "cusparselt"})
 """Packages that still have the CUDA version in their names with CUDA 13."""
 
 
-class Owned(NamedTuple):
-    """A library of an installed distribution; the file itself may be gone."""
-
-    path: str
-    package: str
-    version: str
-
-
 def package_of(name: str, cuda: str) -> str:
     """The distribution that should bring a library for that CUDA version; empty for one of no known package.
 
@@ -280,24 +272,20 @@ class _TorchImport:
     # -- which files
 
     @cached_property
-    def owned(self) -> tuple[Owned, ...]:
-        """The libraries that NVIDIA's distributions on the import path list in their RECORDs."""
-        host, found = self.loader.host, []
-        for folder in dict.fromkeys(self.path):
-            names = (name for name in host.names(folder) or () if name.lower().startswith("nvidia"))
-            for each in distributions(folder, names):
-                data = b"" if each.name in _WITHOUT_LIBRARIES else host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA)
-                for line in _OWNED.findall(data or b""):
-                    path = f"{folder.rstrip('/')}/{line.decode('utf-8', 'surrogateescape')}"
-                    found.append(Owned(path, each.name, each.version))
-        return tuple(found)
+    def owners(self) -> dict[str, dict[str, str]]:
+        """Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file itself may be gone."""
+        host = self.loader.host
+        found: dict[str, dict[str, str]] = {}
+        for each in installed(host, self.path):
+            if each.name.startswith("nvidia") and each.name not in _WITHOUT_LIBRARIES:
+                for line in _OWNED.findall(host.data(f"{each.path}/RECORD", _RECORD_OF_NVIDIA) or b""):
+                    path = f"{os.path.dirname(each.path)}/{line.decode('utf-8', 'surrogateescape')}"
+                    found.setdefault(path, {}).setdefault(each.name, each.version)
+        return found
 
     def overlaps(self) -> Iterator[str]:
         """Files that several distributions list: ``…/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.1, …``."""
-        owners: dict[str, dict[str, str]] = {}
-        for each in self.owned:
-            owners.setdefault(each.path, {})[each.package] = each.version
-        for path, packages in owners.items():
+        for path, packages in self.owners.items():
             if len(packages) > 1:
                 yield f"{path}: {', '.join(f'{name} {version}' for name, version in packages.items())}"
 
@@ -311,34 +299,35 @@ class _TorchImport:
                 if not NVIDIA.fullmatch(name) or name in met or name not in names:
                     continue
                 met.add(name)
-                got, expected = names[name], self._expected(name)
-                path, via = self._clean(got.path, expected.path), "loaded" if got.via == "path" else got.via
-                by = os.path.basename(asker.path)
-                yield Resolved(name, path, via, by, self._version(path), expected.path, expected.package)
+                got, (expected, package) = names[name], self._expected(name)
+                path, via = self._clean(got.path, expected), "loaded" if got.via == "path" else got.via
+                yield Resolved(name, path, via, os.path.basename(asker.path), self._version(path), expected, package)
         for each in self.missing:
             if each.name in met or each.name.startswith(("libcuda.so", "libnvidia-")):  # the driver's
                 continue
             met.add(each.name)
-            expected = self._expected(each.name)
+            expected, package = self._expected(each.name)
             by = os.path.basename(each.needed_by.path) if each.needed_by else "torch"
-            path = self._clean(each.path, expected.path)
-            yield Resolved(each.name, path, each.via, by, "", expected.path, expected.package, each.problem)
+            path = self._clean(each.path, expected)
+            yield Resolved(each.name, path, each.via, by, "", expected, package, each.problem)
 
-    def _expected(self, name: str) -> Owned:
-        """The file in site-packages that is meant; its path is empty where none is."""
+    def _expected(self, name: str) -> tuple[str, str]:
+        """The file in site-packages that is meant, empty where none is, and the distribution that should bring it."""
         location = self.install.location
         site = location.rpartition("/")[0]
         bundled = f"{location}/lib/{name}"
         if self.loader.host.exists(bundled):
-            return Owned(bundled, "torch", self.install.version)
+            return bundled, "torch"
         # Whether this torch takes NVIDIA's libraries from their wheels is seen by its run path.
         own = (each for each in self.process.opened if each.path.startswith(location))
         folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
         if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
-            return Owned("", "", "")
-        fitting = [each for each in self.owned if os.path.basename(each.path) == name]
-        fitting.sort(key=lambda each: not each.path.startswith(f"{site}/"))
-        return fitting[0] if fitting else Owned("", package_of(name, self.install.cuda), "")
+            return "", ""
+        fitting = [path for path in self.owners if os.path.basename(path) == name]
+        fitting.sort(key=lambda path: not path.startswith(f"{site}/"))
+        return (
+            (fitting[0], next(iter(self.owners[fitting[0]]))) if fitting else ("", package_of(name, self.install.cuda))
+        )
 
     def _clean(self, path: str, expected: str) -> str:
         """The path without ``..``, in the spelling of ``expected`` where it is the same file."""
@@ -348,7 +337,7 @@ class _TorchImport:
 
     def _version(self, path: str) -> str:
         suffix = _VERSION.search(self.loader.host.target(path))
-        return next((each.version for each in self.owned if each.path == path), suffix[1] if suffix else "")
+        return next(iter(self.owners.get(path, {}).values()), suffix[1] if suffix else "")
 
     # -- whether they fit
 
@@ -515,10 +504,9 @@ def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> 
     """The extensions on the import path of ``python``, compared with the torch that would be imported."""
     host = loader.host
     found: dict[str, Distribution] = {}
-    for folder in dict.fromkeys(python.path):
-        for each in distributions(folder, host.names(folder) or ()):
-            if each.name in KNOWN:
-                found.setdefault(each.name, each)  # the first on the path is imported
+    for each in installed(host, python.path):
+        if each.name in KNOWN:
+            found.setdefault(each.name, each)  # the first on the path is imported
     bare = {each: _bare(host, each) for each in found.values()}
     if not found or host.uname[0] != "Linux":
         return tuple(bare.values())

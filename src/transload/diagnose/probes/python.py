@@ -62,10 +62,9 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     path = tuple(host.named(os.path.join(host.cwd, entry)) for entry in told["path"])
     kind, tool = environment(host, prefix, base_prefix)
     packages: dict[str, str] = {}  # of two the first on the path counts, as it does for an import
-    for entry in path:
-        for each in distributions(entry, host.names(entry) or ()):
-            if each.name.startswith(_RELEVANT) and each.name not in packages:
-                packages[each.name] = each.version or version(host, each)
+    for each in installed(host, path):
+        if each.name.startswith(_RELEVANT) and each.name not in packages:
+            packages[each.name] = each.version or version(host, each)
     return Python(
         executable=host.named(told["executable"]) or executable,
         version=told["version"],
@@ -427,6 +426,12 @@ def distributions(folder: str, names: Iterable[str]) -> Iterator[Distribution]:
         if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
             normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
             yield Distribution(normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
+
+
+def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
+    """Every distribution on an import path, in its order."""
+    for folder in dict.fromkeys(path):
+        yield from distributions(folder, host.names(folder) or ())
 
 
 def fields(host: Host, distribution: Distribution, name: str) -> tuple[str, ...]:
