@@ -12,9 +12,9 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from itertools import chain, repeat, takewhile
-from struct import Struct, iter_unpack
+from functools import lru_cache, wraps
+from itertools import takewhile
+from struct import Struct, unpack
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from transload.machine import Unknown
@@ -232,16 +232,18 @@ def contents(elf: Elf, file: _File, name: str, limit: int) -> bytes:
 
 
 # -- symbols -----------------------------------------------------------------------------------------------------------
+# Those that are taken from others come first. Then come those that are defined, tens of thousands in libtorch_cpu. The
+# table of hashes has a number for each of these, in the same order: names are compared only where the numbers agree.
 
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_DEFINITIONS, _NEEDS = 0x6FFFFFFC, 0x6FFFFFFE
+_HASHES, _VERSIONS, _DEFINITIONS, _NEEDS = 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1
 """The version of a symbol that has none."""
 
-_MOST_SYMBOLS = 1 << 27  # bytes of a table: those of libtorch_cpu have several million
+_MOST_SYMBOLS = 1 << 20
 _MOST_VERSIONS = 4096
 
 
@@ -253,45 +255,64 @@ class Wanted(NamedTuple):
     file: str = ""
 
 
-def _symbols(elf: Elf, file: _File, *, defined: bool) -> Iterator[tuple[str, int]]:
-    """Name and number of the version of each symbol it defines, or of each it takes from others, without weak ones."""
-    sections = (".dynsym", ".dynstr", ".gnu.version")
-    table, names, versions = (_section(elf, file, name, _MOST_SYMBOLS) or b"" for name in sections)
-    numbers = chain((number for (number,) in iter_unpack("<H", versions[: len(versions) // 2 * 2])), repeat(_ANY))
-    symbols = _SYMBOL.iter_unpack(table[: len(table) // _SYMBOL.size * _SYMBOL.size])
-    for (place, info, section), number in zip(symbols, numbers, strict=False):
-        if section != 0 if defined else section == 0 and place != 0 and info >> 4 != _WEAK:
-            yield names[place : names.find(b"\0", place)].decode("utf-8", "surrogateescape"), number & 0x7FFF
+def _symbols(elf: Elf, file: _File) -> tuple[int, int, int]:
+    """Where their table is, how many there are, and which is the first that is defined; 0 where that is not known."""
+    hashes = elf.offset(_HASHES)
+    for start, size in _sections(elf, file, [".dynsym"]):
+        return start, min(size // _SYMBOL.size, _MOST_SYMBOLS), file.number(hashes + 4) if hashes >= 0 else 0
+    raise _BrokenError("it has no table of symbols")
 
 
 @_opens
 def undefined(elf: Elf, file: _File, of: Collection[str] = ()) -> tuple[Wanted, ...]:
     """The symbols it takes from others, without weak ones; with ``of``, only those versioned by these files."""
     needs = {number: (version, source) for source, number, version in _needs(elf, file)}
-    wanted = (Wanted(name, *needs.get(number, ("", ""))) for name, number in _symbols(elf, file, defined=False))
-    return tuple(each for each in wanted if not of or each.file in of)
+    start, count, first = _symbols(elf, file)
+    count = min(first or count, count)
+    versions, strings = elf.offset(_VERSIONS), elf.offset(_STRINGS)
+    numbers = unpack(f"<{count}H", file.at(versions, 2 * count)) if versions >= 0 else (_ANY,) * count
+    symbols = _SYMBOL.iter_unpack(file.at(start, count * _SYMBOL.size))
+    found = []
+    for (place, info, section), number in zip(symbols, numbers, strict=True):
+        need = needs.get(number & 0x7FFF, ("", ""))
+        if place and section == 0 and info >> 4 != _WEAK and (not of or need[1] in of):
+            found.append(Wanted(file.text(strings + place), *need))
+    return tuple(found)
 
 
 @_opens
-def defined(elf: Elf, file: _File) -> frozenset[str]:
-    """The symbols it defines, as ``name`` and as ``name@version``; the version of those that fit any is empty."""
-    versions = {**_definitions(elf, file), 0: "", _ANY: ""}
-    symbols = list(_symbols(elf, file, defined=True))
-    return frozenset(
-        (*(name for name, _ in symbols), *(f"{name}@{versions.get(number, '?')}" for name, number in symbols))
-    )
-
-
-def lacking(elf: Elf, wanted: Iterable[Wanted]) -> tuple[Wanted, ...] | Unknown:
+def lacking(elf: Elf, file: _File, wanted: Collection[Wanted]) -> tuple[Wanted, ...]:
     """Those of ``wanted`` that it does not define in the version they ask for."""
-    found = defined(elf)
-    if isinstance(found, Unknown):
-        return found
+    names = {each.name for each in wanted}
+    start, count, first = _symbols(elf, file)
+    candidates: Iterable[int] = range(count)
+    if 0 < first <= count:
+        hashes = elf.offset(_HASHES)
+        buckets, _, words = unpack("<3I", file.at(hashes, 12))
+        numbers = file.at(hashes + 16 + 8 * words + 4 * buckets, 4 * (count - first))
+        sought = {_gnu_hash(name) | 1 for name in names}  # the lowest bit has another meaning in the table
+        numbered = enumerate(unpack(f"<{count - first}I", numbers), first)
+        candidates = [index for index, number in numbered if number | 1 in sought]
+    definitions, versions, strings = _definitions(elf, file), elf.offset(_VERSIONS), elf.offset(_STRINGS)
+    found: dict[str, set[str | None]] = {}
+    for index in candidates:
+        place, _, section = _SYMBOL.unpack(file.at(start + index * _SYMBOL.size, _SYMBOL.size))
+        if section and (name := file.text(strings + place)) in names:
+            number = file.number(versions + 2 * index, 2) & 0x7FFF if versions >= 0 else _ANY
+            found.setdefault(name, set()).add(definitions.get(number) if number > _ANY else "")
 
     def is_defined(name: str, version: str) -> bool:
-        return name in found and (not version or f"{name}@{version}" in found or f"{name}@" in found)
+        return name in found and (not version or not found[name].isdisjoint((version, "")))
 
     return tuple(each for each in wanted if not is_defined(each.name, each.version))
+
+
+@lru_cache(maxsize=1 << 14)
+def _gnu_hash(name: str) -> int:
+    value = 5381
+    for byte in name.encode("utf-8", "surrogateescape"):
+        value = value * 33 + byte & 0xFFFFFFFF
+    return value
 
 
 @_opens

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from transload.diagnose.elf import (
     Elf,
+    Wanted,
     architectures,
     contents,
-    defined,
     lacking,
     read_elf,
     undefined,
@@ -350,8 +350,8 @@ class _TorchImport:
             files = [name for name in asker.elf.needed if NVIDIA.fullmatch(name) and name in names]
             wanted = undefined(asker.elf, files) if files else ()
             for file in files:
-                absent = lacking(names[file].elf, [each for each in wanted or () if each.file == file])
-                for each in (absent or ())[:_MOST_SYMBOLS]:
+                asked = [each for each in wanted or () if each.file == file]
+                for each in (lacking(names[file].elf, asked) or ())[:_MOST_SYMBOLS] if asked else ():
                     yield f"{each.name} of {file}, {by}"
             own = asker.path.startswith(self.install.location)
             for file, wants in (version_needs(asker.elf) or ()) if own else ():
@@ -536,19 +536,14 @@ def _bare(host: Host, dist: Distribution) -> Extension:
     return Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _ExtensionView:
     """Extensions in a process that has imported torch, as each of them does first."""
 
     process: Process
     install: TorchInstall | None
-
-    @cached_property
-    def torch_symbols(self) -> frozenset[str]:
-        """All that torch's own libraries define."""
-        folder = f"{self.install.location}/lib/" if self.install else ""
-        torch = (each.elf for each in self.process.files.values() if folder and each.path.startswith(folder))
-        return frozenset().union(*(defined(elf) or () for elf in torch))
+    absent: dict[str, bool] = field(default_factory=dict)
+    """Symbol → whether torch lacks it: extensions ask for the same ones."""
 
     def extension(self, dist: Distribution, bare: Extension) -> Extension:
         """What ``bare`` says, and what the libraries of ``dist`` are: those RECORD lists, else those of its name."""
@@ -593,12 +588,21 @@ class _ExtensionView:
 
     def _absent(self, elf: Elf, own: Iterable[Elf]) -> tuple[str, ...]:
         """The symbols it takes from torch that neither torch nor the extension itself defines."""
-        wanted = [each.name for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
-        left = [name for name in wanted if name not in self.torch_symbols]
-        for each in own if left else ():
-            found = defined(each) or ()
-            left = [name for name in left if name not in found]
-        return tuple(left[:_MOST_SYMBOLS])
+        wanted = [each for each in undefined(elf) or () if _OF_TORCH.match(each.name)]
+        asked = [each for each in wanted if each.name not in self.absent]
+        folder = f"{self.install.location}/lib/" if self.install else ""
+        left = _left((each.elf for each in self.process.files.values() if each.path.startswith(folder)), asked)
+        self.absent.update({each.name: each in left for each in asked})
+        left = _left(own, [each for each in wanted if self.absent[each.name]])
+        return tuple(each.name for each in left[:_MOST_SYMBOLS])
+
+
+def _left(givers: Iterable[Elf], wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+    """Those of ``wanted`` that none of the libraries defines."""
+    for giver in givers:
+        rest = lacking(giver, wanted) if wanted else ()
+        wanted = rest if isinstance(rest, tuple) else wanted
+    return wanted
 
 
 def _of_build(paths: Sequence[str], install: TorchInstall) -> list[str]:
