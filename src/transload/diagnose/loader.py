@@ -24,9 +24,10 @@ from transload.machine import Unknown
 from .elf import Elf, read_elf
 from .host import Host
 
-_CACHE = "/etc/ld.so.cache"
 _CACHE_LIMIT = 1 << 24
 _LOADER_LIMIT = 1 << 22
+_FOLDERS = re.compile(rb"\0((?:/[ -~]{0,254}/\0)+)")
+_CACHE_NAME = re.compile(rb"\0(/[ -~]{0,254}/ld\.so\.cache)\0")
 _LOADERS = {
     "x86_64": "/lib64/ld-linux-x86-64.so.2",
     "aarch64": "/lib/ld-linux-aarch64.so.1",
@@ -36,8 +37,6 @@ _LOADERS = {
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _MULTIARCH = {"ppc64le": "powerpc64le-linux-gnu"}
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
-_LONGEST_TEXT = 256
-_MOST_TEXTS = 1000
 _MOST_NAMES = 10_000
 """Names looked up for one library: torch needs a hundred, and a file can be made to need others without end."""
 
@@ -130,18 +129,10 @@ class Loader:
         if self.musl:
             text = self.host.text(f"/etc/{os.path.basename(self.path).partition('.')[0]}.path") or ""
             return tuple(filter(None, re.split(r"[:\n]", text))) or ("/lib", "/usr/local/lib", "/usr/lib")
-        groups: list[list[str]] = [[]]
-        last = -1
-        for start, text in _texts(self._itself, b"/\0"):
-            if not text.startswith("/") or "lib" not in text or not text.isprintable():
-                continue
-            if start != last:
-                groups.append([])
-            groups[-1].append(text.rstrip("/"))
-            last = start + len(text) + 1
+        runs = (run.decode().split("/\0") for run in _FOLDERS.findall(self._itself))
+        longest = max(([text for text in run if "lib" in text] for run in runs), key=len, default=[])
         multiarch = _MULTIARCH.get(self.machine, f"{self.machine}-linux-gnu")
         usual = (f"{start}/{name}" for name in (f"lib/{multiarch}", "lib64", "lib") for start in ("", "/usr"))
-        longest = max(groups, key=len)
         return tuple(longest or usual)
 
     @cached_property
@@ -149,8 +140,8 @@ class Loader:
         """Name → paths, as ldconfig has written them down."""
         if self.musl:
             return {}
-        named = (text for _, text in _texts(self._itself, b"/ld.so.cache\0") if text.startswith("/"))
-        data = self.host.data(next(named, _CACHE), _CACHE_LIMIT)
+        named = _CACHE_NAME.search(self._itself)
+        data = self.host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT)
         return read_cache(data, self.machine) if isinstance(data, bytes) else {}
 
     # -- what the environment tells it
@@ -243,18 +234,6 @@ class Loader:
     def foreign(self, elf: Elf) -> bool:
         """Whether it is for another machine than the program; never where that is not known."""
         return elf.bits != 64 or self.machine not in ("", elf.machine)
-
-
-def _texts(data: bytes, end: bytes) -> Iterator[tuple[int, str]]:
-    """The place and the words of every text in ``data`` that has this end."""
-    at = -1
-    for _ in range(_MOST_TEXTS):
-        at = data.find(end, at + 1)
-        if at < 0:
-            return
-        earliest = max(at - _LONGEST_TEXT, 0)
-        start = data.rfind(b"\0", earliest, at) + 1 or earliest
-        yield start, data[start : at + len(end) - 1].decode("utf-8", "replace")
 
 
 # -- /etc/ld.so.cache --------------------------------------------------------------------------------------------------

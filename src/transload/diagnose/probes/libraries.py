@@ -410,11 +410,10 @@ _CONSTANTS_OF_CUDNN = 1 << 25
 
 _CONSTANTS_OF_TORCH = 1 << 26  # libtorch_python has 1 MB of them
 _DLL = 1 << 27
-_LISTED = re.compile(rb"(?:sm_|compute_|gfx)\w+(?: (?:sm_|compute_|gfx)\w+)*")
+_LISTED = re.compile(rb"\0((?:(?:sm_|compute_|gfx)\w+(?: |(?=\0)))+)\0")
 _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
 """The latter two until torch 1.13. Others, such as libtorch_cuda_linalg, have code that was built elsewhere."""
 _VERSION = re.compile(r"\.so\.(\d+\.\d[\d.]*)$")
-_MOST_LISTS = 1000
 _MOST_SYMBOLS = 8
 """Symbols named of one library: a wrong one lacks hundreds."""
 
@@ -447,17 +446,8 @@ def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
         constants = contents(elf, ".rodata", _CONSTANTS_OF_TORCH) if isinstance(elf, Elf) else elf
     if isinstance(constants, Unknown):
         return Unknown(f"libtorch_python: {constants.reason}")
-    found: tuple[str, ...] = ()
-    for start in (b"\0sm_", b"\0compute_", b"\0gfx"):
-        at = -1
-        for _ in range(_MOST_LISTS):
-            at = constants.find(start, at + 1)
-            if at < 0:
-                break
-            text = constants[at + 1 : at + 1024].partition(b"\0")[0]
-            if _LISTED.fullmatch(text):  # it is such a list and nothing else
-                found = max(found, tuple(text.decode().split()), key=len)
-    return found or Unknown("libtorch_python has no list of architectures")
+    lists = (text.decode().split() for text in _LISTED.findall(constants))
+    return tuple(max(lists, key=len, default=())) or Unknown("libtorch_python has no list of architectures")
 
 
 def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
