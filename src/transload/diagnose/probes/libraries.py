@@ -447,7 +447,7 @@ def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
     if isinstance(constants, Unknown):
         return Unknown(f"libtorch_python: {constants.reason}")
     lists = (text.decode().split() for text in _LISTED.findall(constants))
-    return tuple(max(lists, key=len, default=())) or Unknown("libtorch_python has no list of architectures")
+    return tuple(max(lists, key=len, default=[])) or Unknown("libtorch_python has no list of architectures")
 
 
 def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
