@@ -447,7 +447,8 @@ def _listed(host: Host, install: TorchInstall) -> tuple[str, ...] | Unknown:
     if isinstance(constants, Unknown):
         return Unknown(f"libtorch_python: {constants.reason}")
     lists = (text.decode().split() for text in _LISTED.findall(constants))
-    return tuple(max(lists, key=len, default=[])) or Unknown("libtorch_python has no list of architectures")
+    longest: list[str] = max(lists, key=len, default=[])
+    return tuple(longest) or Unknown("libtorch_python has no list of architectures")
 
 
 def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
