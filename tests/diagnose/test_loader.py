@@ -8,7 +8,7 @@ import platform
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +130,9 @@ LAYOUTS = {
     "a library that needs itself": Layout(
         {**top("libx.so.1", runpath="@"), "libx.so.1": Lib("libx.so.1", ("libx.so.1",))}
     ),
+    "folders for a processor": Layout(
+        {**top("libx.so.1", runpath="@/a"), **x("a", *(f"a/glibc-hwcaps/x86-64-v{level}" for level in (2, 3, 4)))}
+    ),
 }
 
 CHILD = """
@@ -200,6 +203,7 @@ def test_the_libraries_of_this_very_process() -> None:
 
 FOLDERS = b"\0junk\0/lib/x86_64-linux-gnu/\0/usr/lib/x86_64-linux-gnu/\0/lib/\0/usr/lib/\0more/\0"
 LD_SO = "/lib64/ld-linux-x86-64.so.2"
+CPU = "processor\t: 0\nflags\t\t: fpu cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3\n"
 
 
 def forged(name: str = "libx.so.1") -> bytes:
@@ -307,6 +311,25 @@ def test_the_lib_and_platform_of_a_run_path(tmp_path: Path) -> None:
     assert [each.via for each in loader.search("libx.so.1", Object("/top.so", elf))] == ["RUNPATH"]
 
 
+def test_levels_of_the_processor(tmp_path: Path) -> None:
+    tree: dict[str, Content] = {
+        "/proc/cpuinfo": CPU,
+        LD_SO: FOLDERS + b"glibc-hwcaps\0",
+        "/a/glibc-hwcaps/x86-64-v3/libx.so.1": forged(),
+        "/a/glibc-hwcaps/x86-64-v2/libx.so.1": forged(),
+        "/a/libx.so.1": forged(),
+    }
+    assert found(tmp_path, tree, LD_LIBRARY_PATH="/a") == [
+        ("LD_LIBRARY_PATH", "/a/glibc-hwcaps/x86-64-v2/libx.so.1"),
+        ("LD_LIBRARY_PATH", "/a/libx.so.1"),
+    ]
+
+
+def test_a_loader_older_than_the_levels(tmp_path: Path) -> None:
+    tree: dict[str, Content] = {"/proc/cpuinfo": CPU, LD_SO: FOLDERS}
+    assert Loader(tree_host(tmp_path, tree)).hwcaps == ()
+
+
 def test_the_file_of_preloads(tmp_path: Path) -> None:
     tree: dict[str, Content] = {
         "/etc/ld.so.preload": "# comment\n/opt/a.so /opt/b.so:/opt/c.so # more\n\n",
@@ -319,10 +342,10 @@ def test_the_file_of_preloads(tmp_path: Path) -> None:
     assert process.names["libx.so.1"].via == "ld.so.preload"
 
 
-def test_garbage_for_a_loader_and_a_cache(tmp_path: Path) -> None:
-    tree: dict[str, Content] = {LD_SO: b"\xff/\0" * 5000, "/etc/ld.so.cache": b"\0" * 100}
+def test_garbage_for_a_loader_a_cache_and_a_processor(tmp_path: Path) -> None:
+    tree: dict[str, Content] = {LD_SO: b"\xff/\0" * 5000, "/etc/ld.so.cache": b"\0" * 100, "/proc/cpuinfo": b"\xff\xfe"}
     system = Loader(tree_host(tmp_path, tree))
-    assert system.cache == {}
+    assert (system.cache, system.hwcaps) == ({}, ())
     assert system.default_folders
 
 
@@ -423,15 +446,26 @@ def test_needs_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def cache(*entries: tuple[str, str], flags: int = 0x0303, processor: int = 0) -> bytes:
+def cache(
+    *entries: tuple[str, str] | tuple[str, str, str],
+    flags: int = 0x0303,
+    levels: Sequence[str] = (),
+    legacy: int = 0,
+) -> bytes:
+    """A cache of (name, path) or (name, path, level); ``levels`` are those it knows."""
     head, size = 48, 24 * len(entries)
     strings, table, places = b"", b"", {}
-    for text in dict.fromkeys(part for entry in entries for part in entry):
+    for text in dict.fromkeys((*(part for entry in entries for part in entry), *levels)):
         places[text] = head + size + len(strings)
         strings += text.encode() + b"\0"
-    for name, path in entries:
-        table += struct.pack("<iIIIQ", flags, places[name], places[path], 0, processor)
-    return struct.pack("<20sII20x", b"glibc-ld.so.cache1.1", len(entries), len(strings)) + table + strings
+    for name, path, *level in entries:
+        hwcap = 1 << 62 | levels.index(level[0]) if level else legacy
+        table += struct.pack("<iIIIQ", flags, places[name], places[path], 0, hwcap)
+    extension = -(-(head + size + len(strings)) // 4) * 4
+    body = struct.pack("<20sII4xI12x", b"glibc-ld.so.cache1.1", len(entries), len(strings), extension) + table + strings
+    body += bytes(extension - len(body))
+    body += struct.pack("<II4I", 0xEAA42174, 1, 1, 0, extension + 24, 4 * len(levels))
+    return body + b"".join(struct.pack("<I", places[level]) for level in levels)
 
 
 def test_a_cache() -> None:
@@ -450,17 +484,21 @@ def test_a_cache_holds_libraries_of_other_machines() -> None:
     assert read_cache(cache(("libx.so.1", "/x"), flags=0x0A03), "aarch64") == {"libx.so.1": ("/x",)}
 
 
-@each("processor", [4, 1 << 62])
-def test_builds_for_a_processor_are_passed_over(processor: int) -> None:
-    assert read_cache(cache(("libx.so.1", "/haswell"), processor=processor), "x86_64") == {}
+def test_a_cache_with_levels_of_the_processor() -> None:
+    levels = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+    entries = (("libx.so.1", "/plain"), ("libx.so.1", "/v2", levels[0]), ("libx.so.1", "/v4", levels[2]))
+    data = cache(*entries, levels=levels)
+    assert read_cache(data, "x86_64", ("x86-64-v3", "x86-64-v2")) == {"libx.so.1": ("/v2", "/plain")}
+    assert read_cache(data, "x86_64") == {"libx.so.1": ("/plain",)}
+    assert read_cache(cache(("libx.so.1", "/old"), legacy=4), "x86_64") == {}
 
 
 def test_every_prefix_and_every_changed_byte_of_a_cache() -> None:
-    whole = cache(("libx.so.1", "/a/libx.so.1"), ("liby.so", "/y"))
+    whole = cache(("libx.so.1", "/a/libx.so.1"), ("liby.so", "/y", "v2"), levels=("v2",))
     for at in range(len(whole)):
-        assert isinstance(read_cache(whole[:at], "x86_64"), dict)
+        assert isinstance(read_cache(whole[:at], "x86_64", ("v2",)), dict)
         changed = whole[:at] + b"\xff" + whole[at + 1 :]
-        assert isinstance(read_cache(changed, "x86_64"), dict)
+        assert isinstance(read_cache(changed, "x86_64", ("v2",)), dict)
 
 
 @pytest.mark.skipif(not GLIBC, reason="the loader is not glibc's")

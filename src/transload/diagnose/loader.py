@@ -3,10 +3,8 @@
 The order of its search is that of glibc's ``elf/dl-load.c``: DT_RPATH of the library that asks, of the one that brought
 it in, and so on, and of the program, but only where the one that asks has no DT_RUNPATH; LD_LIBRARY_PATH; DT_RUNPATH of
 the one that asks; the cache; the system's own folders. A file for another machine is passed over. A broken one is not:
-the loader stops there. musl's search is simpler.
-
-Subfolders for a processor (``glibc-hwcaps``, and before 2.37 ``haswell``) are left out: what they hold is a faster
-build of the library outside, of the same release, and neither NVIDIA's libraries nor torch's have any.
+the loader stops there. The folders ``tls``, ``haswell`` and the like, which glibc searched until 2.36, are left out.
+musl's search is simpler.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from struct import Struct
+from struct import Struct, unpack_from
 from typing import NamedTuple
 
 from transload.machine import Unknown
@@ -36,6 +34,12 @@ _LOADERS = {
 }
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _MULTIARCH = {"ppc64le": "powerpc64le-linux-gnu"}
+_LEVELS: dict[str, frozenset[str]] = {
+    "x86-64-v2": frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"}),
+    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+}
+"""Subfolders of ``glibc-hwcaps``, with what each requires of the processor beyond the one before."""
 _TOKEN = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _MOST_NAMES = 10_000
 """Names looked up for one library: torch needs a hundred, and a file can be made to need others without end."""
@@ -84,6 +88,7 @@ class Loader:
 
     host: Host
     _seen: dict[str, Elf | Unknown | None] = field(default_factory=dict, init=False, repr=False)
+    _divided: dict[str, bool] = field(default_factory=dict, init=False, repr=False)
 
     # -- what is built into it
 
@@ -136,13 +141,27 @@ class Loader:
         return tuple(longest or usual)
 
     @cached_property
+    def hwcaps(self) -> tuple[str, ...]:
+        """Subfolders of ``glibc-hwcaps`` for this processor, best first."""
+        if self.musl or self.machine != "x86_64" or (self._itself and b"glibc-hwcaps" not in self._itself):
+            return ()
+        flags = re.search(r"^flags\s*:(.*)", self.host.text("/proc/cpuinfo", 1 << 14) or "", re.MULTILINE)
+        has = set(flags[1].split()) if flags else set()
+        reached: list[str] = []
+        for level, required in _LEVELS.items():
+            if not required <= has:
+                break
+            reached.insert(0, level)
+        return tuple(reached)
+
+    @cached_property
     def cache(self) -> dict[str, tuple[str, ...]]:
         """Name → paths, as ldconfig has written them down."""
         if self.musl:
             return {}
         named = _CACHE_NAME.search(self._itself)
         data = self.host.data(named[1].decode() if named else "/etc/ld.so.cache", _CACHE_LIMIT)
-        return read_cache(data, self.machine) if isinstance(data, bytes) else {}
+        return read_cache(data, self.machine, self.hwcaps) if isinstance(data, bytes) else {}
 
     # -- what the environment tells it
 
@@ -178,7 +197,18 @@ class Loader:
 
     def places(self, name: str, asker: Object | None = None) -> Iterator[tuple[str, str]]:
         """How, and under which path, the loader would look for ``name``, each path once."""
-        asker = asker or self.program
+        met: set[str] = set()
+        for via, path in self._places(name, asker or self.program):
+            folder, _, file = path.rpartition("/")
+            if folder not in self._divided:
+                self._divided[folder] = bool(self.hwcaps) and self.host.folder(f"{folder}/glibc-hwcaps")
+            better = self.hwcaps if self._divided[folder] else ()  # subfolders for this processor
+            for each in (*(f"{folder}/glibc-hwcaps/{level}/{file}" for level in better), path):
+                if each not in met:
+                    met.add(each)
+                    yield via, each
+
+    def _places(self, name: str, asker: Object | None) -> Iterator[tuple[str, str]]:
         if "/" in name:
             yield "path", self._absolute(self._filled(name, asker))
             return
@@ -191,14 +221,10 @@ class Loader:
         else:
             every = chain if self.program is None or self.program in chain else (*chain, self.program)
             paths[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
-        found = [(via, f"{folder.rstrip('/')}/{name}") for via, folders in paths for folder in folders]
-        found += (("ld.so.cache", path) for path in self.cache.get(name, ()))
-        found += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
-        met: set[str] = set()
-        for via, path in found:
-            if path not in met:
-                met.add(path)
-                yield via, path
+        for via, folders in paths:
+            yield from ((via, f"{folder.rstrip('/')}/{name}") for folder in folders)
+        yield from (("ld.so.cache", path) for path in self.cache.get(name, ()))
+        yield from (("default folder", f"{folder}/{name}") for folder in self.default_folders)
 
     def run_path(self, each: Object) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, made absolute."""
@@ -240,8 +266,12 @@ class Loader:
 
 _MAGIC = b"glibc-ld.so.cache1.1"
 """Caches from before glibc 2.32 begin with an older format, and have this one after it."""
-_HEADER = Struct("<20sI24x")
+_HEADER = Struct("<20sII4xI12x")
 _ENTRY = Struct("<iIIIQ")
+_EXTENSIONS = Struct("<II")
+_EXTENSION = Struct("<4I")
+_EXTENSION_MAGIC, _HWCAPS = 0xEAA42174, 1
+_BY_HWCAPS = 1 << 62
 _LONGEST_NAME = 4096
 _FLAGS = {
     "x86_64": 0x0303,
@@ -254,8 +284,11 @@ _FLAGS = {
 """How an entry of a library for that machine is marked."""
 
 
-def read_cache(cache: bytes, machine: str) -> dict[str, tuple[str, ...]]:
-    """Name → paths, in the order the loader prefers them; empty where the bytes are not a cache."""
+def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Name → paths, in the order the loader prefers them; empty where the bytes are not a cache.
+
+    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor may use, best first.
+    """
     start = cache.find(_MAGIC)
     if start < 0 or len(cache) < start + _HEADER.size:
         return {}
@@ -265,15 +298,27 @@ def read_cache(cache: bytes, machine: str) -> dict[str, tuple[str, ...]]:
         end = cache.find(b"\0", at, at + _LONGEST_NAME)
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
-    _, count = _HEADER.unpack_from(cache)
+    _, count, _, at = _HEADER.unpack_from(cache)
+    levels = {0: ""}  # the ``hwcap`` of entries, as used since glibc 2.33, and its name; 0 is any processor
+    extensions = 0
+    if 0 < at <= len(cache) - _EXTENSIONS.size:
+        magic, extensions = _EXTENSIONS.unpack_from(cache, at)
+        extensions = min(extensions, 16) if magic == _EXTENSION_MAGIC else 0
+    for index in range(extensions):
+        place = at + _EXTENSIONS.size + index * _EXTENSION.size
+        tag, _, offset, size = _EXTENSION.unpack_from(cache, place) if place + 16 <= len(cache) else (0, 0, 0, 0)
+        if tag == _HWCAPS and offset + size <= len(cache):
+            keys = unpack_from(f"<{size // 4}I", cache, offset)
+            levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})
+
+    rank = {each: place for place, each in enumerate((*hwcaps, ""))}
     flags = _FLAGS.get(machine)
     size = min(count, (len(cache) - _HEADER.size) // _ENTRY.size) * _ENTRY.size
-    found: dict[str, tuple[str, ...]] = {}
-    for kind, key, value, _, processor in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):
-        if flags in (kind, None) and not processor:
-            name = text(key)
-            found[name] = (*found.get(name, ()), text(value))
-    return found
+    found: dict[str, list[tuple[int, str]]] = {}
+    for kind, key, value, _, hwcap in _ENTRY.iter_unpack(cache[_HEADER.size : _HEADER.size + size]):
+        if flags in (kind, None) and levels.get(hwcap) in rank:
+            found.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
+    return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}
 
 
 # -- a process ---------------------------------------------------------------------------------------------------------
