@@ -36,7 +36,7 @@ def test_every_finding_has_its_page() -> None:
 
 def test_a_new_rule_gets_a_page_to_fill_in() -> None:
     script = load_script("doctor_pages")
-    new = Rule("Z99", "run", "a new one", lambda _: None, likely=True)
+    new = Rule("Z99", "run", "a new one", lambda _: iter(()), likely=True)
     made = script.with_head(new, "")
     assert made.startswith("# Z99: a new one\n\nLayer: running torch. Reported as probable")
     assert "\n## Fix\n" in made

@@ -5,21 +5,21 @@ from __future__ import annotations
 from tests.diagnose.machines import bare, dead, healthy, no_torch_run, refused
 from tests.each import each
 
-from transload.diagnose.case import LAYERS, Case, Match, Rule
+from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
 from transload.diagnose.report import Diagnosis
 from transload.diagnose.verdict import decide
 from transload.findings import Severity
 
 
 def row(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
-    def check(_: Case) -> Match | None:
-        return Match((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
+    def check(_: Case) -> Found:
+        yield code, Match((f"evidence of {code}",), (f"$ fix {code}",), severity=severity)
 
     return Rule(code, layer, f"title of {code}", check, symptom, likely)
 
 
 def silent(code: str, layer: str) -> Rule:
-    return Rule(code, layer, "title", lambda _: None)
+    return Rule(code, layer, "title", lambda _: iter(()))
 
 
 def codes(diagnosis: Diagnosis) -> list[str]:
@@ -141,7 +141,7 @@ def test_as_data_it_has_the_promised_keys() -> None:
 
 
 def test_a_row_that_raises_is_named_and_the_others_are_heard() -> None:
-    def check(machine: Case) -> Match | None:
+    def check(machine: Case) -> Found:
         raise OverflowError(f"too large: {machine.taken}")
 
     bad = Rule("K99", "kernel", "title", check)

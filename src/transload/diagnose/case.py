@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from transload.diagnose import fixes
 from transload.diagnose.tables import chip_of, cu_result, numbers_of, nvml_result
 from transload.findings import Finding, Severity
 from transload.machine import Machine
+from transload.render.words import plural
 
 if TYPE_CHECKING:
-    from transload.machine import Library, Node, PciDevice, Step
+    from transload.machine import Accelerator, Library, Node, PciDevice, Step
 
 Lines = tuple[str, ...]
-T = TypeVar("T")
 
 CONTROL, UVM = "/dev/nvidiactl", "/dev/nvidia-uvm"
 CVD = "CUDA_VISIBLE_DEVICES"
@@ -74,8 +74,9 @@ class Match(NamedTuple):
     likely: bool = False
 
 
-Check = Callable[["Case"], Match | None]
-Checks = Callable[["Case"], Iterator[tuple[str, Match]]]
+Found = Iterator[tuple[str, Match]]
+Check = Callable[["Case"], Found]
+"""A check yields the codes of the causes that it sees, each with what it saw."""
 
 
 class Rule(NamedTuple):
@@ -101,7 +102,7 @@ class Rule(NamedTuple):
 
     def finding(self, case: Case) -> Finding | None:
         """What it says about a machine."""
-        match = case.once(self.check) if self.check else None
+        match = case.found(self.check).get(self.code) if self.check else None
         if match is None:
             return None
         title = f"{'probably: ' if self.likely or match.likely else ''}{match.title or self.title}"
@@ -113,29 +114,16 @@ RULES: dict[str, Rule] = {}
 """Every rule by its code, in the order in which they are checked. The modules of ``diagnose.rules`` fill it."""
 
 
-def rule(code: str, layer: str, title: str, *, symptom: bool = False, likely: bool = False) -> Callable[[Check], Check]:
-    """Make the decorated function the check of a new rule. In a layer the first that matches is the cause."""
+def rules(layer: str, *, likely: Lines = (), symptom: bool = False, **titles: str) -> Callable[[Check], Check]:
+    """Make the decorated function the check of the rules with these codes and titles.
+
+    In a layer the first rule that matches is the cause. ``likely`` are the codes of those that can never be certain.
+    """
 
     def add(check: Check) -> Check:
-        RULES[code] = Rule(code, layer, title, check, symptom, likely)
-        return check
-
-    return add
-
-
-def rules(layer: str, titles: dict[str, str], likely: Lines = ()) -> Callable[[Checks], Checks]:
-    """Make the decorated generator the check of several rules, by their codes: it yields those that match."""
-
-    def add(checks: Checks) -> Checks:
-        def found(case: Case) -> dict[str, Match]:
-            return dict(checks(case))
-
-        def one_of_them(code: str) -> Check:
-            return lambda case: case.once(found).get(code)
-
         for code, title in titles.items():
-            RULES[code] = Rule(code, layer, title, one_of_them(code), likely=code in likely)
-        return checks
+            RULES[code] = Rule(code, layer, title, check, symptom, code in likely)
+        return check
 
     return add
 
@@ -169,17 +157,16 @@ class Case(Machine):
 
     # -- rules
 
-    def once(self, find: Callable[[Case], T]) -> T:
-        """What a function finds in this case; it runs once."""
-        known: dict[Callable[[Case], T], T] = self.__dict__["_known"]
-        if find in known:
-            return known[find]
-        found = known[find] = find(self)
-        return found
+    def found(self, check: Check) -> dict[str, Match]:
+        """What a check finds in this case; it runs once."""
+        known: dict[Check, dict[str, Match]] = self.__dict__["_known"]
+        if check not in known:
+            known[check] = dict(check(self))
+        return known[check]
 
     def fires(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
-        return any(self.once(check) is not None for code in codes if (check := RULES[code].check))
+        return any(code in self.found(check) for code in codes if (check := RULES[code].check))
 
     # -- the driver
 
@@ -213,19 +200,15 @@ class Case(Machine):
         """What an experiment proved: the driver works without certain variables."""
         for tried in self.driver.experiments:
             if tried.cuda.works:
-                plural = "" if tried.cuda.count == 1 else "s"
-                return f"without {', '.join(tried.change)} the driver starts and finds {tried.cuda.count} GPU{plural}"
+                return (
+                    f"without {', '.join(tried.change)} the driver starts and finds {plural(tried.cuda.count, 'GPU')}"
+                )
         return ""
 
     @cached_property
     def broken(self) -> bool:
         """Whether CUDA fails for a reason other than a variable."""
         return self.fails and not self.works_without
-
-    @cached_property
-    def refused(self) -> bool:
-        """Whether libcuda.so.1 returned an error although this process should have a GPU."""
-        return self.fails and self.driver.cuda.answer.answered and not self.no_gpu and not self.withheld
 
     @cached_property
     def code(self) -> int:
@@ -287,7 +270,7 @@ class Case(Machine):
             return f"NVML: {nvml.answer.detail or nvml.answer.state}"
         if nvml.init:
             return f"nvmlInit returned {nvml.init} {nvml_result(nvml.init).name}".rstrip()
-        return f"NVML works and sees {max(nvml.count, 0)} GPU{'' if nvml.count == 1 else 's'}"
+        return f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
 
     @property
     def driver_cuda(self) -> int:
@@ -306,6 +289,13 @@ class Case(Machine):
         """Whether /dev was examined and contains none of NVIDIA's nodes."""
         at = self.nodes.at
         return bool(self.nodes.found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
+
+    @cached_property
+    def without_nodes(self) -> bool:
+        """Whether CUDA fails and no card has a node. A forbidden /dev/nvidiactl alone was created by the library."""
+        at = self.nodes.at
+        made = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
+        return self.broken and (self.nodes_absent or made)
 
     @property
     def _card_removed(self) -> bool:
@@ -472,6 +462,10 @@ class Case(Machine):
         )
 
     # -- shortcuts
+
+    def usable(self, kind: str) -> list[Accelerator]:
+        """The accelerators of a kind whose driver works."""
+        return [other for other in self.accelerators if other.kind == kind and other.usable]
 
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""

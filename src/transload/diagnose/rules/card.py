@@ -6,9 +6,10 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import UVM, Case, Lines, Match, quoted, rule, rules
+from transload.diagnose.case import UVM, Case, Found, Lines, Match, quoted, rules
 from transload.diagnose.tables import chip_of, first_branch, generation, nvml_result
 from transload.machine import Unknown
+from transload.render.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,54 +31,46 @@ def _bus(m: Case) -> str:
     return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
 
-@rule("N01", "hardware", "this notebook's runtime has no GPU")
-def notebook(m: Case) -> Match | None:
-    """A notebook service that provides GPUs on request, and no GPU."""
-    where = m.surroundings.notebook
-    steps = {
+@rules(
+    "hardware",
+    N01="this notebook's runtime has no GPU",
+    H06="the laptop's NVIDIA card is switched off",
+    H02="a GPU has fallen off the bus",
+)
+def absent(m: Case) -> Found:
+    """A card that is not given, switched off or lost."""
+    notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
+    request = {
         "colab": "Choose Runtime › Change runtime type › a GPU, and connect again.",
         "kaggle": "Choose Settings › Accelerator › a GPU; the session restarts.",
     }
-    if where not in steps or not m.no_gpu:
-        return None
-    return Match((f"this is {where.title()}", _bus(m)), (steps[where],), severity="note")
+    if notebook in request and m.no_gpu:
+        yield "N01", Match((f"this is {notebook.title()}", _bus(m)), (request[notebook],), severity="note")
 
-
-@rule("H06", "hardware", "the laptop's NVIDIA card is switched off")
-def switched_off(m: Case) -> Match | None:
-    """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
+    # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
-    off = m.platform.prime in ("intel", "amd", "off") and m.kernel.loaded is False
-    if not off or not (built or m.no_gpu) or m.works:
-        return None
-    first = m.torch.first
-    fix = (fixes.sudo(m, "prime-select on-demand"), fixes.reboot(m))
-    severity: Severity = "note" if first is None or first.cpu_only else "error"
-    return Match((f"prime-select is set to {m.platform.prime}", _bus(m)), fix, severity=severity)
+    off = prime in ("intel", "amd", "off") and m.kernel.loaded is False
+    if off and (built or m.no_gpu) and not m.works:
+        fix: Lines = (fixes.sudo(m, "prime-select on-demand"), fixes.reboot(m))
+        severity: Severity = "note" if first is None or first.cpu_only else "error"
+        yield "H06", Match((f"prime-select is set to {prime}", _bus(m)), fix, severity=severity)
 
-
-@rule("H02", "hardware", "a GPU has fallen off the bus")
-def fallen_off_bus(m: Case) -> Match | None:
-    """A card that reads all ones or that NVML calls lost; if CUDA fails, also a message in the kernel log."""
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {nvml_result(gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
-    if not any(evidence):
-        return None
-    again = "If it happens again: check the card's power cables, seat, temperature and riser."
-    fix = (*fixes.on_host(m), fixes.reboot(m), again)
-    return Match(evidence, fix, severity="warning" if m.works else "error")
+    if any(evidence):
+        again = "If it happens again: check the card's power cables, seat, temperature and riser."
+        fix = (*fixes.on_host(m), fixes.reboot(m), again)
+        yield "H02", Match(evidence, fix, severity="warning" if m.works else "error")
 
 
 @rules(
     "hardware",
-    {
-        "H05": "the firmware assigned no address space to the card",
-        "H04": "the driver cannot initialize the card",
-    },
+    H05="the firmware assigned no address space to the card",
+    H04="the driver cannot initialize the card",
 )
-def not_started(m: Case) -> Iterator[tuple[str, Match]]:
+def not_started(m: Case) -> Found:
     """NVIDIA's module is loaded and supports the card, but NVML does not see it."""
     waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works
     if not waits or m.driver_misfit:
@@ -107,43 +100,42 @@ def not_started(m: Case) -> Iterator[tuple[str, Match]]:
         yield "H04", Match(evidence, (*fixes.on_host(m), *fix), likely=not (said or eio))
 
 
-@rule("H03", "hardware", "the GPU's memory has uncorrectable errors")
-def ecc(m: Case) -> Match | None:
-    """A pending or failed remapping or retirement; an error if a program already failed because of it."""
+@rules(
+    "hardware",
+    H03="the GPU's memory has uncorrectable errors",
+    H01="there is no NVIDIA GPU in this machine",
+)
+def broken_or_none(m: Case) -> Found:
+    """A card with bad memory, or no sign of any."""
+    # a pending or failed remapping or retirement; an error if a program already failed because of it
     marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
-    if not (marked or died or m.code == _ECC):
-        return None
-    evidence = []
-    for gpu in marked:
-        states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
-        states["page retirement pending"] = gpu.retired_pending
-        evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
-    if died:
-        evidence.append("torch reported an uncorrectable ECC error")
-    which = ",".join(str(gpu.index) for gpu in marked)
-    reset = fixes.on_host(m, f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
-    failed = any(gpu.remap_failure for gpu in marked)
-    replace = "A card whose remapping failed should be replaced." if failed else ""
-    fatal = died or (m.code == _ECC and not m.works)
-    fix = ("While no program uses the card (or reboot instead):", *reset, replace)
-    return Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
+    if marked or died or m.code == _ECC:
+        evidence = []
+        for gpu in marked:
+            states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
+            states["page retirement pending"] = gpu.retired_pending
+            evidence.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
+        if died:
+            evidence.append("torch reported an uncorrectable ECC error")
+        which = ",".join(str(gpu.index) for gpu in marked)
+        reset = fixes.on_host(m, f"nvidia-smi -r -i {which}" if which else "nvidia-smi -r")
+        failed = any(gpu.remap_failure for gpu in marked)
+        replace = "A card whose remapping failed should be replaced." if failed else ""
+        fatal = died or (m.code == _ECC and not m.works)
+        fix = ("While no program uses the card (or reboot instead):", *reset, replace)
+        yield "H03", Match(tuple(evidence) or (m.answer,), fix, severity="error" if fatal else "warning")
 
-
-@rule("H01", "hardware", "there is no NVIDIA GPU in this machine")
-def no_gpu(m: Case) -> Match | None:
-    """No sign of a card; if the bus could not be read, a note that says so."""
     around = m.surroundings
     if around.wsl or m.platform.system == "Darwin" or m.works or m.fires("N01", "H06"):
-        return None
+        return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
     if isinstance(m.hardware.pci, Unknown) and not present and m.code in (-1, 100):
         title = "could not determine whether this machine has an NVIDIA GPU"
-        return Match((_bus(m), m.answer), (), title, "note")
-    if not m.no_gpu:
-        return None
-    title = f"no NVIDIA GPU is visible from this {around.sandbox} sandbox" if around.sandbox else ""
-    return Match((_bus(m),), fixes.give_gpu(m) if around.slurm else (), title, "note")
+        yield "H01", Match((_bus(m), m.answer), (), title, "note")
+    elif m.no_gpu:
+        title = f"no NVIDIA GPU is visible from this {around.sandbox} sandbox" if around.sandbox else ""
+        yield "H01", Match((_bus(m),), fixes.give_gpu(m) if around.slurm else (), title, "note")
 
 
 # -- a kernel driver that does not support the card: first, since it explains why none is loaded
@@ -188,133 +180,124 @@ def _unsupported(m: Case) -> Iterator[tuple[str, Chip, Generation]]:
             yield f"{card.address} is 10de:{card.device:04x}, {sure}{of}", chip, known
 
 
-@rule("K06", "kernel", "the driver is too new for this card and ignores it")
-def driver_too_new(m: Case) -> Match | None:
-    """The driver's branch is newer than the last one for the card's generation."""
-    branch = _branch(m)
-    for card, chip, known in _unsupported(m):
-        if not (known.last_branch and branch > known.last_branch and (m.works or _needs_driver(m))):
-            continue
-        said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
-        last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {branch} is installed"
-        want = fixes.wanted(m)
-        if known.name in want.dropped:
-            fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
-        else:
-            kepler = (
-                "only the K80 (3.7) is supported, by torch 2.0.1 from https://download.pytorch.org/whl/cu118 and older"
-            )
-            code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
-            spared = "The other cards work. To use this one as well:" if m.works else ""
-            fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
-        inferred = chip.inferred and not said
-        return Match((card, last, said), fix, severity="note" if m.works else "error", likely=inferred)
-    return None
-
-
 _NO_GSP = r"not supported by open nvidia\.ko because it does not include the required GPU System Pro"
 _NEEDS_OPEN = r"requires use of the NVIDIA open kernel modules"
 
 
 @rules(
     "kernel",
-    {
-        "K07": "the open kernel module cannot drive this card",
-        "K08": "this card needs the open kernel module",
-    },
+    K06="the driver is too new for this card and ignores it",
+    K07="the open kernel module cannot drive this card",
+    K08="this card needs the open kernel module",
+    K09="the driver is too old for this card",
+    K12="the driver's firmware file is missing",
 )
-def wrong_flavour(m: Case) -> Iterator[tuple[str, Match]]:
-    """The open module and a card older than Turing; the proprietary one and a card of Blackwell or later."""
+def unsupported(m: Case) -> Found:
+    """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
+    branch, kernel, cards = _branch(m), m.kernel, list(_unsupported(m))
+    needs_driver = _needs_driver(m)
+    for card, chip, known in cards:
+        if known.last_branch and branch > known.last_branch and (m.works or needs_driver):
+            yield "K06", _too_new(m, card, chip, known)
+            break
+    if not needs_driver:
+        return
+
+    # the open module and a card older than Turing; the proprietary one and a card of Blackwell or later
     for code, flavour, open_module, message in (
         ("K07", "open", "impossible", _NO_GSP),
         ("K08", "proprietary", "required", _NEEDS_OPEN),
     ):
         said = m.logged(message)
-        for card, chip, known in _unsupported(m) if _needs_driver(m) else ():
-            if known.open_module == open_module and (m.kernel.flavour == flavour or said):
-                fix = fixes.install_driver(m, at_least=_branch(m) if open_module == "required" else 0)
-                yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
-                break
+        wrong = [(card, chip) for card, chip, known in cards if known.open_module == open_module]
+        if wrong and (kernel.flavour == flavour or said):
+            card, chip = wrong[0]
+            fix = fixes.install_driver(m, at_least=branch if open_module == "required" else 0)
+            yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
 
-
-@rule("K09", "kernel", "the driver is too old for this card")
-def driver_too_old(m: Case) -> Match | None:
-    """The driver's branch is older than the first one for the card, or the kernel log says so."""
-    if not _needs_driver(m):
-        return None
-    branch = _branch(m)
-    for card, chip, _ in _unsupported(m):
-        first = first_branch(chip.capability) if chip.capability else 0
-        if 0 < branch < first:
-            since = f"its first driver branch is {first}, and branch {branch} is installed"
-            return Match((card, since), fixes.install_driver(m), likely=chip.inferred)
+    firsts = ((card, chip, first_branch(chip.capability) if chip.capability else 0) for card, chip, _ in cards)
+    older = next(((card, chip, first) for card, chip, first in firsts if 0 < branch < first), None)
     said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
-    return Match((*m.card_lines, said), fixes.install_driver(m)) if said else None
+    if older:
+        card, chip, first = older
+        since = f"its first driver branch is {first}, and branch {branch} is installed"
+        yield "K09", Match((card, since), fixes.install_driver(m), likely=chip.inferred)
+    elif said:
+        yield "K09", Match((*m.card_lines, said), fixes.install_driver(m))
 
-
-@rule("K12", "kernel", "the driver's firmware file is missing")
-def firmware(m: Case) -> Match | None:
-    """The kernel log names the file; or its directory does not exist and the card is not initialized."""
+    # the kernel log names the firmware's file; or its directory does not exist and the card is not initialized
     said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
-    kernel = m.kernel
     gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
-    if not _needs_driver(m) or not (said or (gone and not loaded)) or m.nvml_works or not kernel.loaded:
-        return None
-    missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
-    fix = fixes.install_driver(m)
-    if not m.surroundings.container:
-        package = f"nvidia-firmware-{_branch(m)}-{kernel.version}"
-        again = fixes.system_package(m, apt=f"--reinstall {package}", pacman="nvidia-utils", dnf="nvidia-kmod-common")
-        fix = (*again, _rebuild_initramfs(m), fixes.reboot(m))
-    return Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
+    if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
+        missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
+        fix = fixes.install_driver(m)
+        if not m.surroundings.container:
+            apt = f"--reinstall nvidia-firmware-{branch}-{kernel.version}"
+            again = fixes.system_package(m, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
+            fix = (*again, _rebuild_initramfs(m), fixes.reboot(m))
+        yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
+
+
+def _too_new(m: Case, card: str, chip: Chip, known: Generation) -> Match:
+    said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
+    last = f"the last driver branch for {chip.generation} is {known.last_branch}, and branch {_branch(m)} is installed"
+    want = fixes.wanted(m)
+    if known.name in want.dropped:
+        fix: Lines = (f"Leave it as it is: no driver supports both this card and {' and '.join(want.kept)}.",)
+    else:
+        index = "https://download.pytorch.org/whl/cu118"
+        kepler = f"only the K80 (3.7) is supported, by torch 2.0.1 from {index} and older"
+        code = kepler if known.name == "Kepler" else "builds for CUDA 12.6 and older do"
+        spared = "The other cards work. To use this one as well:" if m.works else ""
+        fix = (spared, *fixes.install_driver(m), f"torch must support the card too: {code}.")
+    severity: Severity = "note" if m.works else "error"
+    return Match((card, last, said), fix, severity=severity, likely=chip.inferred and not said)
 
 
 # -- a kernel driver that is not installed, or not loaded
 
 
-@rule("K04", "kernel", "the card is bound to nouveau, not to NVIDIA's driver")
-def nouveau(m: Case) -> Match | None:
-    """No card is bound to nvidia, but one to nouveau or nova."""
+@rules(
+    "kernel",
+    K04="the card is bound to nouveau, not to NVIDIA's driver",
+    K05="the card is reserved for virtual machines (vfio-pci)",
+)
+def held_card(m: Case) -> Found:
+    """Another driver holds the card: nouveau or nova where none is bound to nvidia, or vfio-pci all of them."""
     drivers = {card.driver for card in m.hardware.gpus}
     held = drivers.intersection(_NOUVEAU)
-    if not _needs_driver(m) or not held or "nvidia" in drivers:
-        return None
-    if m.surroundings.container or m.platform.kernel not in (m.kernel.built_for or ()):
-        return Match(m.card_lines, fixes.install_driver(m))
-    blacklist = (
-        "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
-        fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
-        _rebuild_initramfs(m),
-        fixes.reboot(m),
-    )
-    return Match(m.card_lines, blacklist)
-
-
-@rule("K05", "kernel", "the card is reserved for virtual machines (vfio-pci)")
-def vfio(m: Case) -> Match | None:
-    """Every NVIDIA card is bound to vfio-pci."""
-    if not _needs_driver(m) or {card.driver for card in m.hardware.gpus} != {"vfio-pci"}:
-        return None
-    ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
-    fix = (
-        "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
-        f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
-        "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
-        "Then rebuild the initial RAM disk and reboot (needs root).",
-    )
-    return Match(m.card_lines, (*fixes.on_host(m), *fix), severity=m.no_gpu_severity)
+    if not _needs_driver(m):
+        return
+    if held and "nvidia" not in drivers:
+        fix = fixes.install_driver(m)
+        if not m.surroundings.container and m.platform.kernel in (m.kernel.built_for or ()):
+            fix = (
+                "NVIDIA's module is installed. Prevent the other one from loading (needs root and a reboot):",
+                fixes.write_line(m, *(f"blacklist {name}" for name in sorted(held)), file=_BLACKLIST),
+                _rebuild_initramfs(m),
+                fixes.reboot(m),
+            )
+        yield "K04", Match(m.card_lines, fix)
+    if drivers == {"vfio-pci"}:
+        ids = ",".join(sorted({f"10de:{card.device:04x}" for card in m.hardware.gpus}))
+        fix = (
+            *fixes.on_host(m),
+            "Run torch inside the virtual machine that gets the card. Or, to use it on the host again:",
+            f"Remove {ids} from vfio-pci's ids: on the kernel command line (vfio-pci.ids=) and in /etc/modprobe.d.",
+            "$ grep -rn 'vfio' /etc/modprobe.d /proc/cmdline",
+            "Then rebuild the initial RAM disk and reboot (needs root).",
+        )
+        yield "K05", Match(m.card_lines, fix, severity=m.no_gpu_severity)
 
 
 @rules(
     "kernel",
-    {
-        "K02": "the NVIDIA module is built for another kernel, not the running one",
-        "K03": "Secure Boot rejects NVIDIA's module",
-        "K01": "NVIDIA's kernel driver is not installed",
-    },
+    K02="the NVIDIA module is built for another kernel, not the running one",
+    K03="Secure Boot rejects NVIDIA's module",
+    K01="NVIDIA's kernel driver is not installed",
 )
-def module_missing(m: Case) -> Iterator[tuple[str, Match]]:
+def module_missing(m: Case) -> Found:
     """The module is not loaded, without a reason that the rules above report."""
     held = any(card.driver in (*_NOUVEAU, "vfio-pci") for card in m.hardware.gpus)
     if not _needs_driver(m) or m.kernel.loaded is not False or held or m.driver_misfit:
@@ -398,44 +381,42 @@ def _numbers(kernel: str) -> tuple[int, ...]:
 # -- a kernel driver that is loaded, but does not work
 
 
-@rule("K10", "kernel", "heterogeneous memory management (HMM) prevents the CUDA driver from starting")
-def hmm(m: Case) -> Match | None:
-    """CuInit 3, a working NVML, the open module with HMM, and KASLR not known to be off."""
-    kernel = m.kernel
+@rules(
+    "kernel",
+    K10="heterogeneous memory management (HMM) prevents the CUDA driver from starting",
+    K11="the nvidia_uvm module is broken after a suspend",
+    W01="Windows has no NVIDIA driver",
+    likely=("K11", "W01"),
+)
+def not_working(m: Case) -> Found:
+    """NVML works and the CUDA driver does not; or, on Windows, the driver's library is not found."""
+    kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
+    only_cuda = m.broken and m.nvml_works
+    # the open module with HMM, and KASLR not known to be off
     on = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
-    if not m.broken or m.code != 3 or not m.nvml_works or not on:
-        return None
-    said = m.logged(r"request_free_mem_region\(\) err -?\d+")
-    parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
-    fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
-    return Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
+    if only_cuda and m.code == 3 and on:
+        said = m.logged(r"request_free_mem_region\(\) err -?\d+")
+        parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
+        fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
+        yield "K10", Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
 
-
-@rule("K11", "kernel", "the nvidia_uvm module is broken after a suspend", likely=True)
-def suspended(m: Case) -> Match | None:
-    """CuInit 999, a working NVML, a correct /dev/nvidia-uvm, and a suspend since boot."""
-    node, times = m.nodes.at(UVM), m.platform.suspends
+    node = m.nodes.at(UVM)
     sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
-    if not m.broken or m.code != 999 or not m.nvml_works or not sound or not times:
-        return None
-    since = f"the machine was suspended {times} time{'' if times == 1 else 's'} since it booted"
-    fix = (
-        "While no program uses the GPU:",
-        *fixes.on_host(m, "modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
-        "To prevent it:",
-        *fixes.on_host(m, "systemctl enable nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"),
-        "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
-        "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
-    )
-    return Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
+    if only_cuda and m.code == 999 and sound and times:
+        since = f"the machine was suspended {plural(times, 'time')} since it booted"
+        services = "nvidia-suspend.service nvidia-resume.service nvidia-hibernate.service"
+        fix = (
+            "While no program uses the GPU:",
+            *fixes.on_host(m, "modprobe -r nvidia_uvm", "modprobe nvidia_uvm"),
+            "To prevent it:",
+            *fixes.on_host(m, f"systemctl enable {services}"),
+            "| options nvidia NVreg_PreserveVideoMemoryAllocations=1",
+            "Put that line into /etc/modprobe.d/nvidia-power.conf on the host.",
+        )
+        yield "K11", Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since), fix)
 
-
-@rule("W01", "kernel", "Windows has no NVIDIA driver", likely=True)
-def windows_driver(m: Case) -> Match | None:
-    """On Windows the driver's library is not found; only a note if no card is known."""
-    first = m.torch.first
-    if m.platform.system != "Windows" or not m.no_libcuda or first is None or not first.cuda:
-        return None
-    step = m.failed("init")
-    evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
-    return Match(evidence, fixes.install_driver(m), severity="error" if m.has_nvidia else "note")
+    if m.platform.system == "Windows" and m.no_libcuda and first and first.cuda:
+        step = m.failed("init")
+        evidence = ("nvcuda.dll is not found", quoted(step.error if step else ""))
+        severity: Severity = "error" if m.has_nvidia else "note"
+        yield "W01", Match(evidence, fixes.install_driver(m), severity=severity)

@@ -7,13 +7,11 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, page_only, rule, rules
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, page_only, rules
 from transload.diagnose.tables import cu_result, is_data_centre, is_nvswitch, numbers_of, nvml_result
 from transload.machine import NVIDIA, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transload.machine import Library, Node
 
 _VERSION_MISMATCH = 18  # of NVML
@@ -50,9 +48,10 @@ def _drop_library(m: Case, lib: Library) -> Lines:
     return (fixes.sudo(m, f"rm {quote(lib.path)}"), fixes.sudo(m, "ldconfig"))
 
 
-def _better(m: Case, lib: Library) -> str:
+def _better(m: Case, lib: Library | None) -> str:
     """Where the driver's own library is, as evidence that dropping the other one leaves a good one."""
-    others = (each for each in m.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
+    found = m.driver.libraries.cuda if lib else ()
+    others = (each for each in found or () if each != lib and each.kind in ("driver", "wsl"))
     return next((f"the driver's own is {each.path}" for each in others if not each.problem), "")
 
 
@@ -69,57 +68,53 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 # -- the Windows Subsystem for Linux: the driver is Windows', and only its libraries are visible
 
 
-@rule("U11", "libraries", "WSL 1 does not support GPUs")
-def first_wsl(m: Case) -> Match | None:
-    """WSL 1: a note, since whether Windows has a card cannot be seen."""
-    if m.surroundings.wsl != 1 or m.works:
-        return None
-    fix = ("If Windows has an NVIDIA card, in PowerShell:", "$ wsl -l -v", "$ wsl --set-version DISTRIBUTION 2")
-    return Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
-
-
-@rule("U09", "libraries", "a Linux driver inside WSL hides the Windows driver")
-def second_driver(m: Case) -> Match | None:
-    """WSL 2, and the libcuda.so.1 in use is that of a Linux driver."""
-    lib = m.libcuda
-    if m.surroundings.wsl != 2 or not m.fails or lib is None or lib.kind != "driver":
-        return None
-    own = (f"the Windows driver's own is {each.path}" for each in m.driver.libraries.cuda or () if each.kind == "wsl")
-    purge = {
-        "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
-        "dnf": "dnf remove '*nvidia*'",
-    }
-    command = purge.get(m.platform.package_manager, f"rm {lib.path}")
-    fix: Lines = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
-    if lib.via == "LD_LIBRARY_PATH":
-        fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
-    return Match(
-        (f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}", next(own, ""), m.answer, m.relief), fix
-    )
-
-
-@rule("U08", "libraries", "WSL does not get the GPU from Windows")
-def not_given(m: Case) -> Match | None:
-    """WSL 2 outside a container: a library the loader does not find, no /dev/dxg, or a driver without a device."""
-    if m.surroundings.wsl != 2 or m.surroundings.container or not m.broken or m.fires("U09"):
-        return None
-    own = next((lib for lib in m.driver.libraries.cuda or () if lib.kind == "wsl"), None)
-    update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
-    steps = (update, *_UPDATE_WSL)
-    if m.no_libcuda and own:
-        there = f"{own.path} exists, but the loader does not search {_folder(own)}"
-        return Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
-    if m.no_libcuda:  # only an error if torch was installed to use one
-        meant = m.torch.first is not None and not m.torch.first.cpu_only
-        title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
-        evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
-        fix = ("If Windows has an NVIDIA card:", *steps)
-        return Match(evidence, fix, title, "error" if meant else "note", likely=meant)
-    if not m.hardware.dxg:
-        return Match(("/dev/dxg does not exist", m.answer), steps)
-    if m.code == 100:
-        return Match(("/dev/dxg exists", m.answer), steps, likely=True)
-    return None
+@rules(
+    "libraries",
+    U11="WSL 1 does not support GPUs",
+    U09="a Linux driver inside WSL hides the Windows driver",
+    U08="WSL does not get the GPU from Windows",
+)
+def under_wsl(m: Case) -> Found:
+    """What keeps the Windows driver from a process under WSL. Whether Windows has a card cannot be seen."""
+    lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
+    own = next((each for each in found if each.kind == "wsl"), None)
+    if wsl == 1 and not m.works:
+        fix: Lines = (
+            "If Windows has an NVIDIA card, in PowerShell:",
+            "$ wsl -l -v",
+            "$ wsl --set-version DISTRIBUTION 2",
+        )
+        yield "U11", Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), fix, severity="note")
+    if wsl != 2 or not m.fails:
+        return
+    if lib is not None and lib.kind == "driver":
+        purge = {
+            "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
+            "dnf": "dnf remove '*nvidia*'",
+        }
+        command = purge.get(m.platform.package_manager, f"rm {lib.path}")
+        fix = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
+        if lib.via == "LD_LIBRARY_PATH":
+            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", _folder(lib))
+        used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
+        windows = f"the Windows driver's own is {own.path}" if own else ""
+        yield "U09", Match((used, windows, m.answer, m.relief), fix)
+    elif m.broken and not m.surroundings.container:
+        update = "In Windows, update the NVIDIA driver (https://www.nvidia.com/drivers), then in PowerShell:"
+        steps = (update, *_UPDATE_WSL)
+        if m.no_libcuda and own:
+            there = f"{own.path} exists, but the loader does not search {_folder(own)}"
+            yield "U08", Match((there,), _search(m, _folder(own), "ld.wsl.conf"))
+        elif m.no_libcuda:  # only an error if torch was installed to use one
+            meant = m.torch.first is not None and not m.torch.first.cpu_only
+            title = "Windows provides no CUDA driver to WSL: it has no NVIDIA card, or no driver for it"
+            evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
+            fix = ("If Windows has an NVIDIA card:", *steps)
+            yield "U08", Match(evidence, fix, title, "error" if meant else "note", likely=meant)
+        elif not m.hardware.dxg:
+            yield "U08", Match(("/dev/dxg does not exist", m.answer), steps)
+        elif m.code == 100:
+            yield "U08", Match(("/dev/dxg exists", m.answer), steps, likely=True)
 
 
 # -- the wrong libcuda.so.1
@@ -127,24 +122,28 @@ def not_given(m: Case) -> Match | None:
 
 @rules(
     "libraries",
-    {
-        "U04": "libcuda.so.1 is the toolkit's stub",
-        "U02": "a CUDA compatibility library does not match the driver",
-        "U03": "forward compatibility does not work on this card",
-        "U01": "the driver's libraries and its kernel module have different versions",
-    },
+    U04="libcuda.so.1 is the toolkit's stub",
+    U02="a CUDA compatibility library does not match the driver",
+    U03="forward compatibility does not work on this card",
+    U01="the driver's libraries and its kernel module have different versions",
+    U13="libcuda.so.1 is not a usable library",
 )
-def wrong_library(m: Case) -> Iterator[tuple[str, Match]]:
-    """The driver refuses to start with the libcuda.so.1 that the process gets."""
-    if not m.refused:
+def wrong_library(m: Case) -> Found:
+    """The driver refuses to start with the libcuda.so.1 that the process gets, or that cannot be used at all."""
+    if not m.fails or m.no_gpu or m.withheld:
         return
+    refused = dict(_refused(m)) if m.driver.cuda.answer.answered else {}
+    yield from refused.items()
+    if not refused and (unusable := _unusable(m)):
+        yield "U13", unusable
+
+
+def _refused(m: Case) -> Found:
     lib, kernel = m.libcuda, m.kernel.version
-    kind, line = lib.kind if lib else "", _library_line(lib)
-    versions = (
-        f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and lib.version and kernel else ""
-    )
+    kind, line, better = lib.kind if lib else "", _library_line(lib), _better(m, lib)
+    both = lib and lib.version and kernel
+    versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
-    better = _better(m, lib) if lib else ""
     if m.code == 34 or kind == "stub":
         yield "U04", Match((line, m.answer, better, m.relief if lib else ""), drop)
     if kind == "compat" and (m.code == 803 or (m.code != 804 and "LD_LIBRARY_PATH" in m.works_without)):
@@ -178,32 +177,27 @@ def wrong_library(m: Case) -> Iterator[tuple[str, Match]]:
             yield "U03", Match((m.answer, line, plain, m.relief), (fixes.reboot(m), *update), likely=True)
 
 
-@rule("U13", "libraries", "libcuda.so.1 is not a usable library")
-def unusable(m: Case) -> Match | None:
+def _unusable(m: Case) -> Match | None:
     """The library cannot be loaded or lacks its functions; or the driver works once its directory is not searched."""
-    lib, answer = m.libcuda, m.driver.cuda.answer
-    if not m.fails or m.no_gpu or m.withheld:
-        return None
+    lib, answer, line = m.libcuda, m.driver.cuda.answer, _library_line(m.libcuda)
     if answer.state not in ("not-loadable", "no-symbol"):
-        proven = "LD_LIBRARY_PATH" in m.works_without and lib is not None and lib.via == "LD_LIBRARY_PATH"
-        if lib is None or not proven or m.fires("U04", "U02", "U03", "U01"):
+        if lib is None or "LD_LIBRARY_PATH" not in m.works_without or lib.via != "LD_LIBRARY_PATH":
             return None
         title = "another libcuda.so.1 is loaded instead of the driver's"
-        return Match((_library_line(lib), m.answer, m.relief), _drop_library(m, lib), title)
+        return Match((line, m.answer, m.relief), _drop_library(m, lib), title)
     problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
-    evidence = (_library_line(lib), problem, m.answer, m.relief)
+    evidence = (line, problem, m.answer, m.relief)
     if lib is None:
         return Match(evidence, fixes.install_driver(m))
     if lib.kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
         # the driver's own, and complete: something else is missing
-        noexec = (
-            "Its file system is mounted noexec, or a security policy (SELinux, AppArmor) forbids running code from it."
-        )
+        policy = "or a security policy (SELinux, AppArmor) forbids running code from it."
+        noexec = f"Its file system is mounted noexec, {policy}"
         return Match(evidence, (noexec,) if "map segment" in answer.detail else _packages(m, again=True))
-    left = _better(m, lib)
     own = m.kernel.loaded is True or m.surroundings.container
     inside = _packages(m, again=True) if own else fixes.install_driver(m)
-    return Match((*evidence, left), (*_drop_library(m, lib), *(() if left else inside)))
+    better = _better(m, lib)
+    return Match((*evidence, better), (*_drop_library(m, lib), *(() if better else inside)))
 
 
 # -- no libcuda.so.1
@@ -211,13 +205,20 @@ def unusable(m: Case) -> Match | None:
 
 @rules(
     "libraries",
-    {
-        "U05": "libcuda.so.1 is installed where the loader does not look",
-        "U06": "only part of the driver is installed",
-    },
+    U05="libcuda.so.1 is installed where the loader does not look",
+    U06="only part of the driver is installed",
+    U07="the driver's PTX compiler is missing",
 )
-def not_found(m: Case) -> Iterator[tuple[str, Match]]:
-    """The loader finds no libcuda.so.1; or CUDA works without libnvidia-ml.so.1, a note."""
+def not_found(m: Case) -> Found:
+    """The loader finds no libcuda.so.1; or CUDA works without the driver's other libraries, a note."""
+    # no compiler: an error if something failed without it
+    errors = " ".join(step.error for step in m.torch_run.steps)
+    failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
+    gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
+    if failed or (gone and not m.surroundings.wsl):
+        nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
+        died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
+        yield "U07", Match((nowhere, died), _packages(m), severity="error" if failed else "note")
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
         missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
@@ -254,19 +255,6 @@ def _packages(m: Case, *, again: bool = False) -> Lines:
     return (*packages, f"Install the version of the loaded module, {m.kernel.version}." if m.kernel.version else "")
 
 
-@rule("U07", "libraries", "the driver's PTX compiler is missing")
-def no_compiler(m: Case) -> Match | None:
-    """There is no compiler: a note, or an error if something failed without it."""
-    errors = " ".join(step.error for step in m.torch_run.steps)
-    failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
-    gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
-    if not failed and (not gone or m.surroundings.wsl):
-        return None
-    nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
-    died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
-    return Match((nowhere, died), _packages(m), severity="error" if failed else "note")
-
-
 # -- the start of the CUDA driver
 
 _OUT_OF_MEMORY = 2
@@ -274,17 +262,17 @@ _ENOUGH = 64 << 30  # seen on a card of 140 GB: with 16 GB of address space cuIn
 _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 
 
-@rule("C11", "driver", "the sandbox does not pass the GPU through", likely=True)
-def sandboxed(m: Case) -> Match | None:
+@rules("driver", C11="the sandbox does not pass the GPU through", likely=("C11",))
+def sandboxed(m: Case) -> Found:
     """A sandbox without a driver of its own, a visible GPU, and an error that sandboxes cause.
 
     It belongs to this layer, after the nodes: if one of them is at fault, the sandbox is not.
     """
     sandbox = m.surroundings.sandbox
     if not sandbox or (m.kernel.loaded and sandbox != "gvisor"):
-        return None
+        return
     if not m.broken or m.no_gpu or m.code not in (100, 304, 999):
-        return None
+        return
     fix: Lines = ("Use a runtime class that passes the GPU on, or run without the sandbox.",)
     if sandbox == "gvisor":
         fix = (
@@ -292,7 +280,7 @@ def sandboxed(m: Case) -> Match | None:
             "$ runsc nvproxy list-supported-drivers",
             "$ docker run --runtime=runsc --gpus all …   # runsc configured with --nvproxy",
         )
-    return Match((f"the kernel is {sandbox}'s", m.answer), fix)
+    yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), fix)
 
 
 # -- what connects or divides GPUs: NVSwitch, confidential computing, MPS, vGPU, MIG
@@ -300,13 +288,11 @@ def sandboxed(m: Case) -> Match | None:
 
 @rules(
     "driver",
-    {
-        "S03": "the GPU is not set ready for confidential computing",
-        "S02": "the fabric manager and the driver have different versions",
-        "S01": "the NVSwitch fabric is down: the fabric manager is not running",
-    },
+    S03="the GPU is not set ready for confidential computing",
+    S02="the fabric manager and the driver have different versions",
+    S01="the NVSwitch fabric is down: the fabric manager is not running",
 )
-def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
+def not_ready(m: Case) -> Found:
     """CuInit 802. For the fabric it is certain if a switch, the fabric's state or the stopped service shows it."""
     if not m.broken or m.code != 802 or m.surroundings.wsl:
         return
@@ -350,11 +336,49 @@ def not_ready(m: Case) -> Iterator[tuple[str, Match]]:
     yield "S01", Match(evidence, fix, title, likely=not (switches or states or stopped))
 
 
-@rule("S04", "driver", "the MPS daemon does not serve this process")
-def mps(m: Case) -> Match | None:
-    """805 to 810."""
-    if not m.fails or m.code not in range(805, 811):
-        return None
+@rules(
+    "driver",
+    S04="the MPS daemon does not serve this process",
+    S07="the guest's driver does not match the vGPU",
+    M01="MIG is enabled but no instance exists",
+    M02="a process can use only one MIG instance",
+    likely=("S07",),
+)
+def divided_card(m: Case) -> Found:
+    """MPS, a vGPU or MIG, which share a card, have nothing for this process."""
+    nvml, container = m.driver.nvml, m.surroundings.container
+    if m.fails and m.code in range(805, 811):
+        yield "S04", _mps(m)
+
+    virtual = [gpu for gpu in nvml.gpus if gpu.virtualization == "vgpu"]
+    if m.broken and virtual and m.code in (35, 100):
+        fix: Lines = (
+            "Install the vGPU guest driver of the host's branch; the host's administrator has it.",
+            "Ask whether the profile supports CUDA: profiles of the A and B series do not.",
+        )
+        yield "S07", Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer), fix)
+
+    whole = _all_mig(m) and not any(gpu.mig_devices for gpu in nvml.gpus)
+    if m.broken and m.code == 100 and whole and not _closed_caps(m):
+        fix = (
+            "Create an instance; first list the profiles:",
+            *fixes.on_host(m, "nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
+            "Or disable MIG, while no program uses the cards:",
+            *fixes.on_host(m, "nvidia-smi -mig 0"),
+            "Or give the container an instance that already exists." if container else "",
+        )
+        evidence: Lines = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
+        yield "M01", Match(evidence, fix, likely=bool(container))
+
+    names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
+    count = m.driver.cuda.count
+    if m.works and len(names) > 1 and 0 < count < len(names):  # a warning, since one works
+        evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_answer)
+        fix = ("Start one process per instance:", *(f"$ {CVD}={name} python …" for name in names[:3]))
+        yield "M02", Match(evidence, fix, severity="warning")
+
+
+def _mps(m: Case) -> Match:
     variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
     value = m.env(variable)
     runs = "nvidia-cuda-mps-control" in m.kernel.daemons
@@ -362,7 +386,7 @@ def mps(m: Case) -> Match | None:
         m.answer,
         f"{variable} is {value!r}" if value is not None else "",
         f"{directory} exists" if directory else "",
-        "nvidia-cuda-mps-control is running" if runs else "nvidia-cuda-mps-control is not visible here",
+        f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
         m.relief,
     )
     without: Lines = ()
@@ -370,28 +394,14 @@ def mps(m: Case) -> Match | None:
         without = ("To work without MPS:", *fixes.unset(m, variable))
     elif directory:
         without = ("To work without MPS:", fixes.sudo(m, f"rm -r {directory}"))
+    start = "$ nvidia-cuda-mps-control -d"
+    fix: Lines = ("To start MPS, as the user who runs the program:", start)
     if m.surroundings.container:
         share = "$ docker run --gpus all --ipc=host -v /tmp/nvidia-mps:/tmp/nvidia-mps …"
-        return Match(
-            evidence, (*without, "To work with the host's MPS, start the container with its directory:", share)
-        )
-    start = "$ nvidia-cuda-mps-control -d"
-    again = ("To restart MPS:", "$ echo quit | nvidia-cuda-mps-control", start)
-    first = ("To start MPS, as the user who runs the program:", start)
-    return Match(evidence, (*without, *(again if runs else first)))
-
-
-@rule("S07", "driver", "the guest's driver does not match the vGPU", likely=True)
-def vgpu(m: Case) -> Match | None:
-    """A virtual card, and 35 or 100."""
-    virtual = [gpu for gpu in m.driver.nvml.gpus if gpu.virtualization == "vgpu"]
-    if not m.broken or not virtual or m.code not in (35, 100):
-        return None
-    fix = (
-        "Install the vGPU guest driver of the host's branch; the host's administrator has it.",
-        "Ask whether the profile supports CUDA: profiles of the A and B series do not.",
-    )
-    return Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer), fix)
+        fix = ("To work with the host's MPS, start the container with its directory:", share)
+    elif runs:
+        fix = ("To restart MPS:", "$ echo quit | nvidia-cuda-mps-control", start)
+    return Match(evidence, (*without, *fix))
 
 
 def _all_mig(m: Case) -> bool:
@@ -406,95 +416,61 @@ def _closed_caps(m: Case) -> list[Node]:
     return [node for node, cap in caps if cap and int(cap[1]) > 2 and node.error in ("EACCES", "EPERM")]
 
 
-@rule("M01", "driver", "MIG is enabled but no instance exists")
-def no_mig_instance(m: Case) -> Match | None:
-    """MIG on every card, no MIG device, and no CUDA device."""
-    whole = _all_mig(m) and not any(gpu.mig_devices for gpu in m.driver.nvml.gpus)
-    if not m.broken or m.code != 100 or not whole or _closed_caps(m):
-        return None
-    contained = bool(m.surroundings.container)
-    fix = (
-        "Create an instance; first list the profiles:",
-        *fixes.on_host(m, "nvidia-smi mig -lgip", "nvidia-smi mig -cgi 0 -C"),
-        "Or disable MIG, while no program uses the cards:",
-        *fixes.on_host(m, "nvidia-smi -mig 0"),
-        "Or give the container an instance that already exists." if contained else "",
-    )
-    evidence = ("MIG is enabled on every card, and NVML sees no MIG device", m.answer)
-    return Match(evidence, fix, likely=contained)
-
-
-@rule("M03", "variables", "the MIG instance is not accessible")
-def mig_unreachable(m: Case) -> Match | None:
+@rules("variables", M03="the MIG instance is not accessible")
+def mig_unreachable(m: Case) -> Found:
     """An old name with a driver from 470 on, or an instance's node that cannot be opened."""
     if not m.fails or m.code != 100:
-        return None
-    value = m.env(CVD) or ""
+        return
+    value, closed = m.env(CVD) or "", _closed_caps(m)
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
-        evidence = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
-        return Match(evidence, ("Use the name that starts with MIG- and has no slash, from:", "$ nvidia-smi -L"))
-    closed = _closed_caps(m)
-    if not closed or not _all_mig(m):
-        return None
-    nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
-    fix = (
-        "Give the container the instance, and with it its nodes:",
-        "$ docker run --gpus '\"device=MIG-UUID\"' …",
-        "Outside a container, the nodes under /dev/nvidia-caps must be readable by this user:",
-        "$ ls -l /dev/nvidia-caps",
-    )
-    return Match((*nodes, m.answer), fix)
-
-
-@rule("M02", "driver", "a process can use only one MIG instance")
-def one_instance(m: Case) -> Match | None:
-    """Several MIG names in the variable and fewer devices: a warning, since one works."""
-    names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
-    count = m.driver.cuda.count
-    if len(names) < 2 or not m.works or not 0 < count < len(names):
-        return None
-    evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_answer)
-    each = (f"$ {CVD}={name} python …" for name in names[:3])
-    return Match(evidence, ("Start one process per instance:", *each), severity="warning")
+        evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.relief)
+        fix: Lines = ("Use the name that starts with MIG- and has no slash, from:", "$ nvidia-smi -L")
+        yield "M03", Match(evidence, fix)
+    elif closed and _all_mig(m):
+        nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
+        fix = (
+            "Give the container the instance, and with it its nodes:",
+            "$ docker run --gpus '\"device=MIG-UUID\"' …",
+            "Outside a container, the nodes under /dev/nvidia-caps must be readable by this user:",
+            "$ ls -l /dev/nvidia-caps",
+        )
+        yield "M03", Match((*nodes, m.answer), fix)
 
 
 # -- the start itself
 
 
-@rule("U10", "driver", "several GPUs under WSL prevent CUDA from starting", likely=True)
-def several_under_wsl(m: Case) -> Match | None:
-    """WSL 2, answer 2, no limit on the address space, and not a single GPU."""
-    if m.surroundings.wsl != 2 or not m.fails or m.code != _OUT_OF_MEMORY:
-        return None
-    if m.platform.address_space is not None or m.driver.nvml.count == 1:
-        return None
-    one = fixes.set_variable(m, CVD, "0")
-    update = "And update the driver in Windows, then in PowerShell:"
-    return Match((m.answer, m.nvml_answer, m.relief), ("Try it with one GPU:", *one, update, *_UPDATE_WSL))
+@rules(
+    "driver",
+    U10="several GPUs under WSL prevent CUDA from starting",
+    X04="the process has a limit on its address space",
+    X02="the driver hangs",
+    likely=("U10",),
+)
+def no_start(m: Case) -> Found:
+    """The driver is out of memory, or gives no answer."""
+    driver, limit = m.driver, m.platform.address_space
+    starves = m.code == _OUT_OF_MEMORY and not m.works
+    if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
+        one = fixes.set_variable(m, CVD, "0")
+        update = "And update the driver in Windows, then in PowerShell:"
+        yield "U10", Match((m.answer, m.nvml_answer, m.relief), ("Try it with one GPU:", *one, update, *_UPDATE_WSL))
+
+    if limit is not None and not m.torch_run.cuda_works:
+        first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
+        if first_kernel or starves:
+            answer = "torch is out of memory at its first kernel" if m.works else m.answer
+            hard = "If that is refused, an administrator set it: in limits.conf, the unit's LimitAS= or the scheduler."
+            evidence = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
+            yield "X04", Match(evidence, ("$ ulimit -v unlimited", hard), likely=limit >= _ENOUGH)
+
+    cuda, nvml = driver.cuda.answer.state == "hung", driver.nvml.answer.state == "hung"
+    if (cuda or nvml) and not m.works_without and not (cuda and m.torch_run.cuda_works):
+        yield "X02", _hangs(m, cuda=cuda, nvml=nvml)
 
 
-@rule("X04", "driver", "the process has a limit on its address space")
-def address_space(m: Case) -> Match | None:
-    """A limit, and a driver or a first kernel that is out of memory."""
-    limit = m.platform.address_space
-    if limit is None or m.torch_run.cuda_works:
-        return None
-    starved = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
-    if not starved and (m.code != _OUT_OF_MEMORY or m.works):
-        return None
-    answer = "torch is out of memory at its first kernel" if m.works else m.answer
-    hard = "If that is refused, an administrator set it: in limits.conf, the unit's LimitAS= or the scheduler."
-    evidence = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
-    return Match(evidence, ("$ ulimit -v unlimited", hard), likely=limit >= _ENOUGH)
-
-
-@rule("X02", "driver", "the driver hangs")
-def hangs(m: Case) -> Match | None:
-    """The driver or NVML gave no answer in time: an error, or a warning where CUDA works and NVML hangs."""
-    cuda, nvml = m.driver.cuda.answer.state == "hung", m.driver.nvml.answer.state == "hung"
-    if not (cuda or nvml) or m.works_without or (cuda and m.torch_run.cuda_works):
-        return None
+def _hangs(m: Case, *, cuda: bool, nvml: bool) -> Match:
     too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
     stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
     evidence = (m.answer if cuda else "", too, *stuck)
@@ -519,31 +495,30 @@ def hangs(m: Case) -> Match | None:
 page_only("X03", "driver", "a second attempt to start CUDA hangs")
 
 
-@rule("U12", "driver", "NVML does not work, but CUDA does")
-def nvml_only(m: Case) -> Match | None:
+@rules("driver", U12="NVML does not work, but CUDA does")
+def nvml_only(m: Case) -> Found:
     """CUDA works, and NVML returns an error or cannot be loaded: a note."""
     nvml = m.driver.nvml
     answered = nvml.answer.answered and nvml.init > 0
-    if not m.driver.cuda.works or not (answered or nvml.answer.state in ("not-loadable", "no-symbol", "crashed")):
-        return None
-    meaning = nvml_result(nvml.init).text if answered else ""
-    evidence = (m.nvml_answer, meaning, f"CUDA works and has {m.driver.cuda.count} devices")
-    fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
-    return Match(evidence, fix, severity="note")
+    if m.driver.cuda.works and (answered or nvml.answer.state in ("not-loadable", "no-symbol", "crashed")):
+        meaning = nvml_result(nvml.init).text if answered else ""
+        evidence = (m.nvml_answer, meaning, f"CUDA works and has {m.driver.cuda.count} devices")
+        fix = ("CUDA and torch work. Update the program that uses NVML, or set CUDA_VISIBLE_DEVICES for it.",)
+        yield "U12", Match(evidence, fix, severity="note")
 
 
-@rule("X08", "driver", "the CUDA driver does not start, for an unknown reason", symptom=True)
-def unexplained(m: Case) -> Match | None:
+@rules("driver", X08="the CUDA driver does not start, for an unknown reason", symptom=True)
+def unexplained(m: Case) -> Found:
     """CUDA fails although there is a GPU; reported only if no other rule explains it."""
     state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel
     if not m.fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):
-        return None
+        return
     # where the bus could not be read, any error but "no device" indicates a GPU
     nodes = bool(m.nodes.found) and not m.nodes_absent
     gpu = m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.code not in (-1, 0, 100)
     crashes_torch = state == m.torch_run.answer.state == "crashed"
     if not crashes_torch and (m.no_gpu or not gpu):
-        return None
+        return
     told = cu_result(m.code).text
     title = {
         "crashed": "the CUDA driver's library crashes, for an unknown reason",
@@ -567,15 +542,15 @@ def unexplained(m: Case) -> Match | None:
         *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]),
         m.relief,
     )
-    if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
-        return Match(evidence, ("Try without it:", *_drop_library(m, crashed)), title)
-    if m.surroundings.wsl:
-        return Match(evidence, ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL), title)
-    fix = (
+    fix: Lines = (
         "Look at what the driver wrote to the kernel log:",
         *fixes.on_host(m, "dmesg | grep -iE 'NVRM|nvidia|Xid' | tail -n 40"),
         "A reboot often helps:",
         fixes.reboot(m),
         "If the problem remains, report it with the output of: transload doctor --json",
     )
-    return Match(evidence, fix, title)
+    if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
+        fix = ("Try without it:", *_drop_library(m, crashed))
+    elif m.surroundings.wsl:
+        fix = ("Update the driver in Windows, then in PowerShell:", *_UPDATE_WSL)
+    yield "X08", Match(evidence, fix, title)

@@ -6,25 +6,18 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, page_only, quoted, rule, rules
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, page_only, quoted, rules
 from transload.diagnose.tables import covers
 from transload.diagnose.visible import Visible, visible_devices
 from transload.machine import AMD
+from transload.render.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transload.findings import Severity
     from transload.machine import Node
 
 _APPTAINER = ("apptainer", "singularity")
 _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: their libraries must be updated inside
-
-
-def _without_nodes(m: Case) -> bool:
-    """Whether this process has no node of any card. A forbidden /dev/nvidiactl alone was created by the library."""
-    made = m.nodes.at(CONTROL).error == "EPERM" and not (m.card_nodes or m.nodes.at(UVM).exists)
-    return m.broken and (m.nodes_absent or made)
 
 
 def _forbidden(m: Case) -> str:
@@ -33,202 +26,161 @@ def _forbidden(m: Case) -> str:
     return next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
 
 
-def _inside(m: Case) -> str:
-    around = m.surroundings
-    shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
-    return f"the process runs in a container ({around.container}){shown}"
-
-
-def _host(m: Case) -> Lines:
-    driver = f"the host's kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-    return (*m.card_lines, driver if m.kernel.loaded else "")
-
-
-@rule("C09", "surroundings", "Slurm did not give this job a GPU")
-def slurm(m: Case) -> Match | None:
-    """A job whose nodes are forbidden, or that was given no GPU and has an empty CUDA_VISIBLE_DEVICES or no nodes."""
-    if not m.surroundings.slurm or not m.fails or m.no_gpu:
-        return None
-    visible = m.env(CVD)
+@rules(
+    "surroundings",
+    C09="Slurm did not give this job a GPU",
+    D05="the systemd service is not allowed to use the GPU",
+)
+def not_granted(m: Case) -> Found:
+    """A job or a service whose device cgroup forbids the nodes, or that was given none."""
+    around, forbidden, visible = m.surroundings, _forbidden(m), m.env(CVD)
+    if m.no_gpu or not m.fails:
+        return
     hidden = visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
-    forbidden = _forbidden(m)
-    bare = _without_nodes(m) and not m.surroundings.container
-    if not ((forbidden and m.broken) or (not m.slurm_granted and (hidden or bare))):
-        return None
-    evidence = (
-        f"this is Slurm job {m.env('SLURM_JOB_ID') or '?'}",
-        "" if m.slurm_granted else "SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are not set",
-        f"opening {forbidden} fails with EPERM: the job's device cgroup forbids it" if forbidden else "",
-        f"{CVD} is {visible!r}" if hidden else "",
-        m.answer,
-    )
-    return Match(evidence, fixes.give_slurm(m), severity=m.no_gpu_severity, likely=not forbidden)
+    bare = m.without_nodes and not around.container
+    if around.slurm and ((forbidden and m.broken) or (not m.slurm_granted and (hidden or bare))):
+        evidence = (
+            f"this is Slurm job {m.env('SLURM_JOB_ID') or '?'}",
+            "" if m.slurm_granted else "SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are not set",
+            f"opening {forbidden} fails with EPERM: the job's device cgroup forbids it" if forbidden else "",
+            f"{CVD} is {visible!r}" if hidden else "",
+            m.answer,
+        )
+        yield "C09", Match(evidence, fixes.give_slurm(m), severity=m.no_gpu_severity, likely=not forbidden)
 
-
-@rule("D05", "surroundings", "the systemd service is not allowed to use the GPU")
-def service(m: Case) -> Match | None:
-    """A service with a private /dev without the nodes, or with nodes that its cgroup forbids."""
-    around = m.surroundings
-    if not around.service or around.container or around.slurm or not m.broken or m.no_gpu:
-        return None
     dxg = around.wsl == 2 and not m.nodes.at("/dev/dxg").exists
     private = around.private_dev and (m.nodes_absent or dxg)
-    forbidden = _forbidden(m)
-    if not (private or forbidden):
-        return None
-    why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
-    names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
-    fix = (
-        fixes.sudo(m, f"systemctl edit {around.service}"),
-        "| [Service]",
-        "| PrivateDevices=no",
-        *(f"| DeviceAllow=/dev/{name} rw" for name in names),
-        fixes.sudo(m, f"systemctl restart {around.service}"),
-    )
-    return Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
+    if around.service and m.broken and (private or forbidden) and not (around.container or around.slurm):
+        why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
+        names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
+        fix = (
+            fixes.sudo(m, f"systemctl edit {around.service}"),
+            "| [Service]",
+            "| PrivateDevices=no",
+            *(f"| DeviceAllow=/dev/{name} rw" for name in names),
+            fixes.sudo(m, f"systemctl restart {around.service}"),
+        )
+        yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
 
 
-@rule("C08", "surroundings", "Apptainer was started without --nv")
-def apptainer(m: Case) -> Match | None:
-    """An Apptainer container on a machine with a card, and no libcuda.so.1 in it."""
-    none = m.no_libcuda and not m.driver.libraries.cuda
-    if m.surroundings.container not in _APPTAINER or not none or not m.broken or not m.host_has_gpu:
-        return None
-    return Match((_inside(m), *_host(m), m.answer), fixes.give_gpu(m), severity=m.no_gpu_severity)
-
-
-@rule("C05", "surroundings", "the pod did not request a GPU")
-def pod(m: Case) -> Match | None:
-    """A pod without nodes on a machine with a card."""
-    if not m.surroundings.kubernetes or not _without_nodes(m) or not m.host_has_gpu:
-        return None
-    evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host(m))
-    return Match(evidence, fixes.give_gpu(m), severity=m.no_gpu_severity)
-
-
-@rule("C04", "surroundings", "NVIDIA_VISIBLE_DEVICES hides the GPUs from the container")
-def hidden_by_variable(m: Case) -> Match | None:
-    """A container without a card's node whose NVIDIA_VISIBLE_DEVICES is empty, void or none."""
-    visible, around = m.env("NVIDIA_VISIBLE_DEVICES"), m.surroundings
-    value = "all" if visible is None else visible.strip().lower()
-    if not around.container or around.kubernetes or value not in ("", "void", "none"):
-        return None
-    if not m.broken or not m.host_has_gpu or m.card_nodes or not m.nodes.found:
-        return None
-    origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
-    where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
-    fix = ("Start the container with another value, or without the variable:", *fixes.give_gpu(m), where)
-    evidence = (_inside(m), f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
-    return Match((*evidence, *_host(m)), fix, severity=m.no_gpu_severity, likely=value == "void")
-
-
-@rule("C03", "surroundings", "the container has the GPU but not the compute libraries")
-def no_compute(m: Case) -> Match | None:
-    """Nodes or NVML are there, libcuda.so.1 is not, and the variable names neither compute nor all."""
-    value = m.env("NVIDIA_DRIVER_CAPABILITIES")
-    named = {each.strip().lower() for each in (value or "").split(",")}
-    none = m.no_libcuda and not m.driver.libraries.cuda
-    here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
-    if not m.surroundings.container or not value or named & {"compute", "all"} or not none or not here:
-        return None
-    if not m.broken:
-        return None
-    fix = ("Start the container with -e NVIDIA_DRIVER_CAPABILITIES=compute,utility.", *fixes.give_gpu(m))
-    return Match((_inside(m), f"NVIDIA_DRIVER_CAPABILITIES is {value!r}", m.answer, m.nvml_answer), fix)
-
-
-def _versions(m: Case) -> Lines:
-    """Evidence that a library does not have the host driver's version; empty if it has, or if CUDA works."""
-    lib = m.mismatched
-    if lib is None or not m.surroundings.container or not m.broken or lib.via.startswith("LD_"):
-        return ()
-    which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {m.kernel.version}"
-    return (_inside(m), which, m.answer, m.nvml_answer)
-
-
-@rule("C10", "surroundings", "the container's driver libraries do not match the host's driver")
-def lxc_version(m: Case) -> Match | None:
-    """A system container, and a library of another release than the kernel driver."""
-    evidence, version = _versions(m), m.kernel.version
-    if m.surroundings.container not in _SYSTEM_CONTAINERS or not evidence:
-        return None
-    fix = (
-        f"Inside the container, install the libraries of the host's version, {version}, without the kernel module:",
-        fixes.sudo(m, f"sh NVIDIA-Linux-{m.platform.machine}-{version}.run --no-kernel-module"),
-        "Download it from https://www.nvidia.com/drivers; repeat this after each driver update on the host.",
-    )
-    return Match(evidence, fix)
-
-
-@rule("C07", "surroundings", "the container has the libraries of another host driver version")
-def other_host_version(m: Case) -> Match | None:
-    """A container with libraries of another release; on a host, a note that its CDI file names another one."""
-    around, version = m.surroundings, m.kernel.version
+@rules(
+    "surroundings",
+    C08="Apptainer was started without --nv",
+    C05="the pod did not request a GPU",
+    C04="NVIDIA_VISIBLE_DEVICES hides the GPUs from the container",
+    C03="the container has the GPU but not the compute libraries",
+    C10="the container's driver libraries do not match the host's driver",
+    C07="the container has the libraries of another host driver version",
+    C01="the container was started without a GPU",
+)
+def container(m: Case) -> Found:
+    """A container on a machine with a card that was started without it, or with the wrong libraries."""
+    around, kernel, give = m.surroundings, m.kernel, fixes.give_gpu(m)
+    kind, severity = around.container, m.no_gpu_severity
+    shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
+    inside = f"the process runs in a container ({kind}){shown}"
+    loaded = f"the host's kernel driver {kernel.version} is loaded".replace("  ", " ")
+    host = (*m.card_lines, loaded if kernel.loaded else "")
+    missing = m.no_libcuda and not m.driver.libraries.cuda
+    visible, capabilities = m.env("NVIDIA_VISIBLE_DEVICES"), m.env("NVIDIA_DRIVER_CAPABILITIES")
     regenerate = fixes.on_host(m, "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")
-    if not around.container and around.cdi and version and version not in around.cdi:
-        evidence: Lines = (f"CDI files name driver {', '.join(around.cdi)}", f"the loaded kernel driver is {version}")
+
+    # on a host, a note that its CDI file names another release
+    if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
+        evidence: Lines = (
+            f"CDI files name driver {', '.join(around.cdi)}",
+            f"the loaded kernel driver is {kernel.version}",
+        )
         title = "containers will get the libraries of another driver version"
-        return Match(evidence, regenerate, title, "note")
-    evidence = _versions(m)
-    if not evidence or around.container in (*_SYSTEM_CONTAINERS, *_APPTAINER):
-        return None
-    again = "Then recreate the container."
-    copy = "If that does not help, libcuda was copied into the image: remove it there and rebuild the image."
-    return Match(evidence, (*regenerate, again, copy))
+        yield "C07", Match(evidence, regenerate, title, "note")
+    if not m.broken:
+        return
+
+    without: set[str] = set()  # the rules that say how it was started without a GPU
+    if kind in _APPTAINER and missing and m.host_has_gpu:
+        without.add("C08")
+        yield "C08", Match((inside, *host, m.answer), give, severity=severity)
+    if around.kubernetes and m.without_nodes and m.host_has_gpu:
+        without.add("C05")
+        yield "C05", Match(("this is a Kubernetes pod", "there is no /dev/nvidia*", *host), give, severity=severity)
+    if not kind:
+        return
+
+    value = "all" if visible is None else visible.strip().lower()
+    nodeless = m.nodes.found and not m.card_nodes
+    if value in ("", "void", "none") and m.host_has_gpu and nodeless and not around.kubernetes:
+        without.add("C04")
+        origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
+        where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
+        fix: Lines = ("Start the container with another value, or without the variable:", *give, where)
+        evidence = (inside, f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
+        yield "C04", Match((*evidence, *host), fix, severity=severity, likely=value == "void")
+
+    named = {each.strip().lower() for each in (capabilities or "").split(",")}
+    here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
+    if capabilities and not named & {"compute", "all"} and missing and here:
+        evidence = (inside, f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}", m.answer, m.nvml_answer)
+        yield "C03", Match(evidence, ("Start the container with -e NVIDIA_DRIVER_CAPABILITIES=compute,utility.", *give))
+
+    lib = m.mismatched  # a library that does not have the version of the host's driver
+    if lib is not None and not lib.via.startswith("LD_"):
+        version = kernel.version
+        which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {version}"
+        evidence = (inside, which, m.answer, m.nvml_answer)
+        if kind in _SYSTEM_CONTAINERS:
+            install = f"install the libraries of the host's version, {version}, without the kernel module:"
+            fix = (
+                f"Inside the container, {install}",
+                fixes.sudo(m, f"sh NVIDIA-Linux-{m.platform.machine}-{version}.run --no-kernel-module"),
+                "Download it from https://www.nvidia.com/drivers; repeat this after each driver update on the host.",
+            )
+            yield "C10", Match(evidence, fix)
+        elif kind not in _APPTAINER:
+            copy = "If that does not help, libcuda was copied into the image: remove it there and rebuild the image."
+            yield "C07", Match(evidence, (*regenerate, "Then recreate the container.", copy))
+
+    if without or m.fires("C11", "C09"):
+        return
+    jetson = bool(m.hardware.tegra) and m.no_libcuda
+    if around.wsl == 2 and not m.hardware.dxg:  # a note, since the card cannot be seen
+        yield "C01", Match((inside, "there is no /dev/dxg"), give, severity="note", likely=True)
+    elif jetson or (m.without_nodes and m.host_has_gpu):
+        others = "there is no card node, and the other nodes cannot be opened"
+        nodes = "there is no /dev/nvidia*" if m.nodes_absent else others
+        said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
+        yield "C01", Match((inside, nodes, said, *host), give, severity=severity, likely=jetson)
 
 
-@rule("C01", "surroundings", "the container was started without a GPU")
-def no_devices(m: Case) -> Match | None:
-    """A container without nodes on a machine with a card; under WSL, where the card cannot be seen, a note."""
-    around = m.surroundings
-    if not around.container or m.fires("C11", "C09", "C08", "C05", "C04"):
-        return None
-    if around.wsl == 2 and not m.hardware.dxg and m.broken:
-        return Match((_inside(m), "there is no /dev/dxg"), fixes.give_gpu(m), severity="note", likely=True)
-    jetson = bool(m.hardware.tegra) and m.no_libcuda and m.broken
-    if not jetson and not (_without_nodes(m) and m.host_has_gpu):
-        return None
-    nodes = (
-        "there is no /dev/nvidia*" if m.nodes_absent else "there is no card node, and the other nodes cannot be opened"
-    )
-    visible = m.env("NVIDIA_VISIBLE_DEVICES")
-    said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
-    return Match((_inside(m), nodes, said, *_host(m)), fixes.give_gpu(m), severity=m.no_gpu_severity, likely=jetson)
-
-
-@rule("C02", "surroundings", "containers on this host cannot use the GPU")
-def no_toolkit(m: Case) -> Match | None:
+@rules("surroundings", C02="containers on this host cannot use the GPU")
+def no_toolkit(m: Case) -> Found:
     """A host with a card and Docker, without the toolkit or with Docker as a snap: a note."""
-    around = m.surroundings
+    around, snap = m.surroundings, m.surroundings.docker == "snap"
     if around.container or around.wsl or not around.docker or not m.host_has_gpu:
-        return None
-    snap = around.docker == "snap"
-    if not snap and around.container_toolkit is not False:
-        return None
-    evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
-    fix = (
-        "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
-        *fixes.system_package(m, **dict.fromkeys(("apt", "dnf", "zypper", "pacman"), "nvidia-container-toolkit")),
-        fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
-        fixes.sudo(m, "systemctl restart docker"),
-    )
-    return Match((evidence,), fix, severity="note")
+        return
+    if snap or around.container_toolkit is False:
+        evidence = "Docker is installed as a snap" if snap else "Docker is installed, nvidia-ctk is not"
+        fix = (
+            "To give containers a GPU, install it from NVIDIA's repository (docs.nvidia.com/datacenter/cloud-native):",
+            *fixes.system_package(m, **dict.fromkeys(("apt", "dnf", "zypper", "pacman"), "nvidia-container-toolkit")),
+            fixes.sudo(m, "nvidia-ctk runtime configure --runtime=docker"),
+            fixes.sudo(m, "systemctl restart docker"),
+        )
+        yield "C02", Match((evidence,), fix, severity="note")
 
 
 page_only("C06", "surroundings", "Podman does not find the CDI device")
 
 
-@rule("N02", "surroundings", "the image's torch was chosen while no GPU was visible", likely=True)
-def cpu_image(m: Case) -> Match | None:
+@rules("surroundings", N02="the image's torch was chosen while no GPU was visible", likely=("N02",))
+def cpu_image(m: Case) -> Found:
     """A CPU build that uv or conda chose, in a container where CUDA works: a note beside the CPU build itself."""
     first = m.torch.first
     if not m.surroundings.container or first is None or not first.cpu_only or not m.driver.cuda.works:
-        return None
-    if first.installer not in ("uv", "conda") and not first.conda_build:
-        return None
-    evidence = (f"torch {first.version} was installed by {first.installer or 'conda'}", "CUDA works in this container")
-    fix = ("Name the CUDA build in the Dockerfile: what is installed inside a running container is lost with it.",)
-    return Match(evidence, fix, severity="note")
+        return
+    if first.installer in ("uv", "conda") or first.conda_build:
+        chosen = f"torch {first.version} was installed by {first.installer or 'conda'}"
+        fix = ("Name the CUDA build in the Dockerfile: what is installed inside a running container is lost with it.",)
+        yield "N02", Match((chosen, "CUDA works in this container"), fix, severity="note")
 
 
 # -- the device nodes under /dev through which a process reaches the driver
@@ -296,16 +248,14 @@ def _mode_allows(m: Case, node: Node) -> bool:
 
 @rules(
     "nodes",
-    {
-        "D02": "a device node points to the wrong device",
-        "D04": "the container is not allowed to open the device nodes",
-        "D06": "SELinux denies access to the device nodes",
-        "D03": "no permission to open the device nodes",
-        "D01": "a device node of the driver is missing",
-    },
+    D02="a device node points to the wrong device",
+    D04="the container is not allowed to open the device nodes",
+    D06="SELinux denies access to the device nodes",
+    D03="no permission to open the device nodes",
+    D01="a device node of the driver is missing",
     likely=("D06",),
 )
-def faulty_node(m: Case) -> Iterator[tuple[str, Match]]:
+def faulty_node(m: Case) -> Found:
     """What is wrong with the node that prevents the driver from starting."""
     node = _faulty_node(m)
     if node is None:
@@ -392,16 +342,15 @@ def _let_in(m: Case, node: Node) -> Lines:
     return (*now, "Permanently:", *fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
 
 
-@rule("R01", "nodes", "the AMD compute device cannot be opened")
-def kfd(m: Case) -> Match | None:
+@rules("nodes", R01="the AMD compute device cannot be opened")
+def kfd(m: Case) -> Found:
     """A ROCm build, an AMD card, and a node that cannot be opened."""
     first, node = m.torch.first, m.nodes.at("/dev/kfd")
     amd = any(card.vendor == AMD for card in m.hardware.pci or ())
     if first is None or not first.hip or not amd or m.torch_run.available:
-        return None
-    usable = any(other.kind == "rocm" and other.usable for other in m.accelerators)
-    if not node.error or not m.nodes.found or (usable and node.error == "ENOENT"):
-        return None
+        return
+    if not node.error or not m.nodes.found or (m.usable("rocm") and node.error == "ENOENT"):
+        return
     fix: Lines = (fixes.sudo(m, "usermod -aG render,video $USER"), "Then log in again.")
     if m.surroundings.container:
         fix = (
@@ -411,7 +360,7 @@ def kfd(m: Case) -> Match | None:
         )
     elif node.error == "ENOENT":
         fix = ("The kernel driver has no compute device: update the kernel, or install amdgpu-dkms.",)
-    return Match((f"/dev/kfd: {node.error}", quoted(m.complaint("HIP"))), fix)
+    yield "R01", Match((f"/dev/kfd: {node.error}", quoted(m.complaint("HIP"))), fix)
 
 
 # -- environment variables that hide a GPU from a process, or change how CUDA works in it
@@ -452,14 +401,12 @@ def _read(m: Case) -> tuple[Visible | None, Lines, Lines]:
 
 @rules(
     "variables",
-    {
-        "E03": f"{CVD} names a GPU twice",
-        "E01": f"{CVD} hides every GPU",
-        "E02": f"{CVD} names a GPU that does not exist",
-        "E04": f"{CVD} names a UUID that does not exist",
-    },
+    E03=f"{CVD} names a GPU twice",
+    E01=f"{CVD} hides every GPU",
+    E02=f"{CVD} names a GPU that does not exist",
+    E04=f"{CVD} names a UUID that does not exist",
 )
-def hidden_gpus(m: Case) -> Iterator[tuple[str, Match]]:
+def hidden_gpus(m: Case) -> Found:
     """An error if the variable leaves no GPU visible; otherwise what it hides."""
     seen, gpus, mig = _read(m)
     if seen is None or (seen.error and m.works):
@@ -470,9 +417,8 @@ def hidden_gpus(m: Case) -> Iterator[tuple[str, Match]]:
     answer = m.answer if seen.error and m.driver.cuda.answer.state != "unasked" else ""
     found = ""
     if tried := next((tried.cuda for tried in m.driver.experiments if tried.change == (CVD,)), None):
-        plural = "" if tried.count == 1 else "s"
-        found = f"without {CVD} the driver "
-        found += f"finds {tried.count} GPU{plural}" if tried.works else "does not work either"
+        finds = f"finds {plural(tried.count, 'GPU')}" if tried.works else "does not work either"
+        found = f"without {CVD} the driver {finds}"
     evidence = (f"{CVD} is {value!r}", why, answer, found)
     if seen.error:
         yield code, Match(evidence, _correct(m))
@@ -492,96 +438,75 @@ def _correct(m: Case) -> Lines:
     return (*fixes.unset(m, CVD), "Or set it to indices starting at 0, as nvidia-smi -L lists them.")
 
 
-@rule("E13", "variables", "torch counts no GPU although CUDA has one")
-def miscounted(m: Case) -> Match | None:
-    """torch computes on a GPU, and its own count of them is 0."""
-    run, value = m.torch_run, m.env(CVD)
-    if value is None or run.count != 0 or not run.cuda_works:
-        return None
-    evidence = (f"{CVD} is {value!r}", "torch.cuda.device_count() is 0, and a kernel ran on the GPU")
-    return Match(evidence, _correct(m), severity="warning")
-
-
-@rule("E07", "variables", "a file sets CUDA_VISIBLE_DEVICES", likely=True)
-def from_file(m: Case) -> Match | None:
-    """A note, where the value is wrong and a file was found that sets it."""
-    places = m.variables.origins.get(CVD, ())
-    if not places or m.works or _read(m)[0] is None:
-        return None
-    return Match(tuple(f"{CVD} is set in {place}" for place in places), ("Remove it there.",), severity="note")
+@rules(
+    "variables",
+    E13="torch counts no GPU although CUDA has one",
+    E07="a file sets CUDA_VISIBLE_DEVICES",
+    likely=("E07",),
+)
+def visible_list(m: Case) -> Found:
+    """Where a bad list of visible GPUs comes from, and a list that only torch misreads."""
+    run, value, places = m.torch_run, m.env(CVD), m.variables.origins.get(CVD, ())
+    if value is not None and run.count == 0 and run.cuda_works:
+        evidence = (f"{CVD} is {value!r}", "torch.cuda.device_count() is 0, and a kernel ran on the GPU")
+        yield "E13", Match(evidence, _correct(m), severity="warning")
+    if places and not m.works and _read(m)[0]:
+        lines = tuple(f"{CVD} is set in {place}" for place in places)
+        yield "E07", Match(lines, ("Remove it there.",), severity="note")
 
 
 page_only("E06", "variables", "CUDA_VISIBLE_DEVICES is set too late")
 page_only("E08", "variables", "a program asks for a GPU index that does not exist")
 
 
-@rule("E12", "variables", "CUDA_DEVICE_ORDER has an invalid value")
-def bad_order(m: Case) -> Match | None:
-    """The value is neither of the two, and the driver did not start with it."""
-    value = m.env(_ORDER)
-    if value in (None, "FASTEST_FIRST", "PCI_BUS_ID") or m.works or not m.has_nvidia:
-        return None
-    return Match((f"{_ORDER} is {value!r}", m.answer), fixes.set_variable(m, _ORDER, "PCI_BUS_ID"))
+@rules(
+    "variables",
+    E12="CUDA_DEVICE_ORDER has an invalid value",
+    A04="a variable forces or forbids PTX compilation",
+    E09="a variable hides the AMD GPUs",
+    E10="is_available() asks NVML instead of CUDA",
+    E05="CUDA numbers the GPUs in a different order than nvidia-smi",
+    E11="CUDA cannot write its cache of compiled kernels",
+)
+def other_variables(m: Case) -> Found:
+    """A variable that was seen to do harm; a note where it does not, or not yet."""
+    first, run = m.torch.first, m.torch_run
+    order, by_bus = m.env(_ORDER), fixes.set_variable(m, _ORDER, "PCI_BUS_ID")
+    if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.works:
+        yield "E12", Match((f"{_ORDER} is {order!r}", m.answer), by_bus)
 
+    switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
+    jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
+    if jit and m.has_nvidia:
+        told = m.complaint(r"no kernel image is available|PTX JIT compil")
+        # whether none of torch's own kernels can run on any of the cards
+        codes = tuple(m.torch_libraries.cubins or ())
+        usable = [code for code in codes if code.startswith("compute_") == ("FORCE" in jit)]
+        must_fail = bool(codes and m.cards) and not any(covers(usable, card.capability) for card in m.cards)
+        severity: Severity = "error" if told or (m.torch_not_run and must_fail) else "note"
+        yield "A04", Match((f"{jit} is {m.env(jit)!r}", quoted(told)), fixes.unset(m, jit), severity=severity)
 
-@rule("A04", "variables", "a variable forces or forbids PTX compilation")
-def jit_switch(m: Case) -> Match | None:
-    """It is set, and torch failed because of it or must fail; a note if it did no harm."""
-    names = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
-    name = next((name for name in names if (m.env(name) or "0").strip() not in ("", "0")), "")
-    if not name or not m.has_nvidia:
-        return None
-    told = m.complaint(r"no kernel image is available|PTX JIT compil")
-    # whether none of torch's own kernels can run on any of the cards
-    codes = tuple(m.torch_libraries.cubins or ())
-    usable = [code for code in codes if code.startswith("compute_") == ("FORCE" in name)]
-    must_fail = bool(codes and m.cards) and not any(covers(usable, card.capability) for card in m.cards)
-    severity: Severity = "error" if told or (m.torch_not_run and must_fail) else "note"
-    return Match((f"{name} is {m.env(name)!r}", quoted(told)), fixes.unset(m, name), severity=severity)
+    gpus = m.usable("rocm")
+    if first and first.hip and gpus and run.available is False:
+        for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", CVD):
+            value = m.env(name)
+            if value is not None and visible_devices(value, ("",) * len(gpus)).error:
+                yield "E09", Match((f"{name} is {value!r}", f"there are {len(gpus)} AMD GPUs"), fixes.unset(m, name))
+                break
 
+    check = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    if m.env(check) == "1" and run.available and (not m.works or m.failed("init")):
+        evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, and CUDA does not work")
+        yield "E10", Match(evidence, fixes.unset(m, check), severity="note")
 
-@rule("E09", "variables", "a variable hides the AMD GPUs")
-def hides_amd(m: Case) -> Match | None:
-    """A ROCm build saw no GPU although there is one, and a variable that filters them is set."""
-    first = m.torch.first
-    gpus = [other for other in m.accelerators if other.kind == "rocm" and other.usable]
-    if first is None or not first.hip or not gpus or m.torch_run.available is not False:
-        return None
-    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", CVD):
-        value = m.env(name)
-        if value is not None and visible_devices(value, ("",) * len(gpus)).error:
-            return Match((f"{name} is {value!r}", f"there are {len(gpus)} AMD GPUs"), fixes.unset(m, name))
-    return None
-
-
-@rule("E10", "variables", "is_available() asks NVML instead of CUDA")
-def nvml_check(m: Case) -> Match | None:
-    """A note, where CUDA does not work and the variable makes it seem to."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    dead = not m.works or m.failed("init")
-    if m.env(name) != "1" or not dead or not m.torch_run.available:
-        return None
-    evidence = (f"{name} is '1'", "torch.cuda.is_available() is True, and CUDA does not work")
-    return Match(evidence, fixes.unset(m, name), severity="note")
-
-
-@rule("E05", "variables", "CUDA numbers the GPUs in a different order than nvidia-smi")
-def other_order(m: Case) -> Match | None:
-    """A note, where the two orders were seen to differ."""
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]
-    known = {gpu.uuid for gpu in cuda}
+    known = [gpu.uuid for gpu in cuda]
     nvml = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in known]
-    same = [gpu.uuid for gpu in cuda] == [gpu.uuid for gpu in nvml]
-    if len(cuda) < 2 or len(nvml) != len(cuda) or same or m.env(CVD) or m.env(_ORDER):
-        return None
-    evidence = (f"CUDA's device 0 is {cuda[0].name}, nvidia-smi's is {nvml[0].name}",)
-    return Match(evidence, fixes.set_variable(m, _ORDER, "PCI_BUS_ID"), severity="note")
+    differ = len(cuda) == len(nvml) > 1 and known != [gpu.uuid for gpu in nvml]
+    if differ and not m.env(CVD) and not order:
+        names = f"CUDA's device 0 is {cuda[0].name}, nvidia-smi's is {nvml[0].name}"
+        yield "E05", Match((names,), by_bus, severity="note")
 
-
-@rule("E11", "variables", "CUDA cannot write its cache of compiled kernels")
-def no_cache(m: Case) -> Match | None:
-    """A note."""
-    problem = m.variables.cache_problem
-    if not problem or not m.works:
-        return None
-    return Match((problem,), fixes.set_variable(m, "CUDA_CACHE_PATH", "/tmp/cuda-cache"), severity="note")  # noqa: S108
+    if m.variables.cache_problem and m.works:
+        fix = fixes.set_variable(m, "CUDA_CACHE_PATH", "/tmp/cuda-cache")  # noqa: S108
+        yield "E11", Match((m.variables.cache_problem,), fix, severity="note")

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transload.diagnose import fixes
-from transload.diagnose.case import Card, Case, Lines, Match, is_nvidia_library, page_only, quoted, rule, rules
+from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, page_only, quoted, rules
 from transload.diagnose.tables import (
     INDEX,
     TEGRA,
@@ -18,12 +18,11 @@ from transload.diagnose.tables import (
     numbers_of,
     toolkit_driver,
 )
+from transload.render.words import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transload.diagnose.tables import System
-    from transload.machine import Extension, NvmlGpu
+    from transload.machine import Extension
 
 _TOO_OLD = re.compile(r"NVIDIA driver on your system is too old \(found version (\d+)\)")
 _NO_KERNEL = r"no kernel image is available"
@@ -44,82 +43,71 @@ def _enough(driver: int, wheel: tuple[int, int]) -> bool:
     return driver >= wheel[0] * 1000 + wheel[1] * 10
 
 
-def _system(m: Case) -> System:
-    """Whose driver it is: under WSL it is the Windows driver."""
-    return "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
+@rules(
+    "fit",
+    V05="another library replaces the driver's libcuda.so.1",
+    V01="the driver is too old for this torch",
+    V02="the driver cannot compile this PTX",
+    V03="the driver lacks a function that torch calls",
+    likely=("V05",),
+)
+def driver_for_build(m: Case) -> Found:
+    """The driver against the CUDA version that torch was built with."""
+    wheel, driver, torch_cuda = m.built_with, m.driver_cuda, m.torch_cuda
+    # under WSL it is the Windows driver
+    system: System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
+    floor, shipped = driver_floor(torch_cuda, system), toolkit_driver(torch_cuda, system)
+    complaint = m.complaint(_TOO_OLD.pattern)
+    told = _TOO_OLD.search(complaint)
+
+    if told and wheel and _enough(int(told[1]), wheel) and not m.computes:  # it is new enough
+        loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
+        preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
+        evidence: Lines = (
+            f"torch calls a driver for CUDA {cuda_text(int(told[1]))} too old, but was built with CUDA {torch_cuda}",
+            *(f"libcuda.so.1 is {path}" for path in loaded if path),
+            f"preloaded: {preload}" if preload else "",
+        )
+        remove = ("Remove the library that is loaded instead of NVIDIA's libcuda.so.1.",)
+        yield "V05", Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else remove)
+
+    if driver and wheel and not _enough(driver, wheel) and not m.torch_run.cuda_works:
+        version = m.driver.nvml.driver or m.kernel.version
+        needs = f", which needs driver {floor} or newer" if floor else ""
+        evidence = (
+            f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {cuda_text(driver)}",
+            f"torch {m.torch_version} was built with CUDA {torch_cuda}{needs}",
+            quoted(complaint),
+        )
+        fix = fixes.wheel(m)
+        # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
+        if floor and not fixes.wheel_choice(m).needs_driver and not _misfits(m):
+            to_floor = fixes.install_driver(m, at_least=branch_of(floor))
+            either = "Either install a torch that works with this driver:"
+            fix = (either, *fix, f"Or update the driver to {floor} or newer:", *to_floor)
+        yield "V01", Match(evidence, fix)
+
+    if (told_ptx := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
+        known = f"the driver supports CUDA up to {cuda_text(driver)}, torch was built with {torch_cuda}"
+        evidence = (quoted(told_ptx), known if driver and torch_cuda else "")
+        update = f"Update the driver{f' to {shipped} or newer' if shipped else ''}:"
+        fix = (update, *fixes.install_driver(m, at_least=branch_of(shipped)))
+        yield "V02", Match(evidence, fix, likely=not told_ptx)
+
+    if (lacks := m.complaint(r"API call is not supported in the installed CUDA driver")) and m.failed():
+        yield "V03", Match((quoted(lacks),), fixes.install_driver(m, at_least=branch_of(shipped)))
 
 
-@rule("V05", "fit", "another library replaces the driver's libcuda.so.1", likely=True)
-def stand_in(m: Case) -> Match | None:
-    """torch calls a driver too old although it is new enough."""
-    told, wheel = _TOO_OLD.search(m.complaint(_TOO_OLD.pattern)), m.built_with
-    if told is None or wheel is None or not _enough(int(told[1]), wheel) or m.computes:
-        return None
-    loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
-    preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
-    evidence = (
-        f"torch calls a driver for CUDA {cuda_text(int(told[1]))} too old, but was built with CUDA {m.torch_cuda}",
-        *(f"libcuda.so.1 is {path}" for path in loaded if path),
-        f"preloaded: {preload}" if preload else "",
-    )
-    remove = ("Remove the library that is loaded instead of NVIDIA's libcuda.so.1.",)
-    return Match(evidence, fixes.unset(m, "LD_PRELOAD") if preload else remove)
-
-
-@rule("V01", "fit", "the driver is too old for this torch")
-def too_old(m: Case) -> Match | None:
-    """The driver supports only an older major version than torch was built with, and torch was not seen to work."""
-    wheel = m.built_with
-    if not m.driver_cuda or wheel is None or _enough(m.driver_cuda, wheel) or m.torch_run.cuda_works:
-        return None
-    floor = driver_floor(m.torch_cuda, _system(m))
-    version = m.driver.nvml.driver or m.kernel.version
-    needs = f", which needs driver {floor} or newer" if floor else ""
-    evidence = (
-        f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {cuda_text(m.driver_cuda)}",
-        f"torch {m.torch_version} was built with CUDA {m.torch_cuda}{needs}",
-        quoted(m.complaint(_TOO_OLD.pattern)),
-    )
-    install = fixes.wheel(m)
-    # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
-    if not floor or fixes.wheel_choice(m).needs_driver or _misfits(m):
-        return Match(evidence, install)
-    update = (f"Or update the driver to {floor} or newer:", *fixes.install_driver(m, at_least=branch_of(floor)))
-    return Match(evidence, ("Either install a torch that works with this driver:", *install, *update))
-
-
-@rule("V02", "fit", "the driver cannot compile this PTX")
-def newer_ptx(m: Case) -> Match | None:
-    """torch failed in this way; or it was not run, has only PTX for the card, and the driver is older."""
-    told, cuda, (codes, proven) = m.complaint(r"unsupported toolchain"), m.built_with, _codes(m)
-    if not told:
-        if not m.torch_not_run or cuda is None or not proven:
-            return None
-        if not 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10:
-            return None
-        compiled = [code for code in codes if code.startswith("sm_")]
-        if any(covers(compiled, card.capability, cuda) for card in m.cards):
-            return None
-        if not any(covers(codes, card.capability, cuda) for card in m.cards):
-            return None
-    driver, torch = m.driver_cuda, m.torch_cuda
-    wanted = toolkit_driver(torch, _system(m))
-    known = (
-        f"the driver supports CUDA up to {cuda_text(driver)}, torch was built with {torch}" if driver and torch else ""
-    )
-    update = f"Update the driver{f' to {wanted} or newer' if wanted else ''}:"
-    fix = (update, *fixes.install_driver(m, at_least=branch_of(wanted)))
-    return Match((quoted(told), known), fix, likely=not told)
-
-
-@rule("V03", "fit", "the driver lacks a function that torch calls")
-def missing_call(m: Case) -> Match | None:
-    """torch failed in this way."""
-    told = m.complaint(r"API call is not supported in the installed CUDA driver")
-    if not told or not m.failed():
-        return None
-    wanted = toolkit_driver(m.torch_cuda, _system(m))
-    return Match((quoted(told),), fixes.install_driver(m, at_least=branch_of(wanted)))
+def _only_newer_ptx(m: Case) -> bool:
+    """Whether torch was not run, has only PTX for the cards, and the driver is older than the PTX."""
+    cuda, (codes, proven) = m.built_with, _codes(m)
+    if not m.torch_not_run or cuda is None or not proven:
+        return False
+    if not 0 < m.driver_cuda < cuda[0] * 1000 + cuda[1] * 10:
+        return False
+    compiled = [code for code in codes if code.startswith("sm_")]
+    cards = [card.capability for card in m.cards]
+    return any(covers(codes, card, cuda) for card in cards) and not any(covers(compiled, card, cuda) for card in cards)
 
 
 page_only("V04", "fit", "the driver no longer supports this Kepler card")
@@ -156,45 +144,36 @@ def _numbers(code: str) -> tuple[int, int]:
 
 @rules(
     "fit",
-    {
-        "A05": "this torch has no code for the GPU of a Jetson",
-        "A01": "the card is too new for this torch",
-        "A02": "the card is too old for this torch",
-    },
+    A05="this torch has no code for the GPU of a Jetson",
+    A01="the card is too new for this torch",
+    A02="the card is too old for this torch",
+    R02="this torch has no code for the AMD card",
 )
-def no_code_for_card(m: Case) -> Iterator[tuple[str, Match]]:
+def no_code_for_card(m: Case) -> Found:
     """Cards without code: an error, but a warning if torch works on another card. In between is too old as well."""
     bad, (codes, proven) = _misfits(m), _codes(m)
-    if not bad:
-        return
-    spared = m.torch_run.cuda_works or (len(bad) < len(m.cards) and not m.complaint(_NO_KERNEL))
-    listed = " ".join(sorted(set(codes), key=_numbers))
-    source = "has code for" if proven else "should have code for"
-    evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", quoted(m.complaint(_NO_CODE)))
-    jetson = m.hardware.tegra or any(card.capability in TEGRA for card in bad)
-    newer = any(card.capability > max(map(_numbers, codes)) for card in bad)
-    sure = proven and all(card.sure for card in bad)
-    fix = fixes.jetson_torch(m) if jetson else fixes.wheel(m)
-    code = "A05" if jetson else "A01" if newer else "A02"
-    yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
+    if bad:
+        spared = m.torch_run.cuda_works or (len(bad) < len(m.cards) and not m.complaint(_NO_KERNEL))
+        listed = " ".join(sorted(set(codes), key=_numbers))
+        source = "has code for" if proven else "should have code for"
+        evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", quoted(m.complaint(_NO_CODE)))
+        jetson = m.hardware.tegra or any(card.capability in TEGRA for card in bad)
+        newer = any(card.capability > max(map(_numbers, codes)) for card in bad)
+        sure = proven and all(card.sure for card in bad)
+        fix = fixes.jetson_torch(m) if jetson else fixes.wheel(m)
+        code = "A05" if jetson else "A01" if newer else "A02"
+        yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
 
-
-@rule("R02", "fit", "this torch has no code for the AMD card")
-def other_gfx(m: Case) -> Match | None:
-    """The chip is not in the list, nothing overrides its name, and torch was not seen to compute."""
-    codes = m.torch_libraries.architectures or m.torch_run.architectures
-    known = {code.partition(":")[0] for code in codes if code.startswith("gfx")}
-    found = [other for other in m.accelerators if other.kind == "rocm" and other.detail.startswith("gfx")]
-    chips = [other.detail for other in found if other.usable]
-    override = m.env("HSA_OVERRIDE_GFX_VERSION")
-    if not known or not chips or override or set(chips) & known or m.torch_run.cuda_works:
-        return None
-    near = {"gfx103": "10.3.0", "gfx110": "11.0.0"}.get(chips[0][:6], "")
-    fix: Lines = ("Install a build of torch that supports this chip, or use the CPU.",)
-    if near:
-        set_near = fixes.set_variable(m, "HSA_OVERRIDE_GFX_VERSION", near)
-        fix = ("Treat it as the closest supported chip:", *set_near)
-    return Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
+    told = m.torch_libraries.architectures or m.torch_run.architectures
+    known = {code.partition(":")[0] for code in told if code.startswith("gfx")}
+    chips = [other.detail for other in m.usable("rocm") if other.detail.startswith("gfx")]
+    override = "HSA_OVERRIDE_GFX_VERSION"
+    if known and chips and not m.env(override) and not set(chips) & known and not m.torch_run.cuda_works:
+        near = {"gfx103": "10.3.0", "gfx110": "11.0.0"}.get(chips[0][:6], "")
+        fix = ("Install a build of torch that supports this chip, or use the CPU.",)
+        if near:
+            fix = ("Treat it as the closest supported chip:", *fixes.set_variable(m, override, near))
+        yield "R02", Match((f"the card is {chips[0]}", f"torch has code for {' '.join(sorted(known))}"), fix)
 
 
 # -- other packages: torch works without them, so these are warnings
@@ -212,21 +191,19 @@ def _named(extension: Extension) -> str:
     return f"{extension.package} {extension.version}".rstrip()
 
 
-def _examined(m: Case) -> list[Extension]:
-    """The packages whose examined library is one that this torch would load.
+@rules(
+    "extensions",
+    P05="torchvision or torchaudio is built for another torch",
+    P06="a package was compiled against another torch",
+    A03="a package has no code for this card",
+)
+def other_packages(m: Case) -> Found:
+    """Packages that were built for another torch, another CUDA or other cards."""
+    release, _, build = m.torch_version.partition("+")
+    cuda = m.built_with
 
-    bitsandbytes has a library for each CUDA version, and loads the one of torch's.
-    """
-    found = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
-    ours = m.torch_cuda.replace(".", "")
-    return [each for each, of in found if each.package != "bitsandbytes" or not of or of["cuda"] == ours]
-
-
-@rule("P05", "extensions", "torchvision or torchaudio is built for another torch")
-def companions(m: Case) -> Match | None:
-    """The pinned release differs, or one is a CPU build and torch is not."""
+    # the pinned release differs, or one is a CPU build and torch is not
     trio = [each for each in m.extensions if each.package in _TRIO]
-    release = m.torch_version.partition("+")[0]
     lines = []
     for each in trio:
         pin = _PIN.search(each.wants_torch)
@@ -238,67 +215,57 @@ def companions(m: Case) -> Match | None:
             lines.append(f"{_named(each)} needs torch {pin['version']}, and {release} is installed")
         elif each.local == "cpu" and m.torch_cuda and each.package == "torchvision":
             lines.append(f"{_named(each)} is a build without CUDA, and torch has CUDA {m.torch_cuda}")
-    if not lines:
-        return None
-    return Match(tuple(lines), _with_torch(m, {each.package for each in trio}), severity="warning")
 
+    def with_torch(packages: set[str]) -> Lines:
+        """Reinstall companions of torch, from the index of torch's own build."""
+        index = f"{INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
+        names = sorted(packages)
+        return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
-def _with_torch(m: Case, packages: set[str]) -> Lines:
-    """Reinstall companions of torch, from the index of torch's own build."""
-    release, _, build = m.torch_version.partition("+")
-    index = f"{INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
-    names = sorted(packages)
-    return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
+    if lines:
+        yield "P05", Match(tuple(lines), with_torch({each.package for each in trio}), severity="warning")
 
-
-@rule("P06", "extensions", "a package was compiled against another torch")
-def other_torch(m: Case) -> Match | None:
-    """Symbols of torch, or libraries, that a package needs do not exist."""
-    lines: list[str] = []
-    packages = set()
-    for each in _examined(m):
+    # symbols of torch, or libraries, that a package needs do not exist
+    libraries = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
+    # bitsandbytes has a library for each CUDA version, and loads the one of torch's
+    ours = m.torch_cuda.replace(".", "")
+    examined = [each for each, of in libraries if each.package != "bitsandbytes" or not of or of["cuda"] == ours]
+    lines, packages = [], set()
+    for each in examined:
         name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
         what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
         what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
         lines += what
         packages |= {each.package} if what else set()
-    if not packages:
-        return None
-    companions = packages & {*_TRIO}  # they have no source distribution
-    others = sorted(packages - companions)
-    fix = _with_torch(m, companions) if companions else ()
-    if others:
-        release = m.torch_version.partition("+")[0]
-        cuda = f" and CUDA {m.torch_cuda}" if m.torch_cuda else ""
-        wheels = f"Install wheels of {', '.join(others)} built for torch {release}{cuda}; or compile with that toolkit:"
-        fix = (*fix, wheels, *fixes.install(m, *_COMPILE, *others, force=True))
-    return Match(tuple(lines[:8]), fix, severity="warning")
+    if packages:
+        companions = packages & {*_TRIO}  # they have no source distribution
+        others = sorted(packages - companions)
+        fix = with_torch(companions) if companions else ()
+        if others:
+            fits = f"built for torch {release}{f' and CUDA {m.torch_cuda}' if m.torch_cuda else ''}"
+            wheels = f"Install wheels of {', '.join(others)} {fits}; or compile with that toolkit:"
+            fix = (*fix, wheels, *fixes.install(m, *_COMPILE, *others, force=True))
+        yield "P06", Match(tuple(lines[:8]), fix, severity="warning")
 
-
-@rule("A03", "extensions", "a package has no code for this card")
-def no_code(m: Case) -> Match | None:
-    """None of a package's architectures runs on any card of this process."""
-    found, cuda = [card for card in m.cards if card.sure], m.built_with
-    if not found or cuda is None:
-        return None
+    # none of a package's architectures runs on any card of this process
+    cards = [card for card in m.cards if card.sure]
     poor = [
         each
-        for each in _examined(m)
-        if each.architectures and not any(covers(each.architectures, card.capability, cuda) for card in found)
+        for each in examined
+        if each.architectures and not any(covers(each.architectures, card.capability, cuda) for card in cards)
     ]
-    if not poor:
-        return None
-    lines = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
-    names = sorted({each.package for each in poor})
-    wanted = ";".join(sorted({f"{a}.{b}" for a, b in (card.capability for card in m.cards)}))
-    fix = (
-        "Try the newest release:",
-        *fixes.install(m, "--no-deps", "--upgrade", *names, force=True),
-        "Or compile it for this card, with a CUDA toolkit of torch's version installed:",
-        *fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", wanted),
-        *fixes.install(m, *_COMPILE, *names, force=True),
-    )
-    return Match((*lines, *map(str, found)), fix, severity="warning")
+    if cards and cuda and poor:
+        has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
+        names = sorted({each.package for each in poor})
+        levels = ";".join(sorted({"{}.{}".format(*card.capability) for card in m.cards}))
+        fix = (
+            "Try the newest release:",
+            *fixes.install(m, "--no-deps", "--upgrade", *names, force=True),
+            "Or compile it for this card, with a CUDA toolkit of torch's version installed:",
+            *fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", levels),
+            *fixes.install(m, *_COMPILE, *names, force=True),
+        )
+        yield "A03", Match((*has, *map(str, cards)), fix, severity="warning")
 
 
 # -- what goes wrong although the driver and the build are right
@@ -318,92 +285,74 @@ _STEPS = {
 }
 
 
-def _gpus(m: Case) -> tuple[NvmlGpu, ...]:
-    """The cards of this process, as NVML sees them; all of them if CUDA did not say which."""
+@rules(
+    "run",
+    S06="the virtual GPU has no licence",
+    S05="the card's compute mode excludes this process",
+    X06="the GPU's memory is full",
+    X05="a kernel crashes on the GPU",
+    X07="two versions of a CUDA library are loaded in one process",
+)
+def not_allowed_to_work(m: Case) -> Found:
+    """What keeps our own small operations from the card."""
+    # the cards of this process, as NVML sees them; all of them if CUDA did not say which
     given = {gpu.uuid for gpu in m.driver.cuda.gpus if gpu.uuid}
-    known = tuple(gpu for gpu in m.driver.nvml.gpus if gpu.uuid in given)
-    return known or m.driver.nvml.gpus
+    gpus = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in given] or m.driver.nvml.gpus
+    step, worked = m.failed("init", *_WORK), m.failed(*_WORK)
+    error = step.error if step else ""
 
+    if found := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
+        lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in found)
+        enter = "Enter the licence server or token in /etc/nvidia/gridd.conf, then (needs root):"
+        told = m.complaint(rf"{_BUSY}|Grid license")
+        fix: Lines = (enter, fixes.sudo(m, "systemctl restart nvidia-gridd"))
+        yield "S06", Match((*lines, quoted(told)), fix, severity="error" if told else "warning")
 
-@rule("S06", "run", "the virtual GPU has no licence")
-def unlicensed(m: Case) -> Match | None:
-    """An error if torch fails; a warning if it still works."""
-    found = [gpu for gpu in _gpus(m) if gpu.licence == "unlicensed"]
-    if not found:
-        return None
-    lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in found)
-    enter = "Enter the licence server or token in /etc/nvidia/gridd.conf, then (needs root):"
-    told = m.complaint(rf"{_BUSY}|Grid license")
-    fix = (enter, fixes.sudo(m, "systemctl restart nvidia-gridd"))
-    return Match((*lines, quoted(told)), fix, severity="error" if told else "warning")
-
-
-@rule("S05", "run", "the card's compute mode excludes this process")
-def reserved(m: Case) -> Match | None:
-    """torch was refused and the mode explains it; or it was not run, and no card is usable."""
-    gpus, told = _gpus(m), m.complaint(_BUSY)
+    # torch was refused and the mode explains it; or it was not run, and no card is usable
+    told = m.complaint(_BUSY)
     closed = [gpu for gpu in gpus if gpu.compute_mode == "prohibited"]
     taken = [gpu for gpu in gpus if gpu.compute_mode.startswith("exclusive") and gpu.processes]
-    by_cuda = [gpu.name for gpu in m.driver.cuda.gpus if gpu.compute_mode == 2]
-    none_left = len(closed) + len(taken) == len(gpus) and bool(closed or taken)
-    if not (closed or taken or by_cuda) or not (told or (m.torch_not_run and none_left)):
-        return None
     mode = [f"{gpu.name} is in compute mode {gpu.compute_mode}" for gpu in (*closed, *taken)]
-    mode = mode or [f"{name} is in compute mode prohibited" for name in by_cuda]
-    users = (f"in use by {process}" for gpu in taken for process in gpu.processes)
-    wait = "Wait for the other process, or end it. Or let several share the card (needs root):" if taken else ""
-    fix = (wait, fixes.sudo(m, "nvidia-smi -c 0"))
-    return Match((quoted(told), *mode, *users), fix, likely=not told and not closed)
+    none_left = mode and len(mode) == len(gpus) and m.torch_not_run
+    mode = mode or [f"{gpu.name} is in compute mode prohibited" for gpu in m.driver.cuda.gpus if gpu.compute_mode == 2]
+    if mode and (told or none_left):
+        users = (f"in use by {process}" for gpu in taken for process in gpu.processes)
+        wait = "Wait for the other process, or end it. Or let several share the card (needs root):" if taken else ""
+        fix = (wait, fixes.sudo(m, "nvidia-smi -c 0"))
+        yield "S05", Match((quoted(told), *mode, *users), fix, likely=not told and not closed)
 
+    if "out of memory" in error.lower():  # for a small tensor; only likely if the card seems to have some
+        known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
+        if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
+            why = "CUDA reserves more address space than there is memory. Lift the limit in the shell or the job:"
+            evidence: Lines = (f"ulimit -v is {limit >> 30} GB", quoted(error))
+            title = "a limit on the address space leaves CUDA no room"
+            yield "X06", Match(evidence, (why, "$ ulimit -v unlimited"), title)
+        else:
+            free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
+            holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
+            fix = ("End the processes that hold the card's memory, or use another card:", "$ nvidia-smi")
+            full = any(gpu.free < _ENOUGH for gpu in known)
+            yield "X06", Match((quoted(error), *free, *holders[:6]), fix, likely=not full)
 
-@rule("X06", "run", "the GPU's memory is full")
-def no_memory(m: Case) -> Match | None:
-    """There was no memory for a small tensor; only likely if the card seems to have some."""
-    step = m.failed("init", *_WORK)
-    if step is None or "out of memory" not in step.error.lower():
-        return None
-    known = [gpu for gpu in _gpus(m) if gpu.free >= 0]
-    limit = m.platform.address_space
-    if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
-        why = "CUDA reserves more address space than there is memory. Lift the limit in the shell or the job:"
-        evidence = (f"ulimit -v is {limit >> 30} GB", quoted(step.error))
-        return Match(evidence, (why, "$ ulimit -v unlimited"), "a limit on the address space leaves CUDA no room")
-    free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
-    users = [f"{process} is using {gpu.name}" for gpu in _gpus(m) for process in gpu.processes]
-    fix = ("End the processes that hold the card's memory, or use another card:", "$ nvidia-smi")
-    full = any(gpu.free < _ENOUGH for gpu in known)
-    return Match((quoted(step.error), *free, *users[:6]), fix, likely=not full)
+    if step and re.search(_STICKY, error):
+        fix = (
+            "No program causes this. Look for Xid errors (needs root), then reboot or reset the card:",
+            fixes.sudo(m, "dmesg | grep -i xid"),
+            fixes.reboot(m),
+        )
+        yield "X05", Match((f"in the step {step.name}", quoted(error)), fix, "a trivial kernel crashes on the GPU")
 
-
-@rule("X05", "run", "a kernel crashes on the GPU")
-def dead_kernel(m: Case) -> Match | None:
-    """Our own small operations failed in this way."""
-    step = m.failed("init", *_WORK)
-    if step is None or not re.search(_STICKY, step.error):
-        return None
-    fix = (
-        "No program causes this. Look for Xid errors (needs root), then reboot or reset the card:",
-        fixes.sudo(m, "dmesg | grep -i xid"),
-        fixes.reboot(m),
-    )
-    return Match((f"in the step {step.name}", quoted(step.error)), fix, "a trivial kernel crashes on the GPU")
-
-
-@rule("X07", "run", "two versions of a CUDA library are loaded in one process")
-def two_versions(m: Case) -> Match | None:
-    """torch alone loaded two versions of one library; an error only if it fails."""
     by_name: dict[str, list[str]] = {}
     for path in m.torch_run.libraries:
         name = path.rpartition("/")[2]
         if is_nvidia_library(name):
             by_name.setdefault(name.partition(".so")[0], []).append(path)
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
-    if not double or m.computes:
-        return None
-    step = m.failed(*_WORK)
-    evidence = (*(f"loaded: {path}" for path in double[:6]), quoted(step.error if step else ""))
-    fix = ("Remove CUDA directories from LD_LIBRARY_PATH, and uninstall packages that bring another CUDA version.",)
-    return Match(evidence, fix, likely=True) if step else Match(evidence, fix, severity="note")
+    if double and not m.computes:  # an error only if torch fails
+        evidence = (*(f"loaded: {path}" for path in double[:6]), quoted(worked.error if worked else ""))
+        fix = ("Remove CUDA directories from LD_LIBRARY_PATH, and uninstall packages that bring another CUDA version.",)
+        yield "X07", Match(evidence, fix, severity="error" if worked else "note", likely=bool(worked))
 
 
 page_only("X01", "run", "CUDA is used in a forked process")
@@ -418,102 +367,87 @@ def _lines(error: str) -> Lines:
     return tuple(line.strip() for line in error.splitlines() if line.strip())[:4]
 
 
-@rule("X11", "run", "torch hangs or crashes", symptom=True)
-def no_return(m: Case) -> Match | None:
-    """The torch child hung or crashed."""
-    answer, step = m.torch_run.answer, m.failed()
-    hung = answer.state == "hung"
-    if not hung and answer.state != "crashed":
-        return None
-    title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
-    told = answer.detail or answer.state
-    lib = m.libcuda
-    if m.driver.cuda.answer.state == "crashed" and step and step.name != "import":
-        # torch is not the reason, so reinstalling it does not help
-        where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
-        evidence = (told, f"also without torch: {m.answer}", where)
-        again = "The driver's library crashes, not torch: reinstall the driver, or remove the library that replaces it."
-        drop = fixes.drop_library(m, lib.path, lib.via) if lib else ()
-        if lib and drop:
-            return Match(evidence, (f"{lib.path} crashes, not torch. Remove it:", *drop), title)
-        return Match(evidence, (again,), title)
-    slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
-    return Match((told,), slow if hung else m.reinstall, title, likely=hung)
+@rules(
+    "run",
+    X11="torch hangs or crashes",
+    X10="torch cannot be imported",
+    X09="torch sees no GPU although the driver has one",
+    X12="torch fails on the GPU",
+    X13="the machine could not be examined",
+    symptom=True,
+)
+def symptoms(m: Case) -> Found:
+    """How the torch child ended, the first step of it that failed, and what could not be asked at all."""
+    run, cuda, lib = m.torch_run, m.driver.cuda, m.libcuda
+    state, step, start = run.answer.state, m.failed(), m.failed("init")
 
+    if state in ("hung", "crashed"):
+        hung, told = state == "hung", run.answer.detail or state
+        title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
+        if cuda.answer.state == "crashed" and step and step.name != "import":
+            # torch is not the reason, so reinstalling it does not help
+            where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
+            again = "reinstall the driver, or remove the library that replaces it."
+            fix: Lines = (f"The driver's library crashes, not torch: {again}",)
+            if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
+                fix = (f"{lib.path} crashes, not torch. Remove it:", *drop)
+            yield "X11", Match((told, f"also without torch: {m.answer}", where), fix, title)
+        else:
+            slow = ("Give it more time, in case it is only slow:", "$ transload doctor --timeout 120")
+            yield "X11", Match((told,), slow if hung else m.reinstall, title, likely=hung)
+    elif m.import_error:
+        module = _MODULE.search(m.import_error)
+        name = module["name"].partition(".")[0] if module else "torch"
+        fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
+        yield "X10", Match(_lines(m.import_error), fix)
 
-@rule("X10", "run", "torch cannot be imported", symptom=True)
-def no_import(m: Case) -> Match | None:
-    """The import raised."""
-    if not m.import_error or m.torch_run.answer.state in ("hung", "crashed"):
-        return None
-    module = _MODULE.search(m.import_error)
-    name = module["name"].partition(".")[0] if module else "torch"
-    fix = m.reinstall if name == "torch" else fixes.install(m, name.replace("_", "-"))
-    return Match(_lines(m.import_error), fix)
-
-
-@rule("X09", "run", "torch sees no GPU although the driver has one", symptom=True)
-def unseen(m: Case) -> Match | None:
-    """The driver works, torch has CUDA, and is_available() is False or its start failed."""
-    run, cuda, step = m.torch_run, m.driver.cuda, m.failed("init")
-    error = step.error if step else ""
-    if not (m.imported and (run.available is False or step) and cuda.works and m.torch_cuda):
-        usable = any(other.kind == "rocm" and other.usable for other in m.accelerators)
-        if not (usable and run.hip and run.available is False):
-            return None
+    error = start.error if start else ""
+    if m.imported and (run.available is False or start) and cuda.works and m.torch_cuda:
+        other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
+        names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
+        without = "Try without the variables that change the loader's search path:"
+        python = m.python.executable or "python"
+        evidence: Lines = (
+            f"the driver starts and finds {plural(cuda.count, 'GPU')}",
+            quoted(error if start else m.complaint(r"CUDA")),
+            *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
+        )
+        compare = f"$ LD_DEBUG=libs {python} -c 'import torch; torch.cuda.init()' 2>&1 | grep libcuda"
+        yield "X09", Match(evidence, (*((without, *fixes.unset(m, *names)) if names else ()), compare))
+    elif run.hip and run.available is False and m.usable("rocm"):
         title = "torch sees no GPU although ROCm has one"
-        return Match(("/dev/kfd has a GPU", quoted(error)), ("$ rocminfo",), title)
-    other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
-    names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
-    without = "Try without the variables that change the loader's search path:"
-    unset = (without, *fixes.unset(m, *names)) if names else ()
-    python = m.python.executable or "python"
-    evidence = (
-        f"the driver starts and finds {cuda.count} GPU{'' if cuda.count == 1 else 's'}",
-        quoted(error if step else m.complaint(r"CUDA")),
-        *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
-    )
-    compare = f"$ LD_DEBUG=libs {python} -c 'import torch; torch.cuda.init()' 2>&1 | grep libcuda"
-    return Match(evidence, (*unset, compare))
+        yield "X09", Match(("/dev/kfd has a GPU", quoted(error)), ("$ rocminfo",), title)
 
+    work = m.failed(*_STEPS)  # after the import, on a machine whose driver works, or on the CPU
+    if work and state not in ("hung", "crashed"):
+        fix, title = m.reinstall, _STEPS[work.name]
+        if work.name in _WORK and "the result is" in work.error:
+            fix = ("A card that computes wrong results is broken: test its memory, or replace it.",)
+            title = "the GPU computes wrong results"
+        yield "X12", Match(_lines(work.error), fix, title)
 
-@rule("X12", "run", "torch fails on the GPU", symptom=True)
-def fails_at_work(m: Case) -> Match | None:
-    """A step after the import failed, on a machine whose driver works, or on the CPU."""
-    step = m.failed(*_STEPS)
-    if step is None or m.torch_run.answer.state in ("hung", "crashed"):
-        return None
-    if step.name in _WORK and "the result is" in step.error:
-        fix = ("A card that computes wrong results is broken: test its memory, or replace it.",)
-        return Match(_lines(step.error), fix, "the GPU computes wrong results")
-    return Match(_lines(step.error), m.reinstall, _STEPS[step.name])
-
-
-@rule("X13", "run", "the machine could not be examined", symptom=True)
-def unexamined(m: Case) -> Match | None:
-    """A child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning."""
-    not_asked = m.driver.cuda.answer.detail or m.problems.get("cuda", "")
-    not_run = m.torch_run.answer.detail or m.problems.get("torch run", "")
+    # a child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning
+    not_asked = cuda.answer.detail or m.problems.get("cuda", "")
+    not_run = run.answer.detail or m.problems.get("torch run", "")
     driver = m.driver_unasked and m.hardware.present and not m.works
     torch = m.torch_not_run and bool(not_run) and not m.python.problem
-    if not (driver or torch):
-        return None
-    evidence = (
-        f"the CUDA driver was not asked: {not_asked}" if driver else "",
-        f"torch was not run: {not_run}" if torch else "",
-    )
-    said = " ".join(evidence).lower()
-    fix: Lines = ("Repair what is described above, and run it again.",)
-    if "permission" in said or "not permitted" in said:
-        fix = ("Run it as a user who may execute that interpreter.",)
-    elif any(word in said for word in ("temporarily unavailable", "memory", "thread")):
-        fix = (
-            "No more processes can be started. Check the limits, and end processes that are not needed:",
-            "$ ulimit -u",
-            "$ cat /sys/fs/cgroup/pids.max",
+    if driver or torch:
+        evidence = (
+            f"the CUDA driver was not asked: {not_asked}" if driver else "",
+            f"torch was not run: {not_run}" if torch else "",
         )
-    title = "" if driver else "torch could not be run, so whether it works is unknown"
-    return Match(evidence, fix, title, "error" if driver else "warning")
+        said = " ".join(evidence).lower()
+        fix = ("Repair what is described above, and run it again.",)
+        if "permission" in said or "not permitted" in said:
+            fix = ("Run it as a user who may execute that interpreter.",)
+        elif any(word in said for word in ("temporarily unavailable", "memory", "thread")):
+            fix = (
+                "No more processes can be started. Check the limits, and end processes that are not needed:",
+                "$ ulimit -u",
+                "$ cat /sys/fs/cgroup/pids.max",
+            )
+        title = "" if driver else "torch could not be run, so whether it works is unknown"
+        yield "X13", Match(evidence, fix, title, "error" if driver else "warning")
 
 
 page_only("N03", "run", "a program says that torch cannot use the GPU")
