@@ -296,22 +296,8 @@ def chain(machine: Machine) -> dict[str, Seen]:
     """
     # the layers between the card and torch matter only where there is a GPU
     gpu = machine.hardware.present or machine.driver.cuda.works or machine.driver.nvml.count > 0
-    found = _torch_links(machine, gpu=gpu)
-    if around := _surroundings(machine):
-        found["surroundings"] = "ok", around
-    if gpu:
-        found |= {"hardware": ("ok", cards(machine)), **_driver_links(machine)}
-    elif isinstance(machine.hardware.pci, Unknown):
-        found["hardware"] = "unknown", printable(machine.hardware.pci.reason)
-    else:
-        others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
-        found["hardware"] = "idle", f"no NVIDIA GPU; {others}" if others else "no NVIDIA GPU"
-    return {layer: found[layer] for layer in ORDER if layer in found}
-
-
-def _surroundings(machine: Machine) -> str:
-    around = machine.surroundings
-    words = (
+    around, pci = machine.surroundings, machine.hardware.pci
+    places = (
         f"{around.container} container" if around.container not in ("", "container") else around.container,
         "Kubernetes" if around.kubernetes else "",
         "Slurm job" if around.slurm else "",
@@ -320,59 +306,69 @@ def _surroundings(machine: Machine) -> str:
         around.notebook,
         around.sandbox,
     )
-    return printable(", ".join(filter(None, words)))
+    found = _torch_links(machine, gpu=gpu)
+    if any(places):
+        found["surroundings"] = "ok", printable(", ".join(filter(None, places)))
+    others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
+    found["hardware"] = _first(
+        (gpu, "ok", cards(machine)),
+        (isinstance(pci, Unknown), "unknown", _reason(pci)),
+        (others, "idle", f"no NVIDIA GPU; {others}"),
+        (True, "idle", "no NVIDIA GPU"),
+    )
+    found |= _driver_links(machine) if gpu else {}
+    return {layer: found[layer] for layer in ORDER if layer in found}
+
+
+def _first(*options: tuple[object, State, str]) -> Seen:
+    """The state and the words of the first option that holds."""
+    return next((state, words) for holds, state, words in options if holds)
+
+
+def _reason(fact: object) -> str:
+    """Why a fact is not known."""
+    return printable(fact.reason) if isinstance(fact, Unknown) else ""
 
 
 def _driver_links(machine: Machine) -> dict[str, Seen]:
     """The kernel driver, its nodes and its libraries, of a machine with a GPU."""
     kernel, libraries, cuda = machine.kernel, machine.driver.libraries, machine.driver.cuda
-    windows = machine.surroundings.wsl or machine.hardware.dxg
-    found: dict[str, Seen] = {}
-
+    windows, taken = machine.surroundings.wsl or machine.hardware.dxg, libraries.libcuda
     foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
-    if kernel.loaded:
-        found["kernel"] = "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")
-    elif windows:
-        found["kernel"] = "ok", "provided by Windows"
-    elif cuda.works:
-        found["kernel"] = "ok", "not visible from here, but works"
-    elif isinstance(kernel.loaded, Unknown):
-        found["kernel"] = "unknown", printable(kernel.loaded.reason)
-    else:
-        found["kernel"] = "broken", printable(f"not loaded{f'; {foreign[0]} is' if foreign else ''}")
-
     start = "/dev/dxg" if windows else "/dev/nvidia"
     nodes = [n for n in machine.nodes.found if n.path.startswith(start) and "nvidia-caps" not in n.path]
     bad = [f"{node.path}: {node.error}" for node in nodes if node.error]
     good = [node.path for node in nodes if not node.error]
-    if bad and not cuda.works:
-        found["nodes"] = "broken", printable(", ".join(bad))
-    else:
-        found["nodes"] = ("ok", printable(", ".join(good))) if good else ("unknown", "not examined")
-
-    taken = libraries.libcuda
     path = printable(cuda.library or (taken.target or taken.path if taken else ""))
-    if taken is None and path:
-        found["libraries"] = "ok", path
-    elif taken is None and isinstance(libraries.cuda, Unknown):
-        found["libraries"] = "unknown", printable(libraries.cuda.reason)
-    elif taken is None:
-        found["libraries"] = "broken", "libcuda.so.1 is not found"
-    elif taken.problem:
-        found["libraries"] = "broken", f"{path}: {printable(taken.problem)}"
-    else:
-        kind = {"stub": ", a stub", "compat": ", from a compat directory"}.get(taken.kind, "")
-        found["libraries"] = "broken" if taken.kind == "stub" else "ok", f"{path}{kind}"
-
-    if cuda.works:
-        found["driver"] = "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"
-    elif not cuda.answer.answered:
-        found["driver"] = _silence(cuda.answer)
-    elif cuda.init:
-        found["driver"] = "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()
-    else:
-        found["driver"] = "broken", "starts, but has no GPU for this process"
-    return found
+    problem, kind = (printable(taken.problem), taken.kind) if taken else ("", "")
+    return {
+        "kernel": _first(
+            (kernel.loaded, "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")),
+            (windows, "ok", "provided by Windows"),
+            (cuda.works, "ok", "not visible from here, but works"),
+            (isinstance(kernel.loaded, Unknown), "unknown", _reason(kernel.loaded)),
+            (True, "broken", printable(f"not loaded{f'; {foreign[0]} is' if foreign else ''}")),
+        ),
+        "nodes": _first(
+            (bad and not cuda.works, "broken", printable(", ".join(bad))),
+            (good, "ok", printable(", ".join(good))),
+            (True, "unknown", "not examined"),
+        ),
+        "libraries": _first(
+            (problem, "broken", f"{path}: {problem}"),
+            (kind == "stub", "broken", f"{path}, a stub"),
+            (kind == "compat", "ok", f"{path}, from a compat directory"),
+            (taken or path, "ok", path),
+            (isinstance(libraries.cuda, Unknown), "unknown", _reason(libraries.cuda)),
+            (True, "broken", "libcuda.so.1 is not found"),
+        ),
+        "driver": _first(
+            (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
+            (not cuda.answer.answered, *_silence(cuda.answer)),
+            (cuda.init, "broken", f"cuInit returned {cuda.init} {cu_result(cuda.init).name}".rstrip()),
+            (True, "broken", "starts, but has no GPU for this process"),
+        ),
+    }
 
 
 def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
@@ -381,44 +377,44 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
 
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     cuda, libraries = machine.driver.cuda, machine.torch_libraries
-    found: dict[str, Seen] = {}
 
     hiding = {"PYTHONPATH"} if torch.shadow_via == "PYTHONPATH" else set()  # which hides torch
     told = DECIDING - (_SELDOM - hiding)
     shown = [printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in told]
-    found["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
-
     where = f" in {python.prefix}" if python.prefix else ""
     kind = f", {python.environment}" if python.environment else ""
-    if python.problem or not python.version:
-        found["python"] = "unknown", printable(python.problem or "not asked")
-    else:
-        found["python"] = "ok", printable(f"{python.version}{where}{kind}")
-
-    if torch.shadow:
-        found["build"] = "broken", printable(f"{torch.shadow} is imported instead")
-    elif isinstance(torch.installs, Unknown):
-        found["build"] = "unknown", printable(torch.installs.reason)
-    elif first is None:
-        found["build"] = "broken", "torch is not installed"
-    else:
+    built = ""
+    if first is not None:
         kinds = (("CUDA", first.cuda), ("ROCm", first.hip), ("XPU", first.xpu))
         built = " and ".join(f"for {kind} {version}" for kind, version in kinds if version) or "for the CPU only"
-        if not first.known:
-            built = first.problem or "its version.py cannot be read"
-        found["build"] = "ok", f"{_torch_words(first)}, {printable(built)}"
+        built = built if first.known else first.problem or "its version.py cannot be read"
+        built = f"{_torch_words(first)}, {printable(built)}"
+    unasked = python.problem or not python.version
+    found: dict[str, Seen] = {
+        "variables": ("broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"),
+        "python": _first(
+            (unasked, "unknown", printable(python.problem or "not asked")),
+            (True, "ok", printable(f"{python.version}{where}{kind}")),
+        ),
+        "build": _first(
+            (torch.shadow, "broken", printable(f"{torch.shadow} is imported instead")),
+            (isinstance(torch.installs, Unknown), "unknown", _reason(torch.installs)),
+            (built, "ok", built),
+            (True, "broken", "torch is not installed"),
+        ),
+    }
 
     if first is not None and first.cuda:
         missing = [each.name for each in libraries.needed if not each.path]
-        unread = libraries.architectures.reason if isinstance(libraries.architectures, Unknown) else ""
-        if missing:
-            found["torch-libraries"] = "broken", printable(f"not found: {', '.join(missing)}")
-        elif libraries.unresolved:
-            found["torch-libraries"] = "broken", printable(f"undefined: {libraries.unresolved[0]}")
-        elif libraries.needed:
-            found["torch-libraries"] = "ok", f"all {len(libraries.needed)} NVIDIA libraries found"
-        else:
-            found["torch-libraries"] = ("unknown", printable(unread)) if unread else ("ok", "bundled with torch")
+        unresolved = libraries.unresolved[0] if libraries.unresolved else ""
+        unread = _reason(libraries.architectures)
+        found["torch-libraries"] = _first(
+            (missing, "broken", printable(f"not found: {', '.join(missing)}")),
+            (libraries.unresolved, "broken", printable(f"undefined: {unresolved}")),
+            (libraries.needed, "ok", f"all {len(libraries.needed)} NVIDIA libraries found"),
+            (unread, "unknown", unread),
+            (True, "ok", "bundled with torch"),
+        )
         if gpu and cuda.works:
             levels = {"sm_" + "".join(map(str, level)): None for level in machine.capabilities.values()}
             fit = f"torch for CUDA {first.cuda}, driver for {cuda_text(cuda.version)}, {', '.join(levels)}"
@@ -426,43 +422,42 @@ def _torch_links(machine: Machine, *, gpu: bool) -> dict[str, Seen]:
         elif gpu:
             found["fit"] = "idle", "not checked"
 
-    failed = next((step for step in run.steps if not step.ok), None)
-    if run.answer.state == "unasked":
-        state, words = _silence(run.answer)
-        found["run"] = state, words.replace("not asked", "not run", 1)
-    elif failed is not None:
-        found["run"] = "broken", printable(f"{failed.name}: {failed.error}", _ERROR)
-    elif not run.answer.answered:
-        found["run"] = "broken", _silence(run.answer)[1]
-    elif run.cuda_works:
-        done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
-        found["run"] = "ok", f"{printable(done)} on {_devices(machine)}"
-    elif gpu:
-        found["run"] = "broken", "torch.cuda.is_available() is False"
-    else:
-        found["run"] = "ok", printable(f"works with {', '.join(run.backends)}") if run.backends else "works on the CPU"
-
-    names = [f"{each.package} {each.version}".strip() for each in machine.extensions]
-    if names:
+    failed = next((f"{step.name}: {step.error}" for step in run.steps if not step.ok), "")
+    state, silence = _silence(run.answer)
+    done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
+    found["run"] = _first(
+        (run.answer.state == "unasked", state, silence.replace("not asked", "not run", 1)),
+        (failed, "broken", printable(failed, _ERROR)),
+        (not run.answer.answered, "broken", silence),
+        (run.cuda_works, "ok", f"{printable(done)} on {_devices(machine)}"),
+        (gpu, "broken", "torch.cuda.is_available() is False"),
+        (run.backends, "ok", printable(f"works with {', '.join(run.backends)}")),
+        (True, "ok", "works on the CPU"),
+    )
+    if names := [f"{each.package} {each.version}".strip() for each in machine.extensions]:
         found["extensions"] = "ok", printable(", ".join(names), _ERROR)
     return found
 
 
+_SILENT = {
+    "unasked": "not asked",
+    "not-loadable": "its library cannot be loaded",
+    "no-symbol": "its library lacks a function",
+    "hung": "no answer in time",
+    "crashed": "it crashed",
+}
+
+
 def _silence(answer: Answer) -> Seen:
     """What it means that there is no answer: nobody asked, or nobody could, or it went wrong."""
-    if answer.state == "no-library":
+    if answer.state not in _SILENT:
         return "idle", "no library found"
-    words = {
-        "unasked": "not asked",
-        "not-loadable": "its library cannot be loaded",
-        "no-symbol": "its library lacks a function",
-        "hung": "no answer in time",
-        "crashed": "it crashed",
-    }[answer.state]
-    if not answer.detail:
-        return "idle" if answer.state == "unasked" else "broken", words
-    why = f"{words}: {printable(answer.detail, _ERROR)}"
-    return "unknown" if answer.state == "unasked" else "broken", why
+    why = f"{_SILENT[answer.state]}: {printable(answer.detail, _ERROR)}" if answer.detail else _SILENT[answer.state]
+    return _first(
+        (answer.state != "unasked", "broken", why),
+        (answer.detail, "unknown", why),
+        (True, "idle", why),
+    )
 
 
 def cards(machine: Machine) -> str:
