@@ -34,7 +34,7 @@ from transload.diagnose.tables import (
     first_branch,
     generation_of,
     index_builds,
-    parse_version,
+    numbers_of,
     releases,
 )
 from transload.machine import Machine
@@ -59,12 +59,12 @@ def floor(build: Build, capability: tuple[int, int]) -> str:
     """The oldest driver that runs the build on the card."""
     least = driver_floor(build.cuda)
     first = first_branch(capability)
-    return least if parse_version(least)[0] >= first else f"{first}.10"
+    return least if numbers_of(least)[0] >= first else f"{first}.10"
 
 
 def machine_with(build: Build, capability: tuple[int, int], driver: str) -> Machine:
     name = f"a card of {capability}"
-    announced = parse_version(cuda_of_branch(int(driver.partition(".")[0])) or build.cuda)
+    announced = numbers_of(cuda_of_branch(int(driver.partition(".")[0])) or build.cuda)
     version = announced[0] * 1000 + announced[1] * 10
     kind = generation_of(capability)
     local = f"{build.torch}+{build.build}"

@@ -12,12 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.each import each
 
 from transload.diagnose import tables
-from transload.diagnose.tables import INDEX, chips, table
-from transload.diagnose.tables.wheels import choose_wheel
+from transload.diagnose.tables import INDEX, chips, choose_wheel, table
 
 FOLDER = Path(tables.__file__).parent
 DRIVERS = table("drivers")
@@ -114,12 +112,6 @@ def test_open_modules_begin_with_turing_and_are_a_must_from_blackwell() -> None:
     assert [each.open_module for each in found if each] == ["impossible", "possible", "possible", "required"]
 
 
-@each("text", ["", "R580", "not a version"])
-def test_what_is_no_version_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a version"):
-        tables.parse_version(text)
-
-
 def test_what_the_driver_table_does_not_hold_is_empty() -> None:
     assert tables.driver_floor("9.2") == ""
     assert tables.toolkit_driver("12.7") == ""
@@ -129,7 +121,7 @@ def test_what_the_driver_table_does_not_hold_is_empty() -> None:
     assert tables.generation_of((99, 9)) is None
 
 
-@each("text", ["", "N/A", "[Not Supported]", "\x00"])
+@each("text", ["", "R580", "not a version", "N/A", "[Not Supported]", "\x00"])
 def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
     assert (tables.numbers_of(text), tables.driver_floor(text), tables.toolkit_driver(text)) == ((), "", "")
     assert (tables.branch_of(text), tables.branch_of_cuda(text)) == (0, 0)
@@ -144,7 +136,6 @@ def test_nonsense_found_on_a_machine_is_not_known(text: str) -> None:
 def test_no_device_id_is_claimed_twice() -> None:
     claimed = [device for row in table("chips")["chips"].values() for device in spelled_out(row["ids"])]
     assert len(claimed) == len(set(claimed)) == len(chips())
-    assert set(spelled_out(table("chips")["data_centre"])) <= set(claimed)
     assert not set(spelled_out(table("chips")["nvswitches"])) & set(claimed)
 
 
@@ -169,37 +160,37 @@ def test_every_chip_has_a_driver_rule_for_its_generation_and_capability() -> Non
 
 
 @each(
-    ("device", "code", "generation", "capability", "data_centre"),
+    ("device", "code", "generation", "capability"),
     [
-        (0x102D, "GK210", "Kepler", (3, 7), True),  # K80
-        (0x1023, "GK110", "Kepler", (3, 5), True),  # K40m
-        (0x1380, "GM107", "Maxwell", (5, 0), False),  # GTX 750 Ti
-        (0x17C8, "GM200", "Maxwell", (5, 2), False),  # GTX 980 Ti
-        (0x15F8, "GP100", "Pascal", (6, 0), True),  # P100
-        (0x1B80, "GP104", "Pascal", (6, 1), False),  # GTX 1080
-        (0x1DB4, "GV100", "Volta", (7, 0), True),  # V100
-        (0x1E04, "TU102", "Turing", (7, 5), False),  # RTX 2080 Ti
-        (0x1EB8, "TU104", "Turing", (7, 5), True),  # T4
-        (0x20B5, "GA100", "Ampere", (8, 0), True),  # A100
-        (0x2204, "GA102", "Ampere", (8, 6), False),  # RTX 3090
-        (0x2684, "AD102", "Ada", (8, 9), False),  # RTX 4090
-        (0x27B8, "AD104", "Ada", (8, 9), True),  # L4
-        (0x2330, "GH100", "Hopper", (9, 0), True),  # H100
-        (0x2335, "GH100", "Hopper", (9, 0), True),  # H200
-        (0x2901, "GB100", "Blackwell", (10, 0), True),  # B200
-        (0x3182, "GB110", "Blackwell", (10, 3), True),  # B300
-        (0x2B00, "GB10B", "Blackwell", (11, 0), False),  # Jetson Thor
-        (0x2B85, "GB202", "Blackwell", (12, 0), False),  # RTX 5090
-        (0x2E12, "GB20B", "Blackwell", (12, 1), False),  # GB10
+        (0x102D, "GK210", "Kepler", (3, 7)),  # K80
+        (0x1023, "GK110", "Kepler", (3, 5)),  # K40m
+        (0x1380, "GM107", "Maxwell", (5, 0)),  # GTX 750 Ti
+        (0x17C8, "GM200", "Maxwell", (5, 2)),  # GTX 980 Ti
+        (0x15F8, "GP100", "Pascal", (6, 0)),  # P100
+        (0x1B80, "GP104", "Pascal", (6, 1)),  # GTX 1080
+        (0x1DB4, "GV100", "Volta", (7, 0)),  # V100
+        (0x1E04, "TU102", "Turing", (7, 5)),  # RTX 2080 Ti
+        (0x1EB8, "TU104", "Turing", (7, 5)),  # T4
+        (0x20B5, "GA100", "Ampere", (8, 0)),  # A100
+        (0x2204, "GA102", "Ampere", (8, 6)),  # RTX 3090
+        (0x2684, "AD102", "Ada", (8, 9)),  # RTX 4090
+        (0x27B8, "AD104", "Ada", (8, 9)),  # L4
+        (0x2330, "GH100", "Hopper", (9, 0)),  # H100
+        (0x2335, "GH100", "Hopper", (9, 0)),  # H200
+        (0x2901, "GB100", "Blackwell", (10, 0)),  # B200
+        (0x3182, "GB110", "Blackwell", (10, 3)),  # B300
+        (0x2B00, "GB10B", "Blackwell", (11, 0)),  # Jetson Thor
+        (0x2B85, "GB202", "Blackwell", (12, 0)),  # RTX 5090
+        (0x2E12, "GB20B", "Blackwell", (12, 1)),  # GB10
     ],
 )
-def test_known_cards(device: int, code: str, generation: str, capability: tuple[int, int], data_centre: bool) -> None:
-    assert tables.chip_of(device) == tables.Chip(code, generation, capability, data_centre=data_centre)
+def test_known_cards(device: int, code: str, generation: str, capability: tuple[int, int]) -> None:
+    assert tables.chip_of(device) == tables.Chip(code, generation, capability)
 
 
 def test_a_gap_is_filled_only_between_neighbours_that_agree() -> None:
     inside = tables.chip_of(0x2332)  # between two H100
-    assert inside == tables.Chip("GH100", "Hopper", (9, 0), inferred=True, data_centre=True)
+    assert inside == tables.Chip("GH100", "Hopper", (9, 0), inferred=True)
     assert tables.chip_of(0x2780) == tables.Chip("AD103 or AD104", "Ada", (8, 9), inferred=True)
     unsure = tables.chip_of(0x2E01)  # between 12.0 and 12.1
     assert unsure is not None
@@ -329,8 +320,7 @@ DECIDING |= {*range(800, 811), 999}
     ],
 )
 def test_cuda_results(code: int, name: str, text: str) -> None:
-    found = tables.cu_result(code)
-    assert (found.code, found.name, found.text) == (code, name, text)
+    assert tables.cu_result(code) == (name, text)
 
 
 # ── torch builds ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -452,7 +442,7 @@ def test_the_newest_torch_that_fits_card_and_driver_is_chosen(card: tuple[int, i
         assert (newest, choice.build) in fitting
         default = tables.default_build(newest, platform)
         assert default is not None
-        assert (choice.index == "") == ((newest, default.build) in fitting)
+        assert (choice.index_url == "") == ((newest, default.build) in fitting)
 
 
 @each("release", tables.releases())
@@ -486,7 +476,7 @@ def test_the_driver_asked_for_is_the_least_that_helps_and_helps() -> None:
 
 def test_an_old_card_with_a_new_driver_does_not_get_a_build_without_code_for_it() -> None:
     choice = choose(driver="580.65.06", capabilities=[(6, 1)])  # GTX 1080
-    assert (choice.torch_version, choice.index, choice.how_sure) == ("2.15.0", f"{INDEX}/cu126", "seen")
+    assert (choice.torch_version, choice.index_url, choice.how_sure) == ("2.15.0", f"{INDEX}/cu126", "seen")
     assert "no code for capability 6.1" in choice.reason
 
 
@@ -513,7 +503,7 @@ def test_a_new_card_with_an_old_driver_is_told_to_update_the_driver() -> None:
 )
 def test_the_table_of_cards(driver: str, card: tuple[int, int], torch: str, build: str, pypi: bool) -> None:
     choice = choose(driver=driver, capabilities=[card])
-    assert (choice.torch_version, choice.build, choice.index == "") == (torch, build, pypi)
+    assert (choice.torch_version, choice.build, choice.index_url == "") == (torch, build, pypi)
     assert choice.needs_driver == ""
 
 
@@ -554,7 +544,7 @@ def test_a_driver_that_named_the_card_is_believed() -> None:
 
 def test_windows_gets_cuda_from_the_index_only() -> None:
     choice = choose(driver="581.29", capabilities=[(8, 9)], platform="windows")
-    assert (choice.torch_version, choice.index) == ("2.15.0", f"{INDEX}/cu130")
+    assert (choice.torch_version, choice.index_url) == ("2.15.0", f"{INDEX}/cu130")
     assert "PyPI has no CUDA" in choice.reason
     choice = choose(driver="581.29", capabilities=[(6, 1)], platform="windows")  # 581 is a driver of branch 580
     assert (choice.build, choice.needs_driver) == ("cu126", "")
@@ -562,8 +552,8 @@ def test_windows_gets_cuda_from_the_index_only() -> None:
 
 def test_arm_takes_the_index_before_2_11_and_pypi_after() -> None:
     arm = partial(choose, driver="580.65.06", capabilities=[(9, 0)], platform="linux-aarch64")
-    assert arm(torch="2.10.0").index == f"{INDEX}/cu128"
-    assert arm(torch="2.11.0").index == ""
+    assert arm(torch="2.10.0").index_url == f"{INDEX}/cu128"
+    assert arm(torch="2.11.0").index_url == ""
     assert arm(torch="2.4.1").reason == "There is no CUDA build of torch 2.4.1 for linux-aarch64."
 
 
@@ -587,7 +577,7 @@ def test_the_python_limits_the_release(python: tuple[int, int], torch: str) -> N
 def test_where_there_is_no_wheel_the_reason_names_what_stands_in_the_way(facts: dict[str, Any], reason: str) -> None:
     known: dict[str, Any] = {"driver": "580.65.06", "capabilities": [(8, 6)]}
     choice = choose(**known | facts)
-    assert (choice.torch_version, choice.build, choice.index) == ("", "", "")
+    assert (choice.torch_version, choice.build, choice.index_url) == ("", "", "")
     assert reason in choice.reason
 
 

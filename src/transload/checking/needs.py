@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from transload.diagnose.tables import cuda_text, parse_version, runs_on
+from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def _against(checkpoint: Checkpoint, origin: dict[str, str], machine: Machine) -
     recorded = re.match(r"\d{1,2}\.\d", origin.get("cuda", ""))
     cuda = recorded[0] if recorded else f"{build[1]}.{build[2]}" if build else ""
     driver = machine.driver.cuda.version
-    if not cuda or not driver or parse_version(cuda)[0] <= driver // 1000:
+    if not cuda or not driver or numbers_of(cuda)[0] <= driver // 1000:
         return ""
     return f"it was made with CUDA {cuda}, while this driver stops at {cuda_text(driver)}"
 

@@ -11,12 +11,11 @@ from posixpath import normpath
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
-from transload.diagnose.tables import INDEX, chip_of, default_build, first_branch, generation, releases
+from transload.diagnose.tables import INDEX, chip_of, choose_wheel, default_build, first_branch, generation, releases
 
 if TYPE_CHECKING:
-    from transload.diagnose.tables import Generation
+    from transload.diagnose.tables import Generation, WheelChoice
     from transload.diagnose.tables import Platform as WheelPlatform
-    from transload.diagnose.tables.wheels import WheelChoice
     from transload.machine import Machine
 
 Lines = tuple[str, ...]
@@ -435,8 +434,6 @@ _HOLDS = {
 
 def wheel_choice(machine: Machine, torch: str | None = None) -> WheelChoice:
     """The torch build that fits the driver, the cards, the Python and the platform of this machine."""
-    from transload.diagnose.tables.wheels import choose_wheel
-
     told = set(machine.capabilities.values())
     capabilities = told
     if not told:
@@ -504,20 +501,20 @@ def _torch_commands(machine: Machine, choice: WheelChoice, cuda: str, *, again: 
             return _conda(machine, f'"pytorch={choice.torch_version}"', *beside, force=True)
         return _conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *beside)
     wanted = (f"torch=={choice.torch_version}", *beside)
-    if tool == "poetry" and choice.index:
+    if tool == "poetry" and choice.index_url:
         source = f"pytorch-{choice.build}"
         return (
-            f"$ poetry source add --priority=explicit {source} {choice.index}",
+            f"$ poetry source add --priority=explicit {source} {choice.index_url}",
             f"$ poetry add --source {source} {' '.join(wanted)}",
         )
     if project == "uv":
-        source = f" --index pytorch-{choice.build}={choice.index}" if choice.index else ""
+        source = f" --index pytorch-{choice.build}={choice.index_url}" if choice.index_url else ""
         return (f"$ uv add{source} {' '.join(wanted)}",)
     # NVIDIA's packages for another CUDA put other files into the same folders; a project's tool removes them itself
     found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
     others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
     remove = uninstall(machine, "torch", *beside, *others)
-    return (*remove, *(line for line in install(machine, *wanted, index=choice.index) if line not in remove))
+    return (*remove, *(line for line in install(machine, *wanted, index=choice.index_url) if line not in remove))
 
 
 def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:

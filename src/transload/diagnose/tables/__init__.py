@@ -1,13 +1,13 @@
-"""What is known of drivers, chips, torch builds and result codes, as data with sources and dates; and what follows.
+"""What is known of drivers, chips, torch builds and result codes, and what follows: which wheel fits a machine.
 
-The data is in the JSON files here; ``wheels`` chooses a wheel by it and is imported by those who need one.
+The data is in the JSON files here, with sources and dates.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -35,27 +35,16 @@ def table(name: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def parse_version(text: str) -> Version:
-    """The numbers of a version, to compare it by; what follows them is left out. ValueError if there are none.
+def numbers_of(text: str) -> Version:
+    """The numbers of a version, to compare it by, without what follows them; empty for what is not a version.
 
-    >>> parse_version("580.65.06"), parse_version("2.13.0+cu130")
-    ((580, 65, 6), (2, 13, 0))
+    >>> numbers_of("580.65.06"), numbers_of("2.13.0+cu130"), numbers_of("N/A")
+    ((580, 65, 6), (2, 13, 0), ())
     """
     found = _VERSION.match(text.strip())
-    if found is None:
-        raise ValueError(f"not a version: {text!r}")
-    return tuple(int(part) for part in found[0].split("."))
-
-
-def numbers_of(text: str) -> Version:
-    """Like ``parse_version``, but empty if it is not a version: text found on a machine may be anything.
-
-    >>> numbers_of("12.8"), numbers_of("N/A")
-    ((12, 8), ())
-    """
     try:
-        return parse_version(text)
-    except ValueError:
+        return tuple(int(part) for part in found[0].split(".")) if found else ()
+    except ValueError:  # Python reads no number of more than 4300 digits
         return ()
 
 
@@ -73,39 +62,34 @@ def parse_capability(text: str) -> Capability:
 
 
 class Result(NamedTuple):
-    """A result code. ``name`` and ``text`` are empty for a number not in the table.
+    """The name and the text of a result code; both are empty for a number not in the table."""
 
-    ``runtime_name`` is what the CUDA runtime calls the same number (``cudaErrorNoDevice``); NVML has none.
-    """
-
-    code: int
     name: str = ""
     text: str = ""
-    runtime_name: str = ""
 
 
 @cache
 def _results(library: str) -> dict[int, Result]:
-    return {row["code"]: Result(**row) for row in table("results")[library]}
+    rows = table("results")[library]
+    return {row["code"]: Result(row["name"] or row["runtime_name"], row["text"]) for row in rows}
 
 
 def cu_result(code: int) -> Result:
     """A code of the CUDA driver, with the words torch prints for it. Code 35 and a few others are the runtime's alone.
 
-    >>> cu_result(802).name, cu_result(802).text, cu_result(35).runtime_name
+    >>> cu_result(802).name, cu_result(802).text, cu_result(35).name
     ('CUDA_ERROR_SYSTEM_NOT_READY', 'system not yet initialized', 'cudaErrorInsufficientDriver')
     """
-    found = _results("cuda").get(code, Result(code))
-    return found if found.name else Result(code, found.runtime_name, found.text, found.runtime_name)
+    return _results("cuda").get(code, Result())
 
 
 def nvml_result(code: int) -> Result:
     """A code of NVML and what it means.
 
     >>> nvml_result(18).name, nvml_result(12345)
-    ('NVML_ERROR_LIB_RM_VERSION_MISMATCH', Result(code=12345, name='', text='', runtime_name=''))
+    ('NVML_ERROR_LIB_RM_VERSION_MISMATCH', Result(name='', text=''))
     """
-    return _results("nvml").get(code, Result(code))
+    return _results("nvml").get(code, Result())
 
 
 # -- which chip an NVIDIA PCI device id is
@@ -118,14 +102,12 @@ class Chip(NamedTuple):
     """What a device id tells: code name, generation and capability (None where not published).
 
     ``inferred`` is true of an id that no list holds but whose neighbours on both sides agree; ``code`` then names both.
-    ``data_centre`` is true of products for data centres, the only ones forward compatibility works on.
     """
 
     code: str
     generation: str
     capability: Capability | None
     inferred: bool = False
-    data_centre: bool = False
 
 
 def _ids(runs: str) -> Iterator[int]:
@@ -137,12 +119,11 @@ def _ids(runs: str) -> Iterator[int]:
 @cache
 def chips() -> dict[int, Chip]:
     """Every device id in the table, ascending."""
-    server = set(_ids(table("chips")["data_centre"]))
     found: dict[int, Chip] = {}
     for code, row in table("chips")["chips"].items():
         capability = parse_capability(row["capability"]) if row["capability"] else None
         for device in _ids(row["ids"]):
-            found[device] = Chip(code, row["generation"], capability, data_centre=device in server)
+            found[device] = Chip(code, row["generation"], capability)
     return dict(sorted(found.items()))
 
 
@@ -150,7 +131,7 @@ def chip_of(device_id: int) -> Chip | None:
     """The chip of a PCI device id of vendor 0x10de; ``None`` if it is unknown.
 
     >>> chip_of(0x2204)
-    Chip(code='GA102', generation='Ampere', capability=(8, 6), inferred=False, data_centre=False)
+    Chip(code='GA102', generation='Ampere', capability=(8, 6), inferred=False)
     >>> chip_of(0x2209).inferred, chip_of(0x22A0)
     (True, None)
     """
@@ -166,7 +147,7 @@ def chip_of(device_id: int) -> Chip | None:
         return None
     code = below.code if below.code == above.code else f"{below.code} or {above.code}"
     capability = below.capability if below.capability == above.capability else None
-    return Chip(code, below.generation, capability, inferred=True, data_centre=below.data_centre and above.data_centre)
+    return Chip(code, below.generation, capability, inferred=True)
 
 
 def is_data_centre(name: str) -> bool:
@@ -233,7 +214,7 @@ def toolkit_driver(cuda: str, system: System = "linux") -> str:
     update = numbers[2] if len(numbers) > 2 and numbers[2] < 10 else 0
     found = ""
     for row in table("drivers")["toolkits"]:
-        if parse_version(row["cuda"]) == numbers[:2] and row["update"] <= update:
+        if numbers_of(row["cuda"]) == numbers[:2] and row["update"] <= update:
             found = str(row[system])
     return found
 
@@ -260,7 +241,7 @@ def branch_of_cuda(cuda: str) -> int:
     (580, 525)
     """
     wanted = numbers_of(cuda)[:2] or (9999,)
-    return next((branch for branch, newest in _branches().items() if parse_version(newest) >= wanted), 0)
+    return next((branch for branch, newest in _branches().items() if numbers_of(newest) >= wanted), 0)
 
 
 def branch_of(driver: str) -> int:
@@ -393,7 +374,7 @@ class Build(NamedTuple):
 
     def supports_card(self, capability: Capability) -> bool:
         """Whether the build has code for a card, and a cuDNN that still runs on it."""
-        cuda = parse_version(self.cuda or "0.0")
+        cuda = numbers_of(self.cuda or "0.0")
         return covers(self.archs, capability, (cuda[0], cuda[1])) and capability >= _cudnn_floor(self.cudnn)
 
 
@@ -401,7 +382,7 @@ class Build(NamedTuple):
 def _cudnn_floor(cudnn: str) -> Capability:
     """The least capability that a cuDNN still runs on."""
     floors = table("torch_builds")["cudnn_floors"] if cudnn else ()
-    reached = (row["capability"] for row in floors if parse_version(cudnn) >= parse_version(row["cudnn"]))
+    reached = (row["capability"] for row in floors if numbers_of(cudnn) >= numbers_of(row["cudnn"]))
     return max(map(parse_capability, reached), default=(0, 0))
 
 
@@ -429,12 +410,12 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     ['cu126', 'cu130', 'cu132', 'cpu', 'xpu']
     """
     wanted, rows = numbers_of(torch_version), _rows()
-    same = (release for release in reversed(rows) if wanted and parse_version(release)[: len(wanted)] == wanted)
+    same = (release for release in reversed(rows) if wanted and numbers_of(release)[: len(wanted)] == wanted)
     release = next(same, "")
     if not release:
         return ()
     row = rows[release]
-    low, high = map(parse_version, row["python"])
+    low, high = map(numbers_of, row["python"])
     return tuple(
         Build(
             torch=release,
@@ -472,3 +453,228 @@ def build_of(torch_version: str, build: str, platform: str) -> Build | None:
     'sm_50'
     """
     return next((found for found in index_builds(torch_version, platform) if found.build == build), None)
+
+
+# -- the wheel that fits the driver, the cards, the platform and the Python of a machine, all of them at once
+
+
+class WheelChoice(NamedTuple):
+    """A wheel, or why there is none.
+
+    ``torch_version`` is empty where no wheel exists for these cards, this Python or this platform, and ``index_url``
+    for PyPI. ``needs_driver`` is empty if the present driver will do; otherwise the driver has to change first:
+    ``direction`` says if to a ``newer`` one (``needs_driver`` or later) or an ``older`` one (of that branch).
+    ``reason`` is whole sentences.
+    """
+
+    torch_version: str
+    build: str
+    index_url: str
+    reason: str
+    needs_driver: str = ""
+    direction: Literal["", "newer", "older"] = ""
+    how_sure: Sure = "guess"
+
+
+def choose_wheel(
+    *,
+    driver: str | None,
+    driver_cuda: int | None,
+    capabilities: Sequence[Capability],
+    platform: str,
+    python: tuple[int, int],
+    torch: str | None = None,
+    driver_sees_cards: bool = False,
+) -> WheelChoice:
+    """The newest torch that has code for every card, runs with the driver, and has wheels for Python and platform.
+
+    ``driver`` is its version and ``driver_cuda`` what ``cuDriverGetVersion`` returned, which wins; either may be None,
+    not known, and so is a text that is not a version. ``torch`` limits the choice to a release (``2.13.0``, or ``2.13``
+    for any of its patches). ``driver_sees_cards`` is for a driver that named the cards itself: then no table says that
+    it cannot drive them.
+
+    >>> from functools import partial
+    >>> choose = partial(choose_wheel, driver_cuda=None, platform="linux-x86_64", python=(3, 12))
+    >>> choice = choose(driver="580.65.06", capabilities=[(6, 1)])
+    >>> choice.torch_version, choice.index_url
+    ('2.15.0', 'https://download.pytorch.org/whl/cu126')
+    >>> choice = choose(driver="550.54.14", capabilities=[(12, 0)])
+    >>> choice.direction, choice.needs_driver, choice.torch_version, choice.build
+    ('newer', '570', '2.11.0', 'cu128')
+    """
+    cards = tuple(sorted(set(capabilities)))
+    known = driver if driver and numbers_of(driver) else ""
+    return _choice(_Target(known, driver_cuda or 0, cards, platform, python, driver_sees_cards), torch)
+
+
+class _Target(NamedTuple):
+    """The facts that decide: an empty ``driver`` and a ``driver_cuda`` of 0 are not known, no cards neither."""
+
+    driver: str
+    driver_cuda: int
+    cards: tuple[Capability, ...]
+    platform: str
+    python: Version
+    driver_sees_cards: bool
+
+    @property
+    def driver_known(self) -> bool:
+        """Whether anything is known of the driver."""
+        return bool(self.driver or self.driver_cuda)
+
+    @property
+    def branch(self) -> int:
+        """The driver's branch; 0 if not known."""
+        if self.driver:
+            return branch_of(self.driver)
+        return branch_of_cuda(cuda_text(self.driver_cuda)) if self.driver_cuda else 0
+
+    @property
+    def first(self) -> int:
+        """The first branch that drives all the cards."""
+        return max(map(first_branch, self.cards), default=0)
+
+    @property
+    def last(self) -> int:
+        """The last branch that drives all the cards; 0 if there is no last one."""
+        return min(filter(None, map(_last_branch, self.cards)), default=0)
+
+    @property
+    def too_new(self) -> bool:
+        """Whether the driver no longer drives one of the cards."""
+        return not self.driver_sees_cards and 0 < self.last < self.branch
+
+    def needed_by(self, build: Build) -> str:
+        """The least driver that runs a build, on whatever card."""
+        return driver_floor(build.cuda, "windows" if self.platform.startswith("windows") else "linux")
+
+    def floor(self, build: Build) -> str:
+        """The least driver that runs a build on these cards."""
+        first = 0 if self.driver_sees_cards else self.first
+        return max(self.needed_by(build), str(first), key=numbers_of)
+
+    def drives(self, build: Build) -> bool:
+        """Whether the driver runs a build on these cards; a driver that is not known is believed to."""
+        if not self.driver_known:
+            return True
+        if not self.driver_sees_cards and (self.branch < self.first or self.too_new):
+            return False
+        if self.driver_cuda:  # the runtime itself asks for no more than the driver's major version
+            return self.driver_cuda // 1000 >= numbers_of(build.cuda)[0]
+        return numbers_of(self.driver) >= numbers_of(self.needed_by(build))
+
+    def best(self, builds: Iterable[Build]) -> Build:
+        """The newest release; of its builds PyPI's, else one no newer than the driver's CUDA, else the usual one."""
+        announced = cuda_text(self.driver_cuda) if self.driver_cuda else cuda_of_branch(self.branch)
+
+        def merit(build: Build) -> tuple[Version, bool, bool, bool, Version]:
+            usual = default_build(build.torch, "linux-x86_64")
+            cuda = numbers_of(build.cuda)
+            native = not announced or cuda <= numbers_of(announced)
+            same = usual is not None and usual.build == build.build
+            return numbers_of(build.torch), build.on_pypi, native, same, cuda
+
+        return max(builds, key=merit)
+
+
+def _last_branch(card: Capability) -> int:
+    """The last branch that drives a card; 0 if there is no last one."""
+    found = generation_of(card)
+    return found.last_branch if found else 0
+
+
+@lru_cache(maxsize=64)  # the fix of one finding asks several times, and so do several findings
+def _choice(target: _Target, torch: str | None) -> WheelChoice:
+    cards, wanted = target.cards, releases()
+    if torch is not None:
+        numbers = numbers_of(torch)
+        wanted = tuple(each for each in wanted if numbers and numbers_of(each)[: len(numbers)] == numbers)
+    here = [build for release in wanted for build in index_builds(release, target.platform) if build.archs]
+    with_code = [build for build in here if all(build.supports_card(card) for card in cards)]
+    usable = [build for build in with_code if build.supports_python(target.python)]
+    # no driver runs a build that is too new for one card and too old for another
+    possible = [each for each in usable if not target.last or branch_of(target.floor(each)) <= target.last]
+    fitting = [build for build in usable if target.drives(build)]
+    if not fitting and not possible:
+        return WheelChoice("", "", "", _no_wheel(target, wanted, torch or "", here, with_code))
+    needs, change = "", ""
+    direction: Literal["", "newer", "older"] = ""
+    if fitting:
+        best = target.best(fitting)
+        more = [_why_not_pypi(target, best)]
+        if not target.driver_known:
+            more.append(f"The driver is not known: it must be {target.floor(best)} or newer.")
+        if not cards:
+            more.append("The card is not known: the wheel is chosen by the driver alone.")
+    else:
+        if target.too_new:
+            direction, needs, best = "older", str(target.last), target.best(possible)
+            dropped = tuple(card for card in cards if 0 < _last_branch(card) < target.branch)
+            change = f"Drivers after branch {needs} do not support {_names(dropped)}: install one of branch {needs}."
+        else:
+            least = min(branch_of(target.floor(build)) for build in possible)
+            best = target.best(build for build in possible if branch_of(target.floor(build)) == least)
+            direction, needs = "newer", target.floor(best)
+            cuda = f"The driver, for CUDA {cuda_text(target.driver_cuda)},"
+            present = f"Driver {target.driver}" if target.driver else cuda
+            change = f"{present} is too old for {_names(cards)}: install {needs} or newer."
+        more = []
+        # a newer torch, or PyPI's, that only another driver would run
+        newest = target._replace(driver="", driver_cuda=0).best(possible)
+        floor = target.floor(newest)
+        if newest != best and numbers_of(floor) > numbers_of(target.floor(best)):
+            more.append(f"torch {newest.torch} {newest.build} runs with driver {floor} or newer.")
+        if set(cards) & TEGRA:
+            more.append("On a Jetson board the driver comes with JetPack, for which NVIDIA has wheels of its own.")
+    code = f"has code for {_names(cards)} and " if cards else ""
+    runs = f"torch {best.torch} {best.build} {code}needs driver {target.floor(best)} or newer."
+    index = "" if best.on_pypi else f"{INDEX}/{best.build}"
+    certain = target.driver_known and cards and not set(cards) & TEGRA
+    reason = " ".join(filter(None, (change, runs, *more)))
+    return WheelChoice(best.torch, best.build, index, reason, needs, direction, best.sure if certain else "guess")
+
+
+def _no_wheel(target: _Target, wanted: Sequence[str], torch: str, here: list[Build], with_code: list[Build]) -> str:
+    """Which side has to give way."""
+    platform, names = target.platform, _names(target.cards)
+    if not wanted:
+        return f"torch {torch} is not in the table, which goes from {releases()[0]} to {releases()[-1]}."
+    if not here and platform.startswith("macos"):
+        return "There is no CUDA on macOS: torch uses the GPU there as the device mps."
+    if not here:
+        known = "" if platform in PLATFORMS else f"; wheels are for {', '.join(PLATFORMS)}"
+        return f"There is no CUDA build of {f'torch {torch}' if torch else 'torch'} for {platform}{known}."
+    if not with_code:
+        since = f"of torch {torch}" if torch else f"of torch since {releases()[0]}"
+        if len(target.cards) > 1:
+            hint = "Show torch one kind of card with CUDA_VISIBLE_DEVICES, with an environment for each kind."
+            return f"No build {since} has code for all of {names}. {hint}"
+        board = " NVIDIA has wheels of its own for Jetson boards." if set(target.cards) & TEGRA else ""
+        return f"No build {since} has code for {names}.{board}"
+    if not any(build.supports_python(target.python) for build in with_code):
+        newest = target.best(with_code)
+        has = f"torch {newest.torch} has them for Python {_dotted(newest.python[0])} to {_dotted(newest.python[1])}."
+        return f"No torch with code for {names} has wheels for Python {_dotted(target.python)}. {has}"
+    return f"No driver supports all of {names} and a torch with code for them."
+
+
+def _why_not_pypi(target: _Target, chosen: Build) -> str:
+    default = default_build(chosen.torch, target.platform)
+    if chosen.on_pypi or default is None:
+        return ""
+    if not default.archs:
+        return "The wheel on PyPI has no CUDA on this platform."
+    missing = tuple(card for card in target.cards if not default.supports_card(card))
+    if missing:
+        return f"The wheel on PyPI, {default.build}, has no code for {_names(missing)}."
+    return f"The wheel on PyPI, {default.build}, needs driver {target.floor(default)} or newer."
+
+
+def _names(cards: Sequence[Capability]) -> str:
+    """``capability 6.1 and 12.0``."""
+    texts = [_dotted(card) for card in cards]
+    return f"capability {' and '.join(filter(None, (', '.join(texts[:-1]), texts[-1])))}" if texts else "this card"
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))
