@@ -96,9 +96,8 @@ def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
     """Unload a module of the driver and load it again, on the machine itself."""
     loaded = machine.kernel.modules
     first = [name for name in _MODULES.get(module, module).split() if name in (*loaded, module) or not loaded]
-    persisted = module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons
     commands: Lines = (f"modprobe -r {' '.join(first)}", f"modprobe {module}")
-    if persisted:
+    if module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons:
         commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
     return _outside(machine, *commands)
 
@@ -114,6 +113,17 @@ def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
 # -- variables of this shell, and where they come from
 
 
+_CSH = ("unsetenv {name}", "setenv {name} {quoted}")
+_POWERSHELL = ("Remove-Item Env:{name}", '$env:{name} = "{value}"')
+_SHELLS = {"fish": ("set -e {name}", "set -gx {name} {quoted}"), "csh": _CSH, "tcsh": _CSH}
+"""How a shell removes a variable, and sets one, where it is not as in bash."""
+
+
+def _shell(machine: Machine) -> tuple[str, str] | None:
+    default = _POWERSHELL if machine.platform.system == "Windows" else None
+    return _SHELLS.get(machine.platform.shell, default)
+
+
 def unset(machine: Machine, *names: str) -> Lines:
     """Remove variables from this shell, and from where they come from.
 
@@ -121,28 +131,15 @@ def unset(machine: Machine, *names: str) -> Lines:
     >>> unset(Machine(platform=Platform(shell="fish")), "CUDA_VISIBLE_DEVICES")[0]
     '$ set -e CUDA_VISIBLE_DEVICES'
     """
-    shell = machine.platform.shell
-    command = f"unset {' '.join(names)}"
-    if shell == "fish":
-        command = "; ".join(f"set -e {name}" for name in names)
-    elif shell in ("csh", "tcsh"):
-        command = "; ".join(f"unsetenv {name}" for name in names)
-    elif machine.platform.system == "Windows":
-        command = "; ".join(f"Remove-Item Env:{name}" for name in names)
+    shell = _shell(machine)
+    command = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
     return (f"$ {command}", *_where_set(machine, names))
 
 
 def set_variable(machine: Machine, name: str, value: str) -> Lines:
     """Set a variable in this shell."""
-    shell = machine.platform.shell
-    command = f"export {name}={quote(value)}"
-    if shell == "fish":
-        command = f"set -gx {name} {quote(value)}"
-    elif shell in ("csh", "tcsh"):
-        command = f"setenv {name} {quote(value)}"
-    elif machine.platform.system == "Windows":
-        command = f'$env:{name} = "{value}"'
-    return (f"$ {command}", *_where_set(machine, (name,)))
+    shell = _shell(machine) or ("", "export {name}={quoted}")
+    return (f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}", *_where_set(machine, (name,)))
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
@@ -559,8 +556,7 @@ def _conda(machine: Machine, *names: str, force: bool = False) -> Lines:
     """Install packages of conda-forge."""
     wanted = " ".join(names)
     if machine.python.tool == "pixi":
-        anew = ("$ pixi clean", "$ pixi install") if force else ()
-        return (f"$ pixi add {wanted}", *anew)
+        return (f"$ pixi add {wanted}", *(("$ pixi clean", "$ pixi install") if force else ()))
     again = " --force-reinstall" if force else ""
     return (f"$ conda install{_prefix(machine)} -c conda-forge{again} {wanted}",)
 
@@ -575,8 +571,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
     (('pytorch=2.5.1', 'cudnn'), ())
     """
-    plain = [each for each in requirements if each not in ("--no-deps", "--upgrade")]
-    parts = [each.partition("==") for each in plain]
+    parts = [each.partition("==") for each in requirements if each not in ("--no-deps", "--upgrade")]
     if not all(name in _ON_CONDA for name, _, _ in parts):
         return ()
     # NVIDIA's own version numbers are cut differently there
@@ -595,20 +590,21 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     if tool in _CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return _conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
-    source = f" --index-url {index}" if index else ""
-    python = quote(machine.python.executable or "python")
     if project and not index and not force:
         return (f"$ {project} add {wanted}",)
+    python = quote(machine.python.executable or "python")
+    wanted += f" --index-url {index}" if index else ""
     again = " --force-reinstall" if force else ""
-    lines: Lines = (*_ensure_pip(machine), f"$ {python} -m pip install{again} {wanted}{source}")
     if tool == "uv":
-        lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}{source}",)
+        lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
     elif machine.python.externally_managed:
         return (
             "This Python belongs to the system, which does not allow pip. Create an environment and use that:",
             f"$ {python} -m venv .venv",
-            f"$ .venv/bin/python -m pip install{again} {wanted}{source}",
+            f"$ .venv/bin/python -m pip install{again} {wanted}",
         )
+    else:
+        lines = _pip(machine, f"install{again} {wanted}")
     if not project or not index:
         return lines
     return (*lines, f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.")
@@ -627,24 +623,23 @@ def bring(machine: Machine, *libraries: str) -> Lines:
 
 def uninstall(machine: Machine, *packages: str) -> Lines:
     """Remove Python packages from the environment that was examined."""
-    python = quote(machine.python.executable or "python")
-    tool, project = _tool(machine), _project(machine)
+    tool, project, listed = _tool(machine), _project(machine), " ".join(packages)
     if machine.python.externally_managed:
         return ()
     if tool in _CONDAS and (names := _conda_names(packages)):
-        listed = " ".join(names)
-        return (f"$ pixi remove {listed}" if tool == "pixi" else f"$ conda remove --force{_prefix(machine)} {listed}",)
-    listed = " ".join(packages)
+        remove = "pixi remove" if tool == "pixi" else f"conda remove --force{_prefix(machine)}"
+        return (f"$ {remove} {' '.join(names)}",)
     if project and project != "uv":
         return (f"$ {project} remove {listed}",)
     if tool == "uv":
-        return (f"$ uv pip uninstall --python {python} {listed}",)
-    return (*_ensure_pip(machine), f"$ {python} -m pip uninstall -y {listed}")
+        return (f"$ uv pip uninstall --python {quote(machine.python.executable or 'python')} {listed}",)
+    return _pip(machine, f"uninstall -y {listed}")
 
 
-def _ensure_pip(machine: Machine) -> Lines:
+def _pip(machine: Machine, arguments: str) -> Lines:
     python = quote(machine.python.executable or "python")
-    return () if machine.python.pip else (f"$ {python} -m ensurepip",)
+    ensure = () if machine.python.pip else (f"$ {python} -m ensurepip",)
+    return (*ensure, f"$ {python} -m pip {arguments}")
 
 
 def _project(machine: Machine) -> str:

@@ -5,19 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from transload.diagnose import fixes
+from transload.diagnose import fixes, tables
 from transload.diagnose.case import Card, Case, Found, Lines, Match, is_nvidia_library, page_only, quoted, rules
-from transload.diagnose.tables import (
-    INDEX,
-    TEGRA,
-    branch_of,
-    build_of,
-    covers,
-    cuda_text,
-    driver_floor,
-    numbers_of,
-    toolkit_driver,
-)
 from transload.render.words import plural
 
 if TYPE_CHECKING:
@@ -56,15 +45,16 @@ def driver_for_build(m: Case) -> Found:
     wheel, driver, torch_cuda = m.built_with, m.driver_cuda, m.torch_cuda
     # under WSL it is the Windows driver
     system: System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
-    floor, shipped = driver_floor(torch_cuda, system), toolkit_driver(torch_cuda, system)
+    floor, shipped = tables.driver_floor(torch_cuda, system), tables.toolkit_driver(torch_cuda, system)
     complaint = m.complaint(_TOO_OLD.pattern)
     told = _TOO_OLD.search(complaint)
 
     if told and wheel and _enough(int(told[1]), wheel) and not m.computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
         preload = m.env("LD_PRELOAD") or " ".join(m.driver.libraries.preload)
+        named = tables.cuda_text(int(told[1]))
         evidence: Lines = (
-            f"torch calls a driver for CUDA {cuda_text(int(told[1]))} too old, but was built with CUDA {torch_cuda}",
+            f"torch calls a driver for CUDA {named} too old, but was built with CUDA {torch_cuda}",
             *(f"libcuda.so.1 is {path}" for path in loaded if path),
             f"preloaded: {preload}" if preload else "",
         )
@@ -75,27 +65,27 @@ def driver_for_build(m: Case) -> Found:
         version = m.driver.nvml.driver or m.kernel.version
         needs = f", which needs driver {floor} or newer" if floor else ""
         evidence = (
-            f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {cuda_text(driver)}",
+            f"{f'driver {version}' if version else 'the driver'} supports CUDA up to {tables.cuda_text(driver)}",
             f"torch {m.torch_version} was built with CUDA {torch_cuda}{needs}",
             quoted(complaint),
         )
         fix = fixes.wheel(m)
         # if the card needs a newer driver anyway, or this torch has no code for it, there is only one solution
         if floor and not fixes.wheel_choice(m).needs_driver and not _misfits(m):
-            to_floor = fixes.install_driver(m, at_least=branch_of(floor))
+            to_floor = fixes.install_driver(m, at_least=tables.branch_of(floor))
             either = "Either install a torch that works with this driver:"
             fix = (either, *fix, f"Or update the driver to {floor} or newer:", *to_floor)
         yield "V01", Match(evidence, fix)
 
     if (told_ptx := m.complaint(r"unsupported toolchain")) or _only_newer_ptx(m):
-        known = f"the driver supports CUDA up to {cuda_text(driver)}, torch was built with {torch_cuda}"
+        known = f"the driver supports CUDA up to {tables.cuda_text(driver)}, torch was built with {torch_cuda}"
         evidence = (quoted(told_ptx), known if driver and torch_cuda else "")
         update = f"Update the driver{f' to {shipped} or newer' if shipped else ''}:"
-        fix = (update, *fixes.install_driver(m, at_least=branch_of(shipped)))
+        fix = (update, *fixes.install_driver(m, at_least=tables.branch_of(shipped)))
         yield "V02", Match(evidence, fix, likely=not told_ptx)
 
     if (lacks := m.complaint(r"API call is not supported in the installed CUDA driver")) and m.failed():
-        yield "V03", Match((quoted(lacks),), fixes.install_driver(m, at_least=branch_of(shipped)))
+        yield "V03", Match((quoted(lacks),), fixes.install_driver(m, at_least=tables.branch_of(shipped)))
 
 
 def _only_newer_ptx(m: Case) -> bool:
@@ -107,7 +97,9 @@ def _only_newer_ptx(m: Case) -> bool:
         return False
     compiled = [code for code in codes if code.startswith("sm_")]
     cards = [card.capability for card in m.cards]
-    return any(covers(codes, card, cuda) for card in cards) and not any(covers(compiled, card, cuda) for card in cards)
+    return any(tables.covers(codes, card, cuda) for card in cards) and not any(
+        tables.covers(compiled, card, cuda) for card in cards
+    )
 
 
 page_only("V04", "fit", "the driver no longer supports this Kepler card")
@@ -121,7 +113,7 @@ def _misfits(m: Case) -> tuple[Card, ...]:
     cuda, (known, _) = m.built_with, _codes(m)
     if cuda is None or not known or m.torch.shadow:
         return ()
-    bad = tuple(card for card in m.cards if not covers(known, card.capability, cuda))
+    bad = tuple(card for card in m.cards if not tables.covers(known, card.capability, cuda))
     # torch computes on its first card: whatever the lists say, there is code for that one
     return () if m.torch_run.cuda_works and m.cards and m.cards[0] in bad else bad
 
@@ -132,7 +124,11 @@ def _codes(m: Case) -> tuple[Lines, bool]:
     if told:
         return told, True
     version = m.torch_version
-    build = build_of(version, version.partition("+")[2], fixes.wheel_platform(m)) if numbers_of(version) else None
+    build = (
+        tables.build_of(version, version.partition("+")[2], fixes.wheel_platform(m))
+        if tables.numbers_of(version)
+        else None
+    )
     return (build.archs, False) if build else ((), False)
 
 
@@ -157,7 +153,7 @@ def no_code_for_card(m: Case) -> Found:
         listed = " ".join(sorted(set(codes), key=_numbers))
         source = "has code for" if proven else "should have code for"
         evidence = (*map(str, bad), f"torch {m.torch_version} {source} {listed}", quoted(m.complaint(_NO_CODE)))
-        jetson = m.hardware.tegra or any(card.capability in TEGRA for card in bad)
+        jetson = m.hardware.tegra or any(card.capability in tables.TEGRA for card in bad)
         newer = any(card.capability > max(map(_numbers, codes)) for card in bad)
         sure = proven and all(card.sure for card in bad)
         fix = fixes.jetson_torch(m) if jetson else fixes.wheel(m)
@@ -207,7 +203,7 @@ def other_packages(m: Case) -> Found:
     lines = []
     for each in trio:
         pin = _PIN.search(each.wants_torch)
-        wanted, installed = numbers_of(pin["version"]) if pin else (), numbers_of(release)
+        wanted, installed = tables.numbers_of(pin["version"]) if pin else (), tables.numbers_of(release)
         # of development versions only major and minor numbers count
         unstable = pin and (_UNSTABLE.search(pin["version"]) or _UNSTABLE.search(release))
         length = 2 if unstable else min(len(wanted), len(installed))
@@ -218,7 +214,7 @@ def other_packages(m: Case) -> Found:
 
     def with_torch(packages: set[str]) -> Lines:
         """Reinstall companions of torch, from the index of torch's own build."""
-        index = f"{INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
+        index = f"{tables.INDEX}/{build}" if re.fullmatch(r"cu\d+|cpu|xpu|rocm[\d.]+", build) else ""
         names = sorted(packages)
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
@@ -252,7 +248,7 @@ def other_packages(m: Case) -> Found:
     poor = [
         each
         for each in examined
-        if each.architectures and not any(covers(each.architectures, card.capability, cuda) for card in cards)
+        if each.architectures and not any(tables.covers(each.architectures, card.capability, cuda) for card in cards)
     ]
     if cards and cuda and poor:
         has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
