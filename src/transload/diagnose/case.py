@@ -1,7 +1,7 @@
 """What a rule is, and what it judges: a machine with what follows from its facts.
 
-Rules read a ``Case`` as they read a ``Machine``. Every property is computed once, when it is first used, and
-so is every rule: ``fires`` tells one rule whether another one matches.
+Rules read a ``Case`` as they read a ``Machine``. Every check runs once, when it is first asked for: ``fires`` tells
+one rule whether another one matches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transload.machine import Machine
 from transload.render.words import plural
 
 if TYPE_CHECKING:
-    from transload.machine import Accelerator, Library, Node, PciDevice, Step
+    from transload.machine import Accelerator, Library, PciDevice, Step
 
 Lines = tuple[str, ...]
 
@@ -145,106 +145,123 @@ class Card(NamedTuple):
 
 
 class Case(Machine):
-    """A machine to be judged."""
+    """A machine to be judged: its facts, and what follows from them."""
 
-    @classmethod
-    def of(cls, machine: Machine) -> Case:
-        """The case of a machine, with nothing computed yet."""
-        case = cls.__new__(cls)
-        case.__dict__.update((name, machine.__dict__[name]) for name in Machine.__dataclass_fields__)
-        case.__dict__["_known"] = {}
-        return case
+    def __init__(self, machine: Machine) -> None:
+        self.__dict__.update((name, machine.__dict__[name]) for name in Machine.__dataclass_fields__)
+        self._found: dict[Check, dict[str, Match]] = {}
+        cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
+        run, first = self.torch_run, self.torch.first
+
+        # -- the nodes: those of single cards, /dev/nvidia0 and so on, that exist; whether /dev has none of NVIDIA's
+        found, at = self.nodes.found, self.nodes.at
+        self.card_nodes = tuple(node for node in found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
+        self.nodes_absent = bool(found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
+
+        # -- CUDA: whether the driver or torch was seen to use a GPU, in which case no rule may say otherwise
+        self.works = cuda.works or run.cuda_works
+        answered = cuda.answer.answered
+        # Whether it should have been asked, but the child process could not be run.
+        self.driver_unasked = cuda.answer.state == "unasked" and bool(cuda.answer.detail or "cuda" in self.problems)
+        self.no_libcuda = cuda.answer.state == "no-library"
+        # Whether it was asked and has no GPU; or it could not be asked, and files show why it fails: no process can
+        # use a GPU without the kernel module or a device node.
+        elsewhere = self.surroundings.wsl or hardware.dxg or hardware.tegra
+        shown = not elsewhere and (kernel.loaded is False or self.nodes_absent)
+        unasked = cuda.answer.state == "unasked"
+        self.fails = not self.works and (not unasked or (self.driver_unasked and shown))
+        # The variables without which it was seen to work, and what that experiment proved; empty if none succeeded.
+        tried = next((tried for tried in self.driver.experiments if tried.cuda.works), None)
+        self.works_without = tried.change if tried else ()
+        freed = f"without {', '.join(self.works_without)} the driver starts and finds "
+        self.relief = f"{freed}{plural(tried.cuda.count, 'GPU')}" if tried else ""
+        # Whether it fails for a reason other than a variable.
+        self.broken = self.fails and not self.works_without
+        # What it returned: the first result that is not 0, 100 for no device, -1 without an answer.
+        counted = cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
+        self.code = (cuda.init or counted) if answered else -1
+        # The CUDA version that it reports, 12080 for 12.8; 0 if unknown.
+        self.driver_cuda = cuda.version or nvml.cuda
+        # The libcuda.so.1 that a process gets: the file that was mapped, or else the one the loader should find.
+        libraries = self.driver.libraries
+        same = (lib for lib in libraries.cuda or () if cuda.library and cuda.library in (lib.path, lib.target))
+        self.libcuda: Library | None = next(same, libraries.libcuda)
+        # That one, if its version is not the kernel driver's and it is not a compat library.
+        lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
+        known = lib and kernel.version and _RELEASE.fullmatch(lib.version)
+        self.mismatched = lib if lib and known and lib.version != kernel.version else None
+        # Whether NVML, and so the kernel driver, works and sees a card.
+        self.nvml_works = nvml.answer.answered and nvml.init == 0 and nvml.count > 0
+        # Whether it fails and no card has a node. A forbidden /dev/nvidiactl alone was created by the library.
+        made = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
+        self.without_nodes = self.broken and (self.nodes_absent or made)
+
+        # -- the card: whether it was removed while its driver is still loaded, which keeps the nodes
+        bare = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
+        removed = bare and kernel.loaded is True and not self.surroundings.container
+        # Whether the machine, also outside of a container, certainly has an NVIDIA card.
+        self.host_has_gpu = bool(hardware.gpus or kernel.loaded or kernel.gpus) and not removed
+        # Whether no NVIDIA GPU was found anywhere: then nothing about a driver can be wrong.
+        node = found and not self.nodes_absent and not removed
+        here = hardware.present or self.host_has_gpu or node or self.nvml_works or self.works or self.surroundings.wsl
+        self.no_gpu = isinstance(hardware.pci, tuple) and not here
+        # Whether there certainly is one; under WSL /dev/dxg alone may belong to any vendor's. ``None``: unknown.
+        in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
+        self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
+        self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
+        # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
+        meant = first is None or not first.cpu_only or self.torch.shadow
+        self.no_gpu_severity: Severity = "error" if meant else "note"
+        # Whether Slurm gave this job a GPU. In a list of indices, ``0`` is a card.
+        counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
+        lists = any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
+        self.slurm_granted = counts or lists
+
+        # -- torch: whether it was not run, so that only its files are known; whether it was seen to be imported
+        self.torch_not_run = run.answer.state == "unasked"
+        step = run.step("import")
+        self.imported = step is not None and step.ok
+        # Why it could not be imported; empty if it could, or was not tried.
+        self.import_error = step.error if step and not step.ok else ""
+        # Whether it was seen to do all its work on the GPU: then nothing about it is broken.
+        self.computes = run.cuda_works and self.failed() is None
+        # The version of the torch that is imported, and the CUDA version that it was built with, also as two numbers.
+        self.torch_version = run.version or (first.version if first else "")
+        self.torch_cuda = run.cuda or (first.cuda if first else "")
+        numbers = numbers_of(self.torch_cuda)
+        self.built_with = (numbers[0], numbers[1]) if len(numbers) > 1 else None
+
+    def env(self, name: str) -> str | None:
+        """The value of an environment variable, or ``None`` if it is not set."""
+        return self.variables.get(name)
+
+    def usable(self, kind: str) -> list[Accelerator]:
+        """The accelerators of a kind whose driver works."""
+        return [other for other in self.accelerators if other.kind == kind and other.usable]
 
     # -- rules
 
     def found(self, check: Check) -> dict[str, Match]:
         """What a check finds in this case; it runs once."""
-        known: dict[Check, dict[str, Match]] = self.__dict__["_known"]
-        if check not in known:
-            known[check] = dict(check(self))
-        return known[check]
+        if check not in self._found:
+            self._found[check] = dict(check(self))
+        return self._found[check]
 
     def fires(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
         return any(code in self.found(check) for code in codes if (check := RULES[code].check))
 
-    # -- the driver
+    @cached_property
+    def withheld(self) -> bool:
+        """Whether a container, pod, job or VM host has no GPU for this process, and its torch is built without CUDA."""
+        return self.no_gpu_severity == "note" and self.fires("C09", "C05", "C04", "C08", "C01", "K05")
 
     @cached_property
-    def works(self) -> bool:
-        """Whether the driver or torch was seen to use a GPU: no rule may say otherwise."""
-        return self.driver.cuda.works or self.torch_run.cuda_works
+    def driver_misfit(self) -> bool:
+        """Whether the driver does not support the card, or lacks its firmware: that is why it does not start."""
+        return self.fires("K06", "K07", "K08", "K09", "K12")
 
-    @cached_property
-    def fails(self) -> bool:
-        """Whether the CUDA driver was asked and has no GPU; or it could not be asked, and files show why it fails."""
-        if self.works or self.driver.cuda.answer.state != "unasked":
-            return not self.works
-        # no process can use a GPU without the kernel module or a device node
-        elsewhere = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
-        return self.driver_unasked and not elsewhere and (self.kernel.loaded is False or self.nodes_absent)
-
-    @property
-    def driver_unasked(self) -> bool:
-        """Whether the CUDA driver should have been asked, but the child process could not be run."""
-        answer = self.driver.cuda.answer
-        return answer.state == "unasked" and bool(answer.detail or "cuda" in self.problems)
-
-    @cached_property
-    def works_without(self) -> Lines:
-        """The variables without which the driver was seen to work; empty if no experiment succeeded."""
-        return next((tried.change for tried in self.driver.experiments if tried.cuda.works), ())
-
-    @property
-    def relief(self) -> str:
-        """What an experiment proved: the driver works without certain variables."""
-        for tried in self.driver.experiments:
-            if tried.cuda.works:
-                return (
-                    f"without {', '.join(tried.change)} the driver starts and finds {plural(tried.cuda.count, 'GPU')}"
-                )
-        return ""
-
-    @cached_property
-    def broken(self) -> bool:
-        """Whether CUDA fails for a reason other than a variable."""
-        return self.fails and not self.works_without
-
-    @cached_property
-    def code(self) -> int:
-        """What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer."""
-        cuda = self.driver.cuda
-        if not cuda.answer.answered:
-            return -1
-        if cuda.init:
-            return cuda.init
-        return cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
-
-    @cached_property
-    def nvml_works(self) -> bool:
-        """Whether NVML, and so the kernel driver, works and sees a card."""
-        nvml = self.driver.nvml
-        return nvml.answer.answered and nvml.init == 0 and nvml.count > 0
-
-    @cached_property
-    def libcuda(self) -> Library | None:
-        """The libcuda.so.1 that a process gets: the file that was mapped, or else the one the loader should find."""
-        libraries, mapped = self.driver.libraries, self.driver.cuda.library
-        same = (lib for lib in libraries.cuda or () if mapped and mapped in (lib.path, lib.target))
-        return next(same, libraries.libcuda)
-
-    @property
-    def no_libcuda(self) -> bool:
-        """Whether the loader finds no libcuda.so.1."""
-        return self.driver.cuda.answer.state == "no-library"
-
-    @cached_property
-    def mismatched(self) -> Library | None:
-        """The libcuda.so.1 in use, if its version is not the kernel driver's and it is not a compat library."""
-        lib, kernel = self.libcuda, self.kernel.version
-        if lib is None or lib.kind != "driver" or not kernel or not _RELEASE.fullmatch(lib.version):
-            return None
-        return lib if lib.version != kernel else None
+    # -- in words
 
     @property
     def answer(self) -> str:
@@ -271,95 +288,6 @@ class Case(Machine):
         if nvml.init:
             return f"nvmlInit returned {nvml.init} {nvml_result(nvml.init).name}".rstrip()
         return f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
-
-    @property
-    def driver_cuda(self) -> int:
-        """The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown."""
-        return self.driver.cuda.version or self.driver.nvml.cuda
-
-    # -- the card, its kernel driver and its nodes
-
-    @cached_property
-    def card_nodes(self) -> tuple[Node, ...]:
-        """The nodes of single cards, /dev/nvidia0 and so on, that exist."""
-        return tuple(node for node in self.nodes.found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
-
-    @cached_property
-    def nodes_absent(self) -> bool:
-        """Whether /dev was examined and contains none of NVIDIA's nodes."""
-        at = self.nodes.at
-        return bool(self.nodes.found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
-
-    @cached_property
-    def without_nodes(self) -> bool:
-        """Whether CUDA fails and no card has a node. A forbidden /dev/nvidiactl alone was created by the library."""
-        at = self.nodes.at
-        made = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
-        return self.broken and (self.nodes_absent or made)
-
-    @property
-    def _card_removed(self) -> bool:
-        """Whether the card was removed while its driver is still loaded, which keeps the nodes."""
-        bare = isinstance(self.hardware.pci, tuple) and not (self.hardware.present or self.kernel.gpus)
-        return bare and self.kernel.loaded is True and not self.surroundings.container
-
-    @cached_property
-    def host_has_gpu(self) -> bool:
-        """Whether the machine, also outside of a container, certainly has an NVIDIA card."""
-        seen = self.hardware.gpus or self.kernel.loaded or self.kernel.gpus
-        return bool(seen) and not self._card_removed
-
-    @cached_property
-    def no_gpu(self) -> bool:
-        """Whether no NVIDIA GPU was found anywhere: then nothing about a driver can be wrong."""
-        if not isinstance(self.hardware.pci, tuple):
-            return False
-        node = self.nodes.found and not self.nodes_absent and not self._card_removed
-        here = self.hardware.present or self.host_has_gpu or node or self.nvml_works
-        return not (here or self.works or self.surroundings.wsl)
-
-    @cached_property
-    def has_nvidia(self) -> bool:
-        """Whether there certainly is an NVIDIA GPU; under WSL /dev/dxg alone may belong to any vendor's."""
-        in_wsl = self.hardware.dxg and any(lib.kind == "wsl" for lib in self.driver.libraries.cuda or ())
-        return bool(self.hardware.gpus or self.hardware.tegra or in_wsl or self.driver.cuda.works or self.nvml_works)
-
-    @property
-    def nvidia(self) -> bool | None:
-        """Whether there is an NVIDIA GPU; ``None`` if that is unknown."""
-        return True if self.has_nvidia else False if self.no_gpu else None
-
-    @property
-    def no_gpu_severity(self) -> Severity:
-        """How bad it is that a process has no GPU: only a note if its torch is built without CUDA."""
-        first = self.torch.first
-        return "note" if first is not None and first.cpu_only and not self.torch.shadow else "error"
-
-    @cached_property
-    def withheld(self) -> bool:
-        """Whether a container, pod, job or VM host has no GPU for this process, and its torch is built without CUDA."""
-        return self.no_gpu_severity == "note" and self.fires("C09", "C05", "C04", "C08", "C01", "K05")
-
-    @cached_property
-    def driver_misfit(self) -> bool:
-        """Whether the driver does not support the card, or lacks its firmware: that is why it does not start."""
-        return self.fires("K06", "K07", "K08", "K09", "K12")
-
-    @cached_property
-    def slurm_granted(self) -> bool:
-        """Whether Slurm gave this job a GPU. In a list of indices, ``0`` is a card."""
-        counted = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
-        return counted or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
-
-    @cached_property
-    def unseen_cards(self) -> tuple[PciDevice, ...]:
-        """The cards on the bus that NVML does not list as usable."""
-        nvml, cards = self.driver.nvml, self.hardware.gpus
-        # NVML writes eight digits of the PCI domain, sysfs four
-        seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
-        if not seen and self.nvml_works and nvml.count >= len(cards):
-            return ()
-        return tuple(card for card in cards if card.address[-12:].lower() not in seen)
 
     @property
     def card_lines(self) -> Lines:
@@ -389,34 +317,6 @@ class Case(Machine):
     def _log(self) -> str:
         return re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
 
-    # -- torch
-
-    @property
-    def torch_not_run(self) -> bool:
-        """Whether torch was not run, so that only its files are known."""
-        return self.torch_run.answer.state == "unasked"
-
-    @cached_property
-    def imported(self) -> bool:
-        """Whether torch was seen to be imported."""
-        step = self.torch_run.step("import")
-        return step is not None and step.ok
-
-    @cached_property
-    def import_error(self) -> str:
-        """Why torch could not be imported; empty if it could, or was not tried."""
-        step = self.torch_run.step("import")
-        return step.error if step and not step.ok else ""
-
-    def failed(self, *names: str) -> Step | None:
-        """The first step of the torch child that failed, among these or all of them."""
-        return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
-
-    @cached_property
-    def computes(self) -> bool:
-        """Whether torch was seen to do all its work on the GPU: then nothing about it is broken."""
-        return self.torch_run.cuda_works and self.failed() is None
-
     def complaint(self, pattern: str) -> str:
         """The first matching line of torch's errors and warnings; empty if there is none."""
         errors = (step.error for step in self.torch_run.steps if not step.ok)
@@ -426,23 +326,17 @@ class Case(Machine):
                     return line.strip()[:_SHOWN]
         return ""
 
-    @property
-    def torch_version(self) -> str:
-        """The version of the torch that is imported."""
-        first = self.torch.first
-        return self.torch_run.version or (first.version if first else "")
+    # -- the cards, the steps of torch, and the usual fix
 
-    @property
-    def torch_cuda(self) -> str:
-        """The CUDA version that torch was built with; empty if none, or unknown."""
-        first = self.torch.first
-        return self.torch_run.cuda or (first.cuda if first else "")
-
-    @property
-    def built_with(self) -> tuple[int, int] | None:
-        """The same as two numbers."""
-        numbers = numbers_of(self.torch_cuda)
-        return (numbers[0], numbers[1]) if len(numbers) > 1 else None
+    @cached_property
+    def unseen_cards(self) -> tuple[PciDevice, ...]:
+        """The cards on the bus that NVML does not list as usable."""
+        nvml, cards = self.driver.nvml, self.hardware.gpus
+        # NVML writes eight digits of the PCI domain, sysfs four
+        seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
+        if not seen and self.nvml_works and nvml.count >= len(cards):
+            return ()
+        return tuple(card for card in cards if card.address[-12:].lower() not in seen)
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
@@ -461,15 +355,9 @@ class Case(Machine):
             if chip and chip.capability
         )
 
-    # -- shortcuts
-
-    def usable(self, kind: str) -> list[Accelerator]:
-        """The accelerators of a kind whose driver works."""
-        return [other for other in self.accelerators if other.kind == kind and other.usable]
-
-    def env(self, name: str) -> str | None:
-        """The value of an environment variable, or ``None`` if it is not set."""
-        return self.variables.get(name)
+    def failed(self, *names: str) -> Step | None:
+        """The first step of the torch child that failed, among these or all of them."""
+        return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
 
     @property
     def reinstall(self) -> Lines:

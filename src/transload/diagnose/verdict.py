@@ -24,7 +24,7 @@ _BEFORE_FIT = frozenset({"hardware", "kernel", "surroundings", "nodes", "librari
 
 def decide(machine: Machine, rules: Iterable[Rule]) -> Diagnosis:
     """Judge a machine by all rules. One that raises is named in the machine's problems: the others still count."""
-    case, run = Case.of(machine), machine.torch_run
+    case, run = Case(machine), machine.torch_run
     died = any(not step.ok for step in run.steps)  # of something the driver's word does not settle
     met: list[tuple[Rule, Finding]] = []
     raised: dict[str, str] = {}

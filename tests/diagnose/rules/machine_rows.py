@@ -19,7 +19,7 @@ NO_LIBRARY = Answer("no-library", "libcuda.so.1: cannot open shared object file:
 
 def seen(code: str, machine: Machine) -> Finding | None:
     """What one row says of a machine."""
-    return BY_CODE[code].finding(Case.of(machine))
+    return BY_CODE[code].finding(Case(machine))
 
 
 def told(code: str, machine: Machine) -> Finding:

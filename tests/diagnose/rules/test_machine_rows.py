@@ -101,7 +101,7 @@ def test_where_cuda_works_no_row_sees_an_error(seed: int) -> None:
     for around in AROUND:
         machine = draw(seed, around(healthy()))
         assert machine.driver.cuda.works
-        case = Case.of(machine)
+        case = Case(machine)
         found = [each.code for row in ROWS if (each := row.finding(case)) and each.severity == "error"]
         assert found == []
 
@@ -146,6 +146,6 @@ def test_what_only_looks_like_a_number_stops_no_row(number: str) -> None:
         driver__nvml__count=0,
         driver__nvml__gpus=(),
     )
-    case = Case.of(machine)
+    case = Case(machine)
     for row in ROWS:
         row.finding(case)

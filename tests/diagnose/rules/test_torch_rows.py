@@ -35,11 +35,11 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu"
     ],
 )
 def test_the_same_release_is_installed_again(machine: Machine, line: str) -> None:
-    assert any(f"$ /opt/venv/bin/python -m pip {line}" in each for each in Case.of(machine).reinstall)
+    assert any(f"$ /opt/venv/bin/python -m pip {line}" in each for each in Case(machine).reinstall)
 
 
 def test_a_release_that_does_not_fit_gives_way_to_one_that_does() -> None:
     pascal = changed(healthy(), driver__cuda__gpus=(cuda_gpu(0, "P", (6, 1)),), driver__nvml__gpus=())
     assert any(
-        "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in line for line in Case.of(pascal).reinstall
+        "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in line for line in Case(pascal).reinstall
     )
