@@ -160,15 +160,14 @@ class Case(Machine):
 
         # -- CUDA: whether the driver or torch was seen to use a GPU, in which case no rule may say otherwise
         self.works = cuda.works or run.cuda_works
-        answered = cuda.answer.answered
+        unasked = cuda.answer.state == "unasked"
         # Whether it should have been asked, but the child process could not be run.
-        self.driver_unasked = cuda.answer.state == "unasked" and bool(cuda.answer.detail or "cuda" in self.problems)
+        self.driver_unasked = unasked and bool(cuda.answer.detail or "cuda" in self.problems)
         self.no_libcuda = cuda.answer.state == "no-library"
         # Whether it was asked and has no GPU; or it could not be asked, and files show why it fails: no process can
         # use a GPU without the kernel module or a device node.
         elsewhere = self.surroundings.wsl or hardware.dxg or hardware.tegra
         shown = not elsewhere and (kernel.loaded is False or self.nodes_absent)
-        unasked = cuda.answer.state == "unasked"
         self.fails = not self.works and (not unasked or (self.driver_unasked and shown))
         # The variables without which it was seen to work, and what that experiment proved; empty if none succeeded.
         tried = next((tried for tried in self.driver.experiments if tried.cuda.works), None)
@@ -179,7 +178,7 @@ class Case(Machine):
         self.broken = self.fails and not self.works_without
         # What it returned: the first result that is not 0, 100 for no device, -1 without an answer.
         counted = cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
-        self.code = (cuda.init or counted) if answered else -1
+        self.code = (cuda.init or counted) if cuda.answer.answered else -1
         # The CUDA version that it reports, 12080 for 12.8; 0 if unknown.
         self.driver_cuda = cuda.version or nvml.cuda
         # The libcuda.so.1 that a process gets: the file that was mapped, or else the one the loader should find.

@@ -471,16 +471,10 @@ def other_libraries(m: Case) -> Found:
         where = f"{'LD_PRELOAD' if value else '/etc/ld.so.preload'} is {value or ' '.join(names)}"
         listed = ", ".join(suspects or names)
         fix: Lines = (f"Remove {listed} from /etc/ld.so.preload, and keep the other lines (needs root).",)
+        fix = fixes.unset(m, "LD_PRELOAD") if value else fix
         fails = proof or m.fails or m.import_error or m.failed("init", "kernel")
-        yield (
-            "L08",
-            Match(
-                (where, "without it the driver works" if proof else "", error),
-                fixes.unset(m, "LD_PRELOAD") if value else fix,
-                severity="error" if fails else "note",
-                likely=not proof,
-            ),
-        )
+        evidence: Lines = (where, "without it the driver works" if proof else "", error)
+        yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
     told = _STDCPP.search(m.import_error)
     lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
