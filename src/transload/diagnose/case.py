@@ -147,8 +147,10 @@ class Card(NamedTuple):
 class Case(Machine):
     """A machine to be judged: its facts, and what follows from them."""
 
+    __setattr__ = object.__setattr__  # a machine is frozen, and ``__init__`` adds to it
+
     def __init__(self, machine: Machine) -> None:
-        self.__dict__.update((name, machine.__dict__[name]) for name in Machine.__dataclass_fields__)
+        self.__dict__.update(machine.__dict__)
         self._found: dict[Check, dict[str, Match]] = {}
         cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
         run, first = self.torch_run, self.torch.first
