@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
 from transload.errors import (
@@ -35,6 +35,7 @@ from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called
 from transload.io.sources import Source, SourceLike
 from transload.loading.build import is_fake_mode
+from transload.loading.jobs import Ended, ReadRequest
 from transload.loading.placement import DeviceMap, devices_here, place, wanted_devices
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.tensors import OpenCheckpoint, Piece, members
@@ -482,16 +483,6 @@ _ALONE = 16 << 20  # a tensor from this size on is read by several threads
 _PIN = 1 << 20  # a smaller buffer is not worth the call that pins it
 
 
-class Straight(NamedTuple):
-    """What of a file goes to which memory, as it is."""
-
-    source: Source
-    offset: int
-    nbytes: int
-    address: int
-    device: str
-
-
 def read_one(
     opened: Opened,
     tensor: Tensor,
@@ -559,8 +550,13 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
         changed(target)
 
 
-def straight(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> Straight | None:
-    """What ``fill`` would read, where nothing but bytes has to be moved and many threads can do it; else ``None``."""
+def straight(
+    opened: Opened, tensor: Tensor, target: torch.Tensor, index: Index
+) -> tuple[Source, ReadRequest, int] | None:
+    """What ``fill`` would read, where nothing but bytes has to be moved and many threads can do it; else ``None``.
+
+    The file, what is wanted of it, and the address where it goes.
+    """
     if tensor.kind != "strided" or not _has_plain_memory(target):
         return None
     elements, dtype = _elements(opened, tensor, index)
@@ -568,8 +564,8 @@ def straight(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Ind
     is_file = getattr(elements.source, "descriptor", -1) >= 0
     if not elements.nbytes or not is_file or not _lies_alike(elements, dtype, inner):
         return None
-    address, device = inner.data_ptr(), _named_device(inner.device)
-    return Straight(elements.source, elements.offset, elements.nbytes, address, device)
+    want = ReadRequest(0, elements.offset, elements.nbytes, _named_device(inner.device))
+    return elements.source, want, inner.data_ptr()
 
 
 def changed(target: torch.Tensor) -> None:
@@ -652,7 +648,6 @@ def _bring(elements: Elements, address: int, device: str, *, fresh: bool = True)
     """Read all of a compact view to an address, on any device that is reached."""
     from transload.io.memory import view
     from transload.loading.engine import bring
-    from transload.loading.jobs import Ended, ReadRequest
 
     count = elements.nbytes
     if device != "cpu" or count >= _ALONE:

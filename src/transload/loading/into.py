@@ -1,24 +1,22 @@
 """``transload.load_into``: the weights of a file straight into the parameters of a model.
 
 ``find`` looks for the place in the file whose keys fit the model best, after undoing the changes that trainers and
-wrappers make to all keys (``Rename``). ``fit`` compares every key, shape and dtype and lists the reading to do; what
-does not fit is a ``Mismatch``, which finds words for it. ``_Loading`` does it all in order.
+wrappers make to all keys (``Rename``). A ``_Loading`` compares every key, shape and dtype, finds words for what
+does not fit, and reads.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
-from transload.frozen import facts
 from transload.loading import check_settings
 from transload.loading.engine import bring
 from transload.loading.handles import (
@@ -33,7 +31,7 @@ from transload.loading.handles import (
     read_one,
     straight,
 )
-from transload.loading.jobs import Ended, ReadRequest, Settings
+from transload.loading.jobs import Ended, Settings
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
@@ -48,12 +46,12 @@ if TYPE_CHECKING:
 class MismatchError(LoadError):
     """The file and the model do not fit. The text says how, in groups; every name is in the attributes."""
 
-    def __init__(self, what: str, mismatch: Mismatch, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, loading: _Loading, *, where: str = "", fix: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
-        self.missing_keys = list(mismatch.missing)
-        self.unexpected_keys = list(mismatch.unexpected)
-        self.shapes = mismatch.shapes
-        self.dtypes = mismatch.dtypes
+        self.missing_keys = list(loading.missing)
+        self.unexpected_keys = list(loading.unexpected)
+        self.shapes = tuple(loading.shapes)
+        self.dtypes = tuple(loading.dtypes)
 
 
 class KeysWarning(UserWarning):
@@ -127,7 +125,10 @@ def load_into(
     opened = open_checkpoint(f)
     try:
         goal = Destinations(opened.checkpoint, "auto" if device is None else device)
-        loaded = _Loading(model, opened, goal, settings, strict=strict, cast=cast).run(prefix)
+        with no_collecting():
+            loading = _Loading(model, opened, goal, prefix)
+            loading.compare(cast=cast, strict=strict)
+        loaded = loading.read(settings, strict=strict)
         opened.check_unchanged()
         return loaded
     finally:
@@ -151,7 +152,7 @@ class Rename(NamedTuple):
     def __call__(self, key: str) -> str:
         """The key as the model may call it."""
         if self.inner:
-            key = cut(key)
+            key = _without_wrappers(key)
         return self.add + key[len(self.strip) :] if key.startswith(self.strip) else key
 
     def undone(self, key: str) -> str:
@@ -168,30 +169,26 @@ class Rename(NamedTuple):
         return self.strip.count(".") + self.add.count(".") + self.inner
 
 
-def has_inner(keys: Iterable[str]) -> bool:
-    """Whether there are names of wrappers in some key."""
+def _without_wrappers(key: str) -> str:
+    for part in _INNER:
+        if part in key:
+            key = key.replace(part, "")
+    return key
+
+
+def _has_wrappers(keys: Iterable[str]) -> bool:
     return any(part in key for key in keys for part in _INNER)
 
 
-def chains(keys: Iterable[str]) -> list[str]:
+def _leads(keys: Iterable[str]) -> list[str]:
     """The leading parts that some key begins with: ``""``, ``module.``, ``module.model.``."""
     found = {""}
-    for key in keys:
-        if not key.startswith(_LEADING):
-            continue
+    for key in (key for key in keys if key.startswith(_LEADING)):
         lead = ""
         while part := next((part for part in _LEADING if key.startswith(part, len(lead))), ""):
             lead += part
             found.add(lead)
     return sorted(found, key=len)
-
-
-def cut(key: str) -> str:
-    """A key without the names of wrappers in it."""
-    for part in _INNER:
-        if part in key:
-            key = key.replace(part, "")
-    return key
 
 
 Shape = tuple[int, ...] | None
@@ -232,12 +229,6 @@ class Match:
     score: tuple[int, int] = (0, 0)
 
     @property
-    def unexpected(self) -> list[str]:
-        """The keys torch would not expect: of what lies deeper, the entry it lies in."""
-        deep = self.branch.deep
-        return list(dict.fromkeys(str(deep.get(key, key)) for key in self.rest))
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What was done to the keys, in words."""
         changed = [old for new, old in self.origins.items() if new != old]
@@ -263,34 +254,27 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
     Of a pickled module the steps between are left out, so that its keys are those of its ``state_dict()``.
     """
     found: dict[tuple[Key, ...], Branch] = {}
-    known: dict[tuple[Key, ...], list[_Above]] = {}
+    # By the place a tensor lies at: each branch above, what keys begin with there, and the first step, if there is one.
+    above: dict[tuple[Key, ...], list[tuple[Branch, str, tuple[Key, ...]]]] = {}
     for tensor in checkpoint.tensors:
         if checkpoint.format == "torchscript" and tensor.name.startswith("CONSTANTS."):
             continue  # of the code, not of the model
         steps = _steps(tensor)
-        above = known.get(steps[:-1]) if steps else _above((), found)
-        if above is None:
-            above = known[steps[:-1]] = _above(steps, found)
-        name = str(steps[-1]) if steps else ""
-        for branch, lead, first in above:
+        place, name = steps[:-1], str(steps[-1]) if steps else ""
+        if place not in above:
+            above[place] = [
+                (
+                    found.setdefault(place[:depth], Branch(place[:depth])),
+                    "".join(f"{step}." for step in place[depth:]),
+                    place[depth : depth + 1],
+                )
+                for depth in range(len(place) + 1)
+            ]
+        for branch, lead, first in above[place]:
             branch.tensors[lead + name] = tensor
-            if first is not None:
-                branch.deep[lead + name] = first
+            if first:
+                branch.deep[lead + name] = first[0]
     return found
-
-
-_Above = tuple[Branch, str, "Key | None"]
-"""A branch, what keys below a place begin with in it, and the first step there if that is not the last, too."""
-
-
-def _above(steps: tuple[Key, ...], found: dict[tuple[Key, ...], Branch]) -> list[_Above]:
-    """All branches above what these steps lead to."""
-    out: list[_Above] = []
-    for depth in range(max(1, len(steps))):
-        branch = found.setdefault(steps[:depth], Branch(steps[:depth]))
-        between = steps[depth:-1]
-        out.append((branch, "".join(f"{step}." for step in between), between[0] if between else None))
-    return out
 
 
 def _steps(tensor: Tensor) -> tuple[Key, ...]:
@@ -311,17 +295,32 @@ def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None
     same tensors, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
-    matches = _matches(wanted, chosen)
+    leads, wrapped = _leads(wanted), _has_wrappers(wanted)
+    unwrapped: dict[str, str] = {}  # the model's keys by what they are without the names of wrappers
+    matches: dict[int, Match] = {}
+    most = 0
+    for place in sorted(range(len(chosen)), key=lambda place: -len(chosen[place].tensors)):
+        branch = chosen[place]
+        if len(branch.tensors) < most:  # too few to be the best, as are those that follow
+            break
+        best = _laid(branch, wanted, Rename(), wanted)
+        if len(best.tensors) < len(wanted):
+            # Worth trying is what leads the keys on either side, with and without wrappers inside them.
+            inside = wrapped or _has_wrappers(branch.tensors)
+            unwrapped = unwrapped or ({_without_wrappers(key): key for key in wanted} if inside else {})
+            tries = product((False, True) if inside else (False,), _leads(branch.tensors), leads)
+            laid = [_laid(branch, wanted, Rename(strip, add, i), unwrapped if i else wanted) for i, strip, add in tries]
+            best = max(laid, key=lambda match: (match.score, -match.rename.cost))
+        matches[place] = best
+        most = max(most, best.score[0])
     if not matches:
         return Match(Branch(()), Rename(), {}, {}, {})
-    best = max(match.score for match in matches)
-    if best == (0, 0):
-        return max(
-            matches, key=lambda match: (len(match.branch.tensors) - len(match.branch.deep), -len(match.branch.path))
-        )
-    equal = sorted(
-        (m for m in matches if m.score == best), key=lambda m: (m.rename.cost, len(m.rest), len(m.branch.path))
-    )
+    ordered = [matches[place] for place in sorted(matches)]
+    score = max(match.score for match in ordered)
+    if score == (0, 0):
+        return max(ordered, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
+    equal = [match for match in ordered if match.score == score]
+    equal.sort(key=lambda match: (match.rename.cost, len(match.rest), len(match.branch.path)))
     rivals = [match for match in equal[1:] if not _same(equal[0], match)]
     if rivals:
         rivals.insert(0, equal[0])
@@ -354,13 +353,9 @@ def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
     if prefix.rstrip("/") in named:
         return named[prefix.rstrip("/")]
     lead = prefix if prefix[-1:] in "./" else f"{prefix}."
-    tensors = {
-        tensor.name[len(lead) :].replace("/", "."): tensor
-        for tensor in checkpoint.tensors
-        if tensor.name.startswith(lead)
-    }
-    if tensors:
-        return Branch((lead,), tensors)
+    begun = [tensor for tensor in checkpoint.tensors if tensor.name.startswith(lead)]
+    if begun:
+        return Branch((lead,), {tensor.name[len(lead) :].replace("/", "."): tensor for tensor in begun})
     # Those that hold tensors themselves, the largest first.
     held = sorted(known, key=lambda branch: len(branch.deep) - len(branch.tensors))
     there = _listed(branch.name or repr("") for branch in held if len(branch.tensors) > len(branch.deep))
@@ -370,33 +365,6 @@ def _below(checkpoint: Checkpoint, prefix: str) -> Branch:
 def _listed(names: Iterable[str], most: int = 8) -> str:
     known = list(names)
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")
-
-
-def _matches(shapes: Mapping[str, Shape], branches: Sequence[Branch]) -> list[Match]:
-    """Each branch over the model, in the same order, but for those that have too few tensors to be the best."""
-    leads, wrapped = chains(shapes), has_inner(shapes)
-    unwrapped: dict[str, str] = {}  # its keys by what they are without the names of wrappers
-    found: dict[int, Match] = {}
-    most = 0
-    for place in sorted(range(len(branches)), key=lambda place: -len(branches[place].tensors)):
-        branch = branches[place]
-        if len(branch.tensors) < most:
-            break
-        # By the change of names that makes most keys fit; by the least that does.
-        best = _laid(branch, shapes, Rename(), shapes)
-        if len(best.tensors) < len(shapes):
-            # Worth trying is what leads the keys on either side, with and without wrappers inside them.
-            inside = wrapped or has_inner(branch.tensors)
-            unwrapped = unwrapped or ({cut(name): name for name in shapes} if inside else {})
-            for inner, strip, add in product((False, True) if inside else (False,), chains(branch.tensors), leads):
-                if strip or add or inner:
-                    rename = Rename(strip, add, inner)
-                    match = _laid(branch, shapes, rename, unwrapped if inner else shapes)
-                    if match.score > best.score or (match.score == best.score and rename.cost < best.rename.cost):
-                        best = match
-        found[place] = best
-        most = max(most, best.score[0])
-    return [found[place] for place in sorted(found)]
 
 
 def _laid(branch: Branch, shapes: Mapping[str, Shape], rename: Rename, known: Mapping[str, Any]) -> Match:
@@ -422,16 +390,18 @@ def _laid(branch: Branch, shapes: Mapping[str, Shape], rename: Rename, known: Ma
     return Match(branch, rename, tensors, origins, rest, outside, score)
 
 
-EXTRA = "_extra_state"
+# -- the model
+
+_EXTRA = "_extra_state"
 
 
-class Slot(NamedTuple):
+class _Slot(NamedTuple):
     """A parameter, a buffer, or (without a tensor) the place of a module's extra state."""
 
     module: torch.nn.Module
     name: str
     tensor: torch.Tensor | None
-    shape: tuple[int, ...] | None
+    shape: Shape
     """``None`` where any will do: extra state, and parameters that are not made yet."""
 
     @property
@@ -445,51 +415,107 @@ class Slot(NamedTuple):
         held = self.module._parameters if self.name in self.module._parameters else self.module._buffers  # noqa: SLF001 - setattr may be the user's
         held[self.name] = tensor
 
+    def takes_scalar(self, tensor: Tensor) -> bool:
+        """torch 0.3 had no tensors without dimensions, and wrote one element; ``load_state_dict`` takes it, too."""
+        return tensor.shape == (1,) and self.shape == ()
 
-def modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+
+def _modules(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """Every module with the prefix of its keys, parents first; one that is shared comes under each of its names."""
     yield prefix, model
     for name, child in model._modules.items():  # noqa: SLF001 - as load_state_dict goes through them
         if child is not None:
-            yield from modules(child, f"{prefix}{name}.")
+            yield from _modules(child, f"{prefix}{name}.")
 
 
-def slots(model: torch.nn.Module) -> dict[str, Slot]:
+def _slots(model: torch.nn.Module) -> dict[str, _Slot]:
     """The places of a model by key, in the order of its ``state_dict()``."""
-    found: dict[str, Slot] = {}
-    lazy, no_extra, _ = _torch_parts()
+    import torch
+    from torch.nn.parameter import UninitializedTensorMixin
 
-    def add(key: str, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            found[key] = Slot(module, name, tensor, None if isinstance(tensor, lazy) else tuple(tensor.shape))
-
-    for prefix, module in modules(model):
+    found: dict[str, _Slot] = {}
+    for prefix, module in _modules(model):
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001 - as above
-        for name, parameter in module._parameters.items():  # noqa: SLF001
-            add(prefix + name, module, name, parameter)
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            if name not in unsaved:
-                add(prefix + name, module, name, buffer)
-        if type(module).set_extra_state is not no_extra:
-            found[prefix + EXTRA] = Slot(module, EXTRA, None, None)
+        buffers = [pair for pair in module._buffers.items() if pair[0] not in unsaved]  # noqa: SLF001
+        for name, tensor in (*module._parameters.items(), *buffers):  # noqa: SLF001
+            if tensor is not None:
+                shape = None if isinstance(tensor, UninitializedTensorMixin) else tuple(tensor.shape)
+                found[prefix + name] = _Slot(module, name, tensor, shape)
+        if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+            found[prefix + _EXTRA] = _Slot(module, _EXTRA, None, None)
     return found
 
 
-@cache
-def _torch_parts() -> tuple[type, object, frozenset[object]]:
-    """Uninitialized parameters, the method of modules without extra state, and the known ways to load a module.
+def _loading_themselves(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules, the outermost ones, that load what is below them by code of their own: a method, or a hook before.
 
-    The norms override theirs only for the sake of files without ``num_batches_tracked``, which ``fit`` covers.
+    The norms override theirs only for the sake of files without ``num_batches_tracked``, which is covered here.
     """
     import torch
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm
-    from torch.nn.parameter import UninitializedTensorMixin
 
     kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
-    ways = frozenset(kind._load_from_state_dict for kind in kinds)  # noqa: SLF001 - they are compared, not called
-    return UninitializedTensorMixin, torch.nn.Module.set_extra_state, ways
+    ways = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
+    found: dict[str, torch.nn.Module] = {}
+    for prefix, module in _modules(model):
+        own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+        if own and not prefix.startswith(tuple(found)):
+            found[prefix] = module
+    return found
 
+
+class _Unbuilt(NamedTuple):
+    """A value that is not built yet: the file it is in, and its node there."""
+
+    piece: Piece
+    node: object
+
+
+class _State(UserDict[str, Any]):
+    """A state dict whose tensors are read whenever they are asked for, and not kept; other values are built then.
+
+    ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
+    """
+
+    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
+        self.data = entries
+        self.lands = False
+        self._opened = opened
+        self._goal = goal
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.data[key]
+        if isinstance(value, _Unbuilt):
+            return build_node(value.piece, value.node, self._goal.device_map)
+        if not isinstance(value, Tensor):
+            return value
+        return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.data))  # a hook may take entries away meanwhile
+
+    def copy(self) -> Any:
+        """As a plain dictionary, all of it read."""
+        return dict(self)
+
+    def load(self, module: torch.nn.Module, prefix: str, versions: dict[str, dict[str, Any]], report: _Report) -> None:
+        """Let a module and those in it load what is below them, as ``load_state_dict`` goes down a model."""
+        held = {key: value for key, value in self.data.items() if key.startswith(prefix)}
+        state = _State(held, self._opened, self._goal)
+        state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
+        module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
+        for name, child in module._modules.items():  # noqa: SLF001
+            if child is not None:
+                state.load(child, f"{prefix}{name}.", versions, report)
+
+
+_Report = tuple[list[str], list[str], list[str]]
+"""Missing keys, unexpected ones, and messages of errors."""
+
+
+# -- what does not fit
 
 _MOST = 12
 _FEW = 6
@@ -503,59 +529,12 @@ class Difference(NamedTuple):
     model: str
 
 
-@facts(frozen=True)
-class Mismatch:
-    """All that does not fit. Keys have their shapes beside them, ``None`` where they have none."""
-
-    missing: Mapping[str, Shape] = field(default_factory=dict)
-    unexpected: Mapping[str, Shape] = field(default_factory=dict)
-    shapes: tuple[Difference, ...] = ()
-    dtypes: tuple[Difference, ...] = ()
-    others: tuple[str, ...] = ()
-    """Sentences on what is none of these."""
-
-    @cached_property
-    def renames(self) -> list[Renamed]:
-        """What seems to be the same under another name."""
-        return likely_renames(self.missing, self.unexpected)
-
-    @property
-    def text(self) -> str:
-        """The report, in a few lines."""
-        lines: list[str] = []
-        renames = self.renames
-        covered = {key for rename in renames for pair in rename.pairs for key in pair}
-        if renames:
-            rows = [f"  {r.theirs}* in the file ↔ {r.ours}* in the model: {_keys(len(r.pairs))}" for r in renames]
-            lines += ["the same under other names, it seems:", *rows]
-        lines += _group("missing in the file", [key for key in self.missing if key not in covered])
-        lines += _group("only in the file", [key for key in self.unexpected if key not in covered])
-        if self.shapes:
-            rows_of = [Difference("key", "file", "model"), *self.shapes[:_MOST]]
-            wide = [max(len(row[column]) for row in rows_of) for column in range(3)]
-            lines.append(f"of another shape, {_keys(len(self.shapes))}:")
-            for row in rows_of:
-                lines.append("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip())
-            if len(self.shapes) > _MOST:
-                lines.append(f"  and {len(self.shapes) - _MOST:,} more")
-        pairs = Counter((each.file, each.model) for each in self.dtypes)
-        for (file, model), count in pairs.most_common(_FEW):
-            lines.append(f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model")
-        if pairs:
-            lines.append("cast=True converts them while they are read.")
-        return "\n".join([*lines, *self.others])
-
-
-class Renamed(NamedTuple):
-    """Keys that begin with ``theirs`` in the file and ``ours`` in the model, and are equal after that."""
-
-    theirs: str
-    ours: str
-    pairs: tuple[tuple[str, str], ...]
-
-
 def _keys(count: int) -> str:
     return "1 key" if count == 1 else f"{count:,} keys"
+
+
+Renamed = tuple[str, str, list[tuple[str, str]]]
+"""What keys begin with in the file, and in the model; and the keys that are equal after that, in pairs."""
 
 
 def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> list[Renamed]:
@@ -581,10 +560,10 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
     wanted, free = set(missing), dict.fromkeys(unexpected)
     for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
         renamed = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
-        pairs = tuple((key, to) for key, to in renamed.items() if to in wanted and missing[to] == unexpected[key])
+        pairs = [(key, to) for key, to in renamed.items() if to in wanted and missing[to] == unexpected[key]]
         if len(pairs) < 2 or len(out) == _MOST:
             continue
-        out.append(Renamed(theirs, ours, pairs))
+        out.append((theirs, ours, pairs))
         for key, to in pairs:
             del free[key]
             wanted.discard(to)
@@ -597,398 +576,274 @@ def _cuts(key: str) -> list[int]:
 
 
 def _group(title: str, keys: Sequence[str]) -> list[str]:
-    """Keys by their first names, the largest groups first; a lone key by its whole name."""
-    if not keys:
-        return []
+    """Keys by their first names, the largest groups first (``encoder.layers.* (96)``); a lone key by its whole name."""
     if len(keys) <= _FEW:
-        return [f"{title}: {', '.join(keys)}"]
+        return [f"{title}: {', '.join(keys)}"] if keys else []
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(key.partition(".")[0], []).append(key)
     shown = sorted(groups.values(), key=len, reverse=True)
-    words = [_named(group) for group in shown[:_MOST]]
+    words = []
+    for group in shown[:_MOST]:
+        columns = zip(*(key.split(".") for key in group), strict=False)
+        common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns)]
+        words.append(group[0] if len(group) == 1 else f"{'.'.join(common)}.* ({len(group):,})")
     more = sum(map(len, shown[_MOST:]))
     return [f"{title}, {_keys(len(keys))}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
 
 
-def _named(group: Sequence[str]) -> str:
-    """``encoder.layers.* (96)``: the names all keys of a group begin with, and how many they are."""
-    if len(group) == 1:
-        return group[0]
-    split = [key.split(".") for key in group]
-    common: list[str] = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return f"{'.'.join(common)}.* ({len(group):,})"
-
+# -- one call of load_into
 
 _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
 
 
-class Task(NamedTuple):
+class _Task(NamedTuple):
     """One tensor of the file, what is wanted of it, and all places of the one parameter it goes to."""
 
     key: str
     tensor: Tensor
     part: tuple[int, ...]
-    places: tuple[Slot, ...]
-
-
-@dataclass(slots=True)
-class Fit:
-    """How a file fits a model. Keys are the model's."""
-
-    tasks: list[Task] = field(default_factory=list)
-    extras: dict[str, Tensor | tuple[Piece, object]] = field(default_factory=dict)
-    """Extra state by key: a tensor, or the file it is in and its node there."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[Difference] = field(default_factory=list)
-    dtypes: list[Difference] = field(default_factory=list)
-
-
-def fit(match: Match, slots: dict[str, Slot], opened: Opened, *, cast: bool) -> Fit:
-    """Compare every key, shape and dtype."""
-    from torch.nn.modules.batchnorm import _NormBase
-
-    out = Fit()
-    for key in (key for key, slot in slots.items() if slot.tensor is None):
-        held = opened.node((*match.branch.path, match.rename.undone(key))) or match.tensors.get(key)
-        if held is not None:
-            out.extras[key] = held
-    names: dict[torch.dtype, str] = {}
-    for key, tensor in match.tensors.items():
-        slot = slots[key]
-        if slot.tensor is None or slot.shape is None:
-            continue
-        if tensor.shape != slot.shape and not _is_old_scalar(tensor, slot):
-            out.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
-        dtype = slot.tensor.dtype
-        mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
-        if tensor.dtype != mine and not cast:
-            out.dtypes.append(Difference(key, tensor.dtype, mine))
-    out.tasks = _tasks(match, slots, opened)
-    filled = {id(slot.tensor) for task in out.tasks for slot in task.places}
-    found = match.tensors.keys() | out.extras.keys()
-    about = versions(match, opened)
-    for key, slot in slots.items():
-        if key in found or id(slot.tensor) in filled:
-            continue
-        if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
-            version = about.get(key.rpartition(".")[0], {}).get("version")
-            if type(version) is not int or version < 2:  # files before version 2 of the norms do not have it
-                continue
-        out.missing.append(key)
-    extras = {match.rename.undone(key) for key in out.extras}
-    held_keys = {*match.branch.tensors, *map(str, match.branch.deep.values()), *extras}
-    others = [key for key in values(match, opened.checkpoint) if key not in held_keys]
-    out.unexpected = [key for key in match.unexpected if key not in extras]
-    out.unexpected += [match.rename(key) for key in others if not match.rename.leaves_out(key)]
-    return out
-
-
-def _is_old_scalar(tensor: Tensor, slot: Slot) -> bool:
-    """torch 0.3 had no tensors without dimensions, and wrote one element instead; load_state_dict takes it, too."""
-    return tensor.shape == (1,) and slot.shape == ()
-
-
-def _tasks(match: Match, slots: dict[str, Slot], opened: Opened) -> list[Task]:
-    """One task for each parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
-    last: dict[int, str] = {}
-    places: dict[int, list[Slot]] = {}
-    for key, slot in slots.items():
-        if slot.tensor is None:
-            continue
-        ident = id(slot.tensor)
-        places.setdefault(ident, []).append(slot)
-        if key in match.tensors:
-            last[ident] = key
-    tasks = []
-    for ident, key in last.items():
-        tensor, slot = match.tensors[key], slots[key]
-        part = (0,) if slot.shape == () and _is_old_scalar(tensor, slot) else ()
-        tasks.append(Task(key, tensor, part, tuple(places[ident])))
-
-    def place(task: Task) -> tuple[str, int, int]:
-        storage = opened.content.storage(task.tensor)
-        return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
-
-    return sorted(tasks, key=place)
-
-
-def values(match: Match, checkpoint: Checkpoint) -> list[str]:
-    """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
-    path = match.branch.path
-    apart = _MARKERS.isdisjoint
-    modules = not all(apart(tensor.path[len(path) :]) for tensor in match.branch.tensors.values())
-    if modules or checkpoint.format in _PROGRAMS:
-        return []  # attributes of an object are not entries
-    below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
-    return [str(step) for step in dict.fromkeys((*below, *match.branch.deep.values()))]
-
-
-def versions(match: Match, opened: Opened) -> dict[str, dict[str, Any]]:
-    """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
-    held = opened.node(match.branch.path)
-    node = held[1] if held else None
-    state = node.states[-1] if type(node) is Call and node.states else None
-    table = plain(state.get("_metadata")) if type(state) is Dict else {}
-    if not isinstance(table, dict):
-        return {}
-    return {
-        match.rename(f"{name}.")[:-1] if name else "": about
-        for name, about in table.items()
-        if isinstance(name, str) and isinstance(about, dict)
-    }
-
-
-class _Unbuilt(NamedTuple):
-    """A value that is not built yet: the file it is in, and its node there."""
-
-    piece: Piece
-    node: object
-
-
-Report = tuple[list[str], list[str], list[str]]
-"""Missing keys, unexpected ones, and messages of errors."""
-
-
-class State(MutableMapping[str, Any]):
-    """A state dict whose tensors are read whenever they are asked for, and not kept; other values are built then.
-
-    ``lands`` says that tensors are going to be parameters themselves, on the device where they land.
-    """
-
-    def __init__(self, entries: dict[str, Any], opened: Opened, goal: Destinations) -> None:
-        self._entries = entries
-        self._opened = opened
-        self._goal = goal
-        self.lands = False
-
-    def below(self, prefix: str) -> State:
-        """Those whose keys begin so."""
-        held = {key: value for key, value in self._entries.items() if key.startswith(prefix)}
-        return State(held, self._opened, self._goal)
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._entries[key]
-        if isinstance(value, _Unbuilt):
-            return build_node(value.piece, value.node, self._goal.device_map)
-        if not isinstance(value, Tensor):
-            return value
-        return read_one(self._opened, value, device=self._goal.device(value.device) if self.lands else "cpu")
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._entries[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._entries[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._entries))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def copy(self) -> dict[str, Any]:
-        """As a plain dictionary, all of it read."""
-        return dict(self)
-
-
-class OwnWay:
-    """The modules of a model, the outermost ones, that load what is below them by code of their own."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules: dict[str, torch.nn.Module] = {}
-        _, _, ways = _torch_parts()
-        for prefix, module in modules(model):
-            # By a method overridden, or a hook before loading.
-            own = type(module)._load_from_state_dict not in ways or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
-            if own and not self.covers(prefix):
-                self._modules[prefix] = module
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
-    def covers(self, key: str) -> bool:
-        """Whether a key is loaded in this way."""
-        return key.startswith(tuple(self._modules))
-
-    def load(self, state: State, versions: dict[str, dict[str, Any]], report: Report) -> None:
-        """Let each module load what is below it."""
-        for prefix, module in self._modules.items():
-            _load(module, state.below(prefix), prefix, versions, report)
-
-
-def _load(
-    module: torch.nn.Module, state: State, prefix: str, versions: dict[str, dict[str, Any]], report: Report
-) -> None:
-    """As ``load_state_dict`` goes down a model."""
-    meta = any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    about = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if meta else {})}
-    state.lands = meta
-    module._load_from_state_dict(state, prefix, about, True, *report)  # noqa: SLF001 - what load_state_dict calls
-    for name, child in module._modules.items():  # noqa: SLF001
-        if child is not None:
-            _load(child, state.below(f"{prefix}{name}."), f"{prefix}{name}.", versions, report)
+    places: tuple[_Slot, ...]
 
 
 class _Loading:
-    """One call of ``load_into``."""
+    """A model, a file, how they fit, and the reading to do. Keys are the model's."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        opened: Opened,
-        goal: Destinations,
-        settings: Settings,
-        *,
-        strict: bool,
-        cast: bool,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, opened: Opened, goal: Destinations, prefix: str | None) -> None:
         self._model = model
         self._opened = opened
-        self._strict = strict
-        self._cast = cast
-        self._slots = slots(model)
         self._goal = goal
-        self._own = OwnWay(model)
-        self._settings = settings
+        self._slots = _slots(model)
+        self._own = _loading_themselves(model)
+        self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
+        self._tasks: list[_Task] = []
+        self._extras: dict[str, Tensor | _Unbuilt] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.shapes: list[Difference] = []
+        self.dtypes: list[Difference] = []
+        self._errors: list[str] = []
 
-    def run(self, prefix: str | None) -> Loaded:
-        """Match, compare, read."""
-        checkpoint = self._opened.checkpoint
-        with no_collecting():
-            match = find(checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
-            found = fit(match, self._slots, self._opened, cast=self._cast)
-            own = self._own
-            if own:  # what modules load in their own way is left to them
-                found.tasks = [task for task in found.tasks if not own.covers(task.key)]
-                for listed in (found.missing, found.unexpected):
-                    listed[:] = [key for key in listed if not own.covers(key)]
-                for differences in (found.shapes, found.dtypes):
-                    differences[:] = [each for each in differences if not own.covers(each.key)]
-                found.extras = {key: node for key, node in found.extras.items() if not own.covers(key)}
-            self._check(match, found)
-        # Extra state is what transload.load would make of it.
-        extras = {
-            key: read_one(self._opened, held) if isinstance(held, Tensor) else build_node(*held, self._goal.device_map)
-            for key, held in found.extras.items()
+    def compare(self, *, cast: bool, strict: bool) -> None:
+        """Compare every key, shape and dtype; raise for all that can be known before a byte is read."""
+        from torch.nn.modules.batchnorm import _NormBase
+
+        match, slots, opened = self._match, self._slots, self._opened
+        for key in (key for key, slot in slots.items() if slot.tensor is None):
+            held = opened.node((*match.branch.path, match.rename.undone(key)))
+            if held is not None or key in match.tensors:
+                self._extras[key] = match.tensors[key] if held is None else _Unbuilt(*held)
+        names: dict[torch.dtype, str] = {}
+        for key, tensor in match.tensors.items():
+            slot = slots[key]
+            if slot.tensor is None or slot.shape is None:
+                continue
+            if tensor.shape != slot.shape and not slot.takes_scalar(tensor):
+                self.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+            dtype = slot.tensor.dtype
+            mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
+            if tensor.dtype != mine and not cast:
+                self.dtypes.append(Difference(key, tensor.dtype, mine))
+        self._list_tasks()
+        filled = {id(slot.tensor) for task in self._tasks for slot in task.places}
+        versions = self._versions()
+        for key, slot in slots.items():
+            if key in match.tensors or key in self._extras or id(slot.tensor) in filled:
+                continue
+            if slot.name == "num_batches_tracked" and isinstance(slot.module, _NormBase):
+                version = versions.get(key.rpartition(".")[0], {}).get("version")
+                if type(version) is not int or version < 2:  # files before version 2 of the norms do not have it
+                    continue
+            self.missing.append(key)
+        # torch would not expect what has no place: of what lies deeper, the entry it lies in; and other values.
+        rename, deep = match.rename, match.branch.deep
+        extras = {rename.undone(key) for key in self._extras}
+        self.unexpected = [key for key in dict.fromkeys(str(deep.get(k, k)) for k in match.rest) if key not in extras]
+        known = {*match.branch.tensors, *map(str, deep.values()), *extras}
+        others = [key for key in self._values() if key not in known and not rename.leaves_out(key)]
+        self.unexpected += [rename(key) for key in others]
+        if self._own:  # what modules load in their own way is left to them
+            own = tuple(self._own)
+            for keys in (self.missing, self.unexpected):
+                keys[:] = [key for key in keys if not key.startswith(own)]
+            for listed in (self.shapes, self.dtypes):
+                listed[:] = [each for each in listed if not each.key.startswith(own)]
+            self._tasks = [task for task in self._tasks if not task.key.startswith(own)]
+            self._extras = {key: held for key, held in self._extras.items() if not key.startswith(own)}
+        # Modules with hooks or code of their own may yet strike keys off.
+        later = self._own or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
+        keys_differ = (self.missing or self.unexpected) and strict and not later
+        nothing = not match.tensors and not self._own and bool(slots)
+        if self.shapes or self.dtypes or keys_differ or nothing:
+            raise self._error()
+        for task in self._tasks:
+            check_one(opened, task.tensor)
+
+    def _list_tasks(self) -> None:
+        """One task a parameter, in the order of the file; of two tensors for one the last counts, as in torch."""
+        match, opened = self._match, self._opened
+        last: dict[int, str] = {}
+        places: dict[int, list[_Slot]] = {}
+        for key, slot in self._slots.items():
+            if slot.tensor is not None:
+                places.setdefault(id(slot.tensor), []).append(slot)
+                if key in match.tensors:
+                    last[id(slot.tensor)] = key
+        for ident, key in last.items():
+            tensor = match.tensors[key]
+            part = (0,) if self._slots[key].takes_scalar(tensor) else ()
+            self._tasks.append(_Task(key, tensor, part, tuple(places[ident])))
+
+        def place(task: _Task) -> tuple[str, int, int]:
+            storage = opened.content.storage(task.tensor)
+            return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
+
+        self._tasks.sort(key=place)
+
+    def _values(self) -> list[str]:
+        """Entries of the state dict that are not tensors, as the file calls them: an epoch, extra state."""
+        checkpoint, branch = self._opened.checkpoint, self._match.branch
+        path = branch.path
+        modules = not all(_MARKERS.isdisjoint(tensor.path[len(path) :]) for tensor in branch.tensors.values())
+        if modules or checkpoint.format in _PROGRAMS:
+            return []  # attributes of an object are not entries
+        below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
+        return [str(step) for step in dict.fromkeys((*below, *branch.deep.values()))]
+
+    def _versions(self) -> dict[str, dict[str, Any]]:
+        """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
+        held = self._opened.node(self._match.branch.path)
+        node = held[1] if held else None
+        state = node.states[-1] if type(node) is Call and node.states else None
+        table = plain(state.get("_metadata")) if type(state) is Dict else {}
+        return {
+            self._match.rename(f"{name}.")[:-1] if name else "": about
+            for name, about in (table.items() if isinstance(table, dict) else ())
+            if isinstance(name, str) and isinstance(about, dict)
         }
-        errors = self._let_own(match, found)
-        self._read(found.tasks)
+
+    def _error(self, lead: str = "") -> MismatchError:
+        """All that does not fit, in a few lines, and the one line that helps."""
+        match, place = self._match, self._match.branch.name
+        missing = {key: slot.shape if (slot := self._slots.get(key)) else None for key in self.missing}
+        unexpected = {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in self.unexpected}
+        what = f"{lead}it does not fit {type(self._model).__name__}, of whose {len(self._slots):,} keys it has "
+        lines = [f"{what}{len(match.tensors):,}"]
+        renames = likely_renames(missing, unexpected)
+        covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
+        if renames:
+            lines.append("the same under other names, it seems:")
+            lines += [f"  {a}* in the file ↔ {b}* in the model: {_keys(len(pairs))}" for a, b, pairs in renames]
+        lines += _group("missing in the file", [key for key in missing if key not in covered])
+        lines += _group("only in the file", [key for key in unexpected if key not in covered])
+        if self.shapes:
+            rows = [Difference("key", "file", "model"), *self.shapes[:_MOST]]
+            wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines.append(f"of another shape, {_keys(len(self.shapes))}:")
+            for row in rows:
+                lines.append("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip())
+            if len(self.shapes) > _MOST:
+                lines.append(f"  and {len(self.shapes) - _MOST:,} more")
+        pairs = Counter((each.file, each.model) for each in self.dtypes)
+        for (file, model), count in pairs.most_common(_FEW):
+            lines.append(f"of another dtype, {_keys(count)}: {file} in the file, {model} in the model")
+        if pairs:
+            lines.append("cast=True converts them while they are read.")
+        whole = next((theirs for theirs, ours, _ in renames if not ours), "")
+        fix = ""
+        if whole:
+            prefix = f"{place}/{whole}" if place else whole
+            fix = f"prefix={prefix!r} takes that part of the file."
+        elif match.tensors and not (self.shapes or self.dtypes or self._errors):
+            fix = "strict=False loads what fits."
+        where = f"{self._opened.checkpoint.path}{f' › {place}' if place else ''}"
+        return MismatchError("\n".join([*lines, *self._errors]), self, where=where, fix=fix)
+
+    def read(self, settings: Settings, *, strict: bool) -> Loaded:
+        """Fill the model."""
+        match, path = self._match, self._opened.checkpoint.path
+        # Extra state is what transload.load would make of it.
+        state = _State(dict(self._extras), self._opened, self._goal)
+        extras = state.copy()
+        self._let_own()
+        self._fill(settings)
         for key, value in extras.items():
             self._slots[key].module.set_extra_state(value)
-        keys = _Keys(found.missing, found.unexpected)
-        for _, module in reversed(list(modules(self._model))):  # children before their parents
+        keys = _Keys(self.missing, self.unexpected)
+        for _, module in reversed(list(_modules(self._model))):  # children before their parents
             for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
                 hook(module, keys)
-        if errors or (self._strict and (found.missing or found.unexpected)):
-            raise self._error(match, found, errors, "it was loaded as far as it fits: ")
+        if self._errors or (strict and (self.missing or self.unexpected)):
+            raise self._error("it was loaded as far as it fits: ")
         if match.notes:
-            warnings.warn(f"{checkpoint.path}: {'; '.join(match.notes)}", KeysWarning, stacklevel=caller())
-        return Loaded(found.missing, found.unexpected, match.branch.name, match.notes)
+            warnings.warn(f"{path}: {'; '.join(match.notes)}", KeysWarning, stacklevel=caller())
+        return Loaded(self.missing, self.unexpected, match.branch.name, match.notes)
 
-    def _check(self, match: Match, found: Fit) -> None:
-        """Raise for all that can be known before a byte is read."""
-        # Modules with hooks or code of their own may yet strike keys off.
-        hooked = any(module._load_state_dict_post_hooks for _, module in modules(self._model))  # noqa: SLF001
-        later = bool(self._own) or hooked
-        keys = (found.missing or found.unexpected) and self._strict and not later
-        nothing = not match.tensors and not self._own and bool(self._slots)
-        if found.shapes or found.dtypes or keys or nothing:
-            raise self._error(match, found)
-        for task in found.tasks:
-            check_one(self._opened, task.tensor)
+    def _let_own(self) -> None:
+        """Let modules that load by code of their own do so."""
+        if not self._own:
+            return
+        match = self._match
+        entries: dict[str, Any] = {**match.rest, **match.tensors}
+        for name in self._values():
+            node, key = self._opened.node((*match.branch.path, name)), match.rename(name)
+            if node and key not in match.tensors:
+                entries[key] = _Unbuilt(*node)
+        state, versions = _State(entries, self._opened, self._goal), self._versions()
+        for prefix, module in self._own.items():
+            state.load(module, prefix, versions, (self.missing, self.unexpected, self._errors))
+        # A parameter that a module has made anew goes to the other places of the one that was described.
+        made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
+        for slot in self._slots.values():
+            new = made.get(id(slot.tensor))
+            if slot.tensor is not None and slot.tensor.is_meta and new is not None:
+                slot.put(new)
 
-    def _error(self, match: Match, found: Fit, errors: list[str] | None = None, lead: str = "") -> MismatchError:
-        report = Mismatch(
-            {key: slot.shape if (slot := self._slots.get(key)) else None for key in found.missing},
-            {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in found.unexpected},
-            tuple(found.shapes),
-            tuple(found.dtypes),
-            tuple(errors or ()),
-        )
-        place = f" › {match.branch.name}" if match.branch.name else ""
-        what = f"{lead}it does not fit {type(self._model).__name__}, of whose {len(self._slots):,} keys it has "
-        what += f"{len(match.tensors):,}\n{report.text}"
-        where = f"{self._opened.checkpoint.path}{place}"
-        return MismatchError(what, report, where=where, fix=_advice(report, match))
-
-    def _let_own(self, match: Match, found: Fit) -> list[str]:
-        """Let modules that load by code of their own do so; what they complain of."""
-        errors: list[str] = []
-        if self._own:
-            entries: dict[str, Any] = {**match.rest, **match.tensors}
-            for name in values(match, self._opened.checkpoint):
-                node, key = self._opened.node((*match.branch.path, name)), match.rename(name)
-                if node and key not in match.tensors:
-                    entries[key] = _Unbuilt(*node)
-            state = State(entries, self._opened, self._goal)
-            self._own.load(state, versions(match, self._opened), (found.missing, found.unexpected, errors))
-            # A parameter that a module has made anew goes to the other places of the one that was described.
-            made = {id(slot.tensor): slot.now for slot in self._slots.values() if slot.now is not slot.tensor}
-            for slot in self._slots.values():
-                new = made.get(id(slot.tensor))
-                if slot.tensor is not None and slot.tensor.is_meta and new is not None:
-                    slot.put(new)
-        return errors
-
-    def _read(self, tasks: list[Task]) -> None:
+    def _fill(self, settings: Settings) -> None:
         """Fill every parameter. What was half done when reading failed is said."""
-        goals = [task.places[0].tensor for task in tasks]
-        made = {
-            index: self._made(tasks[index]) for index, goal in enumerate(goals) if goal is not None and goal.is_meta
-        }
+        tasks, path = self._tasks, self._opened.checkpoint.path
+        goals: list[Any] = [task.places[0].tensor for task in tasks]
+        made = {index: self._made(tasks[index]) for index, goal in enumerate(goals) if goal.is_meta}
         goals = [made.get(index, goal) for index, goal in enumerate(goals)]
-        rest = self._read_straight(tasks, goals)
+        rest = self._fill_straight(goals, settings)
         done = before = len(tasks) - len(rest)
         try:
             for done, index in enumerate(rest, before):  # noqa: B007 - told below
-                goal = goals[index]
-                if goal is not None:
-                    fill(self._opened, tasks[index].tensor, goal, index=tasks[index].part)
+                fill(self._opened, tasks[index].tensor, goals[index], index=tasks[index].part)
         except TransloadError as error:
             error.fix = f"{_half(done, len(tasks))}{error.fix}".rstrip()
             raise
         except (RuntimeError, NotImplementedError) as error:
             what = f"{tasks[index].key} does not take what was read for it: {error}"
-            raise LoadError(what, where=self._opened.checkpoint.path, fix=_half(done, len(tasks))) from error
+            raise LoadError(what, where=path, fix=_half(done, len(tasks))) from error
         for index, parameter in made.items():
-            for place in tasks[index].places:
-                place.put(parameter)
+            for slot in tasks[index].places:
+                slot.put(parameter)
 
-    def _read_straight(self, tasks: list[Task], goals: list[torch.Tensor | None]) -> list[int]:
+    def _fill_straight(self, goals: list[Any], settings: Settings) -> list[int]:
         """Fill those whose bytes only have to be moved, all at once; the indexes of the others."""
-        found = {
-            index: straight(self._opened, task.tensor, goal, index=task.part)
-            for index, (task, goal) in enumerate(zip(tasks, goals, strict=True))
-            if goal is not None
-        }
-        ready = {index: way for index, way in found.items() if way is not None}
-        if not ready:
-            return list(range(len(tasks)))
-        ways = list(ready.values())
-        sources = list({id(way.source): way.source for way in ways}.values())
-        numbers = {id(source): number for number, source in enumerate(sources)}
-        wants = [ReadRequest(numbers[id(way.source)], way.offset, way.nbytes, way.device) for way in ways]
+        found = [
+            straight(self._opened, task.tensor, goal, task.part) for task, goal in zip(self._tasks, goals, strict=True)
+        ]
+        ready = [(index, *way) for index, way in enumerate(found) if way is not None]
+        numbers: dict[int, int] = {}
+        for _, source, _, _ in ready:
+            numbers.setdefault(id(source), len(numbers))
+        sources = list({id(source): source for _, source, _, _ in ready}.values())
+        wants = [want._replace(file=numbers[id(source)]) for _, source, want, _ in ready]
         try:
-            bring(sources, wants, lambda index: ways[index].address, settings=self._settings, fresh=False)
+            if wants:
+                bring(sources, wants, lambda index: ready[index][3], settings=settings, fresh=False)
         except Ended as end:
-            key = tasks[list(ready)[end.want]].key
+            key = self._tasks[ready[end.want][0]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
-            fix = f"Some of the {len(tasks):,} tensors are in the model already."
+            fix = f"Some of the {len(goals):,} tensors are in the model already."
             raise BrokenFileError(what, where=self._opened.checkpoint.path, fix=fix) from end
-        for index in ready:
+        for index, _, _, _ in ready:
             changed(goals[index])
-        return [index for index in range(len(tasks)) if index not in ready]
+        return [index for index, way in enumerate(found) if way is None]
 
-    def _made(self, task: Task) -> torch.Tensor:
+    def _made(self, task: _Task) -> torch.Tensor:
         """A parameter in the place of one that is only described."""
         import torch
 
@@ -1002,14 +857,3 @@ class _Loading:
 
 def _half(done: int, count: int) -> str:
     return f"{done:,} of {count:,} tensors are in the model already. " if done else ""
-
-
-def _advice(report: Mismatch, match: Match) -> str:
-    """The one line that helps: a part of the file that fits, or not to insist where some of it does."""
-    place = match.branch.name
-    whole = next((renamed.theirs for renamed in report.renames if not renamed.ours), "")
-    if whole:
-        lead = f"{place}/" if place else ""
-        return f"prefix={lead + whole!r} takes that part of the file."
-    stuck = report.shapes or report.dtypes or report.others or not match.tensors
-    return "" if stuck else "strict=False loads what fits."
