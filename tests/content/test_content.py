@@ -16,8 +16,9 @@ from tests import forge
 from tests.each import each
 
 from transload.checkpoint import Tensor
+from transload.errors import ContentError
 from transload.tensors import content as axes
-from transload.tensors.content import Allowance, Content, ContentError, Run, open_content
+from transload.tensors.content import Allowance, Content, Run, open_content
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -10,8 +10,9 @@ import pytest
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
+from transload.errors import ContentError
 from transload.io.sources import BytesSource
-from transload.tensors.content import Content, ContentError, boxes
+from transload.tensors.content import Content, boxes
 
 
 def whole(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:

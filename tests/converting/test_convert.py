@@ -15,10 +15,9 @@ from tests.each import each
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.converting import convert, parts
-from transload.errors import CannotReadError, ConvertError, OverflowRefusedError, UsageError
+from transload.errors import CannotReadError, ContentError, ConvertError, OverflowRefusedError, UsageError
 from transload.judge import inspect
 from transload.nodes import Call, Global
-from transload.tensors.content import ContentError
 from transload.writing import objects
 
 torch = pytest.importorskip("torch")

@@ -11,11 +11,12 @@ from tests.each import for_each
 from tests.forge import checkpoint, number, ordered, pickled, tensor, text
 from tests.loading.zoo import saved
 
+from transload.devices import Device, Devices
 from transload.errors import BrokenFileError, LandingWarning
 from transload.formats import read_source
 from transload.io.sources import BytesSource, FileSource
 from transload.loading import load
-from transload.loading.placement import Device, Devices, place
+from transload.loading.placement import place
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = sorted(path for path in DATA.rglob("*") if path.suffix in (".pt", ".pth", ".ckpt", ".bin"))

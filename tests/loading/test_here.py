@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from transload.devices import Device
 from transload.errors import LoadError
 from transload.loading import placement as here
-from transload.loading.placement import Device, DeviceMap, Move, Plan, devices_here, wanted_devices
+from transload.loading.placement import DeviceMap, Move, Plan, devices_here, wanted_devices
 
 GIB = 1 << 30
 

@@ -199,8 +199,8 @@ def test_a_file_that_is_cut_while_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_a_byte_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transload.devices import Device
     from transload.loading import placement as here
-    from transload.loading.placement import Device
 
     monkeypatch.setattr(here, "_LITTLE", 0)
     monkeypatch.setattr(here, "_host", lambda: Device("cpu", 16, 64))

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -102,12 +102,16 @@ def test_an_interrupt_does_not_shift_what_is_read_next(monkeypatch: pytest.Monke
     class Interrupted(inflating.Inflating):
         calls = 0
 
-        def _next(self, most: int) -> bytes:
-            Interrupted.calls += 1
-            if Interrupted.calls == 2:
-                self._machine.decompress(self._machine.unconsumed_tail, most)
-                raise KeyboardInterrupt
-            return super()._next(most)
+        def _rewind(self) -> None:
+            super()._rewind()
+            self._pieces = self._interrupted(self._pieces)
+
+        def _interrupted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+            for piece in pieces:
+                Interrupted.calls += 1
+                if Interrupted.calls == 2:
+                    raise KeyboardInterrupt
+                yield piece
 
     monkeypatch.setattr("transload.tensors.Inflating", Interrupted)
     with open_(packed) as handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
-from transload.loading.placement import Device, Devices
+from transload.devices import Device, Devices
 
 GB = 10**9
 

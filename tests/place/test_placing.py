@@ -16,7 +16,8 @@ from tests.forge import FUZZ
 from tests.place.makers import GB, checkpoint, gpus
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.loading.placement import AUTO, UNDECIDED, Device, Devices, Plan, place, tags_of
+from transload.devices import Device, Devices
+from transload.loading.placement import AUTO, UNDECIDED, Plan, place, tags_of
 
 CPU_ONLY = Devices((Device("cpu", 1000 * GB),), absent="torch is built without CUDA [B01]")
 MAC = Devices((Device("cpu"), Device("mps")), "mps")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.place.makers import GB, checkpoint, gpus
 
-from transload.loading.placement import Device, Devices, Plan, place
+from transload.devices import Device, Devices
+from transload.loading.placement import Plan, place
 
 BROKEN = Devices((Device("cpu", 10 * GB),), absent="the driver is too old [D03]")
 

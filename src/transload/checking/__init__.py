@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from transload.checking.needs import Compatibility, Package
     from transload.checking.torch_says import Said
     from transload.checkpoint import Checkpoint
+    from transload.devices import Devices
     from transload.diagnose.report import Diagnosis
-    from transload.loading.placement import Devices, Plan
+    from transload.loading.placement import Plan
     from transload.machine import Machine
     from transload.nodes import Global
     from transload.render.lines import Block
@@ -148,7 +149,7 @@ def checked(
     """The same for a file and a machine that were examined already. ``cwd`` is where programs are run from."""
     from transload.checking.needs import compatibility, packages
     from transload.checking.torch_says import installed, torch_says
-    from transload.loading.placement import devices_of
+    from transload.devices import devices_of
 
     devices = devices_of(diagnosis, environ)
     plan = place(checkpoint, devices, wish)

@@ -22,8 +22,8 @@ from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
+    from transload.devices import Devices
     from transload.diagnose.report import Diagnosis
-    from transload.loading.placement import Devices
     from transload.nodes import Persistent, Pickle
 
 Version = tuple[int, ...]

@@ -21,7 +21,6 @@ from transload.errors import (
     FileWarning,
     LandingWarning,
     LoadError,
-    NoDeviceError,
     NoTorchError,
     UsageError,
 )
@@ -30,7 +29,7 @@ from transload.io.memory import view
 from transload.judge.problems import refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, read_here
-from transload.loading.placement import DeviceMap, Plan, devices_here, place, tags_of, wanted_devices
+from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.refusal import Allowed, Wrong, refuse_program, refuse_unsafe
 from transload.tensors import OpenCheckpoint, PackedStorages
 
@@ -195,10 +194,7 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
-    wanted = wanted_devices(tags_of(checkpoint), map_location)
-    plan = place(checkpoint, devices_here(wanted, checkpoint.tensor_nbytes), map_location)
-    if plan.refused:
-        raise NoDeviceError(plan.refused, where=checkpoint.path, fix="\n".join(plan.fix))
+    plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
     short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
     if short:
         what = "; ".join(map(str, short))

@@ -282,10 +282,12 @@ class _Builder:
 
     def _checked(self, entry: Entry, args: Args) -> Any:
         """A tensor that is ordinary but for its numbers; ``None`` if this torch does not have its dtype."""
+        from transload.loading.rebuild import own
+
         dtype = entry[2][3]
         if dtype is None:
             return None
-        made = self._rebuilder.strided(self._rebuilder.own(entry), dtype, *args[1:4])
+        made = self._rebuilder.strided(own(entry[0]), dtype, *args[1:4])
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 

@@ -25,7 +25,6 @@ from transload.errors import (
     DoesNotFitError,
     LandingWarning,
     LoadError,
-    NoDeviceError,
     NotACheckpointError,
     UnsafeError,
     UsageError,
@@ -36,7 +35,7 @@ from transload.formats.tensors import called
 from transload.io.sources import Source, SourceLike
 from transload.loading.build import is_fake_mode
 from transload.loading.jobs import Ended, ReadRequest
-from transload.loading.placement import DeviceMap, devices_here, place, wanted_devices
+from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.tensors import OpenCheckpoint, Piece, members
 from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
@@ -338,14 +337,7 @@ class Destinations:
 
     @cached_property
     def _plan(self) -> Plan:
-
-        checkpoint = self._checkpoint
-        wanted = wanted_devices([use.device for use in checkpoint.devices], self._wish)
-        plan = place(checkpoint, devices_here(wanted), self._wish)
-        if plan.refused:
-            fix = "\n".join(plan.fix).replace("map_location", "device")
-            raise NoDeviceError(plan.refused, where=checkpoint.path, fix=fix)
-        return plan
+        return plan_here(self._checkpoint, self._wish, 0, "device")
 
     def _tell(self, *, moved: bool) -> None:
         if moved and not self._told and self._plan.warning:

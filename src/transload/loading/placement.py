@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from transload.checkpoint import Storage, Tensor
-from transload.devices import Device, Devices, devices_of, local_rank, near_device, split
+from transload.devices import Device, Devices, local_rank, near_device, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import facts
 
@@ -24,28 +24,6 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Checkpoint
     from transload.render.lines import Block, Line
-
-__all__ = [
-    "AUTO",
-    "UNDECIDED",
-    "Device",
-    "DeviceMap",
-    "Devices",
-    "MapLocation",
-    "Move",
-    "Plan",
-    "Reason",
-    "Shortage",
-    "devices_here",
-    "devices_of",
-    "landing",
-    "listed",
-    "local_rank",
-    "place",
-    "tags_of",
-    "wanted_devices",
-]
-
 
 Reason = Literal["saved", "here", "absent", "lost", "rank", "float64", "asked", "function"]
 
@@ -104,7 +82,12 @@ class Move:
         >>> Move("cuda:1", "cpu", "absent").why
         'there is no cuda:1 here'
         """
-        return _why(self.reason, listed([self.tag]), self.detail)
+        return self.why_of([self.tag])
+
+    def why_of(self, tags: Sequence[str]) -> str:
+        """The reason for several tags that it is the same for."""
+        detail = f"; {self.detail}" if self.reason == "absent" and self.detail else self.detail
+        return _WORDS[self.reason].format(tag=listed(tags, "or"), detail=detail)
 
 
 @facts(frozen=True)
@@ -174,7 +157,13 @@ class Plan:
         for move in self.moves:
             if move.moved:
                 groups.setdefault((move.device, move.reason, move.detail), []).append(move)
-        return "; ".join(_told(together) for together in groups.values())
+        told = []
+        for together in groups.values():
+            count, tags = sum(move.tensors for move in together), [move.tag for move in together]
+            tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
+            first = together[0]
+            told.append(f"{tensors} saved on {listed(tags)} land on {first.device}: {first.why_of(tags)}")
+        return "; ".join(told)
 
     def __str__(self) -> str:
         """The plan as ``transload check`` shows it, without colour."""
@@ -210,21 +199,6 @@ def listed(names: Sequence[str], joint: str = "and") -> str:
         shown.append(f"{len(names) - _SHOWN:,} more")
     *most, last = shown
     return f"{', '.join(most)} {joint} {last}" if most else last
-
-
-def _why(reason: Reason, tag: str, detail: str) -> str:
-    detail = f"; {detail}" if reason == "absent" and detail else detail
-    return _WORDS[reason].format(tag=tag, detail=detail)
-
-
-def _told(together: Sequence[Move]) -> str:
-    """What to say of tags that go the same way for the same reason."""
-    count = sum(move.tensors for move in together)
-    tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
-    tags = [move.tag for move in together]
-    first = together[0]
-    why = _why(first.reason, listed(tags, "or"), first.detail)
-    return f"{tensors} saved on {listed(tags)} land on {first.device}: {why}"
 
 
 def landing(plan: Plan) -> Iterator[Block]:
@@ -319,45 +293,57 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     other map_location means what it means to ``torch.load``.
     """
     loads = _loads(checkpoint)
-    named = map_location is None or isinstance(map_location, str | bytes | Mapping) or _is_torch_device(map_location)
-    if not named and not callable(map_location):  # torch would not take it either
-        moves = tuple(Move(tag, "", "asked", load.tensors, load.nbytes) for tag, load in loads.items())
-        kind = type(map_location).__name__
-        meant = "a name such as 'cpu' or 'cuda:0'"
-        if kind == "int" and 0 <= map_location < 256:
-            meant = f"'cuda:{map_location}'"
-        refused = f"map_location is of type {kind}, which does not name a device"
-        return Plan(moves, refused=refused, fix=(f"Pass map_location={meant}.",))
     automatic = isinstance(map_location, str) and map_location == AUTO
+    refused, fix = "", "Ask for a device that is here, or leave map_location out."
+    chosen: Mapping[str, _Chosen]
     if automatic:
         spread = _spread(loads, devices)
         chosen = {tag: _automatic(tag, devices, spread, wide=load.wide) for tag, load in loads.items()}
     elif _is_function(map_location):
         chosen = dict.fromkeys(loads, (UNDECIDED, "function", ""))
-    else:
-        wanted = map_location if isinstance(map_location, Mapping) else {}
-        if map_location is not None and not isinstance(map_location, Mapping):
-            wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
+    elif map_location is None or isinstance(map_location, Mapping):
+        wanted = map_location or {}
         chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
+    elif isinstance(map_location, str | bytes) or _is_torch_device(map_location):
+        wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
+        chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
+    else:  # torch would not take it either
+        chosen = dict.fromkeys(loads, ("", "asked", ""))
+        kind = type(map_location).__name__
+        meant = f"cuda:{map_location}" if kind == "int" and 0 <= map_location < 256 else ""
+        refused = f"map_location is of type {kind}, which does not name a device"
+        fix = f"Pass map_location='{meant}'." if meant else "Pass map_location=a name such as 'cpu' or 'cuda:0'."
     moves = tuple(
         Move(tag, device, why, loads[tag].tensors, loads[tag].nbytes, detail)
         for tag, (device, why, detail) in chosen.items()
     )
-    lost = [move for move in moves if not move.device]
+    lost = [move for move in moves if not move.device and not refused]
     if lost:
-        fix = "Ask for a device that is here, or leave map_location out."
         if map_location is None:
             fix = "Leave map_location out (it is 'auto'), or pass map_location='cpu'."
         if lost[0].reason == "float64":
-            return Plan(moves, refused=f"it holds float64, which {lost[0].detail} does not have", fix=(fix,))
-        if not automatic and (meant := near_device(lost[0].detail)):
-            fix = f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
-        names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
-        here = listed([device.name for device in devices.available])
-        reason = f"; {devices.absent}" if devices.absent else ""
-        return Plan(moves, refused=f"there is no {names} here, only {here}{reason}", fix=(fix,))
+            refused = f"it holds float64, which {lost[0].detail} does not have"
+        else:
+            if not automatic and (meant := near_device(lost[0].detail)):
+                fix = (
+                    f"Did you mean map_location={meant!r}? Or leave it out: each tensor lands on a device that is here."
+                )
+            names = listed(list(dict.fromkeys(move.detail for move in lost)), "or")
+            here = listed([device.name for device in devices.available])
+            refused = f"there is no {names} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
+    if refused:
+        return Plan(moves, refused=refused, fix=(fix,))
     shortages = tuple(_shortages(checkpoint, moves, loads, devices))
     return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
+
+
+def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, argument: str = "map_location") -> Plan:
+    """The plan for the devices torch has; ``NoDeviceError``, which calls the argument so, if there is none."""
+    plan = place(checkpoint, devices_here(wanted_devices(tags_of(checkpoint), map_location), nbytes), map_location)
+    if plan.refused:
+        fix = "\n".join(plan.fix).replace("map_location", argument)
+        raise NoDeviceError(plan.refused, where=checkpoint.path, fix=fix)
+    return plan
 
 
 def tags_of(checkpoint: Checkpoint) -> list[str]:

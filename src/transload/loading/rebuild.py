@@ -8,7 +8,7 @@ beyond its buffer, or scales that are fewer than the channels are damage, and ar
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
@@ -25,79 +25,84 @@ Args = tuple[Any, ...]
 Entry = tuple[Any, int, tuple[Any, int, bool, Any, str]]
 """A storage as ``build.entries`` has it."""
 
-_LATIN = ("latin1", "latin-1")
 _MAX_RANK = 1024
 _MAX_SIZE = 1 << 63
 
 
 # -- values
 
-
-def _counter(args: Args) -> Counter[Any]:
-    made: Counter[Any] = Counter()
-    dict.update(made, _content(args, "a Counter"))
-    return made
-
-
-def _content(args: Args, what: str) -> Any:
-    """Nothing, a dictionary, or a list of pairs as Python 2 writes it."""
-    if not args:
-        return ()
-    content = args[0] if len(args) == 1 else None
-    pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
-    if type(content) is dict or pairs:
-        return content
-    raise Wrong(f"{what} made from something other than a dictionary")
-
-
-def _set(args: Args) -> set[Any]:
-    if len(args) > 1 or any(type(arg) not in (list, tuple) for arg in args):
-        raise Wrong("a set made from something other than a list")
-    try:
-        return set(*args)
-    except TypeError as error:
-        raise Wrong(f"a set of what cannot be in one: {error}") from error
-
-
-def _bytearray(args: Args) -> bytearray:
-    match args:
-        case ():
-            return bytearray()
-        case (bytes() as data,):
-            return bytearray(data)
-        case (str() as text, str() as codec) if codec in _LATIN:
-            return bytearray(_latin(text))
-    raise Wrong("a byte array made from something other than bytes")
-
-
-def _bytes(args: Args) -> bytes:
-    if args:  # protocol 2 writes only the empty ones so
-        raise Wrong("bytes that are made from something")
-    return b""
-
-
-def _defaultdict(args: Args) -> defaultdict[Any, Any]:
-    if len(args) > 1 or any(factory is not None and factory not in _FACTORIES for factory in args):
-        raise Wrong("a defaultdict that makes something else than plain values")
-    return defaultdict(*args)
-
-
+_VALUES = {
+    # what makes a value: what is wrong with arguments that cannot be its own
+    "_codecs.encode": "a call of _codecs.encode for another codec than latin1",
+    "builtins.bytearray": "a byte array made from something other than bytes",
+    "builtins.bytes": "bytes that are made from something",
+    "builtins.complex": "a complex number made from something other than numbers",
+    "builtins.frozenset": "a set made from something other than a list",
+    "builtins.set": "a set made from something other than a list",
+    "collections.Counter": "a Counter made from something other than a dictionary",
+    "collections.OrderedDict": "an OrderedDict made from something other than a dictionary",
+    "collections.defaultdict": "a defaultdict that makes something else than plain values",
+    "torch.Size": "a torch.Size made from something other than a tuple of integers",
+    "torch.device": "a torch.device made from something other than a name and an index",
+    "torch.serialization._get_layout": "a layout that there is not",
+    "torch.torch_version.TorchVersion": "a version that is not text",
+}
 _FACTORIES = (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter)
 
 
-def _version(args: Args) -> Any:
-    from torch.torch_version import TorchVersion
+def _value(name: str, args: Args) -> Any:
+    """What a name of ``_VALUES`` makes of its arguments."""
+    import torch
 
-    if len(args) != 1 or type(args[0]) is not str:
-        raise Wrong("a version that is not text")
-    return TorchVersion(args[0])
-
-
-def _encode(args: Args) -> bytes:
-    match args:
-        case (str() as text, str() as codec) if codec in _LATIN:
+    match name, args:
+        case "builtins.bytes", ():  # protocol 2 writes only the empty ones so
+            return b""
+        case "builtins.bytearray", () | (bytes(),):
+            return bytearray(*args)
+        case "builtins.bytearray", (str() as text, "latin1" | "latin-1"):
+            return bytearray(_latin(text))
+        case "_codecs.encode", (str() as text, "latin1" | "latin-1"):
             return _latin(text)
-    raise Wrong("a call of _codecs.encode for another codec than latin1")
+        case "builtins.complex", _ if len(args) <= 2 and all(type(arg) in (float, int) for arg in args):
+            return complex(*args)
+        case "builtins.set", () | (list() | tuple(),):
+            return set(hashed(*args))
+        case "builtins.frozenset", () | (list() | tuple(),):
+            return hashed(*args)
+        case "collections.OrderedDict", _ if _are_items(args):
+            return OrderedDict(*args)
+        case "collections.Counter", _ if _are_items(args):
+            counted: Counter[Any] = Counter()
+            dict.update(counted, *args)  # its own would count
+            return counted
+        case "collections.defaultdict", () | (None,):
+            return defaultdict(*args)
+        case "collections.defaultdict", (factory,) if factory in _FACTORIES:
+            return defaultdict(factory)
+        case "torch.Size", () | (tuple(),) if all(map(_is_size, args)):
+            return torch.Size(*args)
+        case "torch.device", (str() | int(),) | (str(), int()):
+            return torch.device(*args)
+        case "torch.serialization._get_layout", (str() as text,):
+            found = getattr(torch, text.removeprefix("torch."), None)
+            if isinstance(found, torch.layout):
+                return found
+        case "torch.torch_version.TorchVersion", (str() as text,):
+            from torch.torch_version import TorchVersion
+
+            return TorchVersion(text)
+    raise Wrong(_VALUES[name])
+
+
+def _are_items(args: Args) -> bool:
+    """Nothing, a dictionary, or a list of pairs as Python 2 writes it."""
+    content = args[0] if len(args) == 1 else None
+    pairs = type(content) is list and all(type(pair) in (list, tuple) and len(pair) == 2 for pair in content)
+    return not args or type(content) is dict or pairs
+
+
+def _is_size(sizes: Args) -> bool:
+    return len(sizes) <= _MAX_RANK and all(type(size) is int and -_MAX_SIZE <= size < _MAX_SIZE for size in sizes)
 
 
 def _latin(text: str) -> bytes:
@@ -107,57 +112,12 @@ def _latin(text: str) -> bytes:
         raise Wrong("bytes that are written as text which latin1 does not have") from None
 
 
-def _complex(args: Args) -> complex:
-    if len(args) > 2 or any(type(arg) not in (float, int) for arg in args):
-        raise Wrong("a complex number made from something other than numbers")
-    return complex(*args)
-
-
-def _size(args: Args) -> Any:
-    import torch
-
-    if len(args) > 1 or any(type(arg) is not tuple or len(arg) > _MAX_RANK for arg in args):
-        raise Wrong("a torch.Size made from something other than a tuple")
-    if args and any(type(size) is not int or not -(1 << 63) <= size < 1 << 63 for size in args[0]):
-        raise Wrong("a torch.Size of something other than integers")
-    return torch.Size(*args)
-
-
-def _device(args: Args) -> Any:
-    import torch
-
-    match args:
-        case (str() | int(),) | (str(), int()):
-            return torch.device(*args)
-    raise Wrong("a torch.device made from something other than a name and an index")
-
-
-def _layout(args: Args) -> Any:
-    import torch
-
-    if len(args) != 1 or type(args[0]) is not str:
-        raise Wrong("a layout without its name")
-    found = getattr(torch, args[0].removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise Wrong(f"the layout {args[0][:80]}, which there is not")
-    return found
-
-
-BUILDERS: dict[str, Callable[[Args], Any]] = {
-    "_codecs.encode": _encode,
-    "builtins.bytearray": _bytearray,
-    "builtins.bytes": _bytes,
-    "builtins.complex": _complex,
-    "builtins.frozenset": lambda args: frozenset(_set(args)),
-    "builtins.set": _set,
-    "collections.Counter": _counter,
-    "collections.OrderedDict": lambda args: OrderedDict(_content(args, "an OrderedDict")),
-    "collections.defaultdict": _defaultdict,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
-    "torch.torch_version.TorchVersion": _version,
-}
+def hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
+    """Values as the members of a set; ``Wrong`` if they cannot be."""
+    try:
+        return frozenset(values)
+    except TypeError as error:
+        raise Wrong(f"a set of what cannot be in one: {error}") from error
 
 
 # -- tensors
@@ -296,6 +256,42 @@ def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad
     return _from_cpu(maker, held, dtype, device, grad)
 
 
+class TypedStorages:
+    """Storages as torch gives them to a program: of a dtype, and the same one for the same id each time."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Any] = {}
+
+    def find(self, key: str, storage: Any, dtype: Any, part: object) -> Any:
+        """A storage as one of a dtype; or a part of it, which a key, its first element and their number describe."""
+        import torch
+
+        known: object = key
+        if part is None:
+            held = own(storage)
+        else:
+            match part:
+                case (str() | bytes() as name, int() as first, int() as count) if first >= 0 and count >= 0:
+                    width = torch.empty((), dtype=dtype, device="meta").element_size()
+                case _:
+                    raise Wrong("a part of a storage that is none")
+            if (first + count) * width > storage.nbytes():
+                raise Wrong("a part of a storage that reaches beyond it")
+            known = "view", name
+            held = storage[first * width : (first + count) * width]
+        if known not in self._made or not storage.nbytes():
+            # The class is going away, and has no public constructor.
+            self._made[known] = torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
+        return self._made[known]
+
+
+def own(storage: Any) -> Any:
+    """The storage for one tensor: torch makes an empty one anew for each that has one."""
+    import torch
+
+    return storage if storage.nbytes() else torch.UntypedStorage(0, device=storage.device)
+
+
 class Rebuilder:
     """Makes tensors and values for one load; ``make`` by the name of the function, ``persistent`` by an id.
 
@@ -308,7 +304,7 @@ class Rebuilder:
         self.torch = torch
         self.device_map = device_map
         self._known = known
-        self._typed: dict[object, Any] = {}
+        self._typed = TypedStorages()
         self._made: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         # What torch does with a tensor it loads while tensors are only pretended.
@@ -326,12 +322,12 @@ class Rebuilder:
 
     def has(self, name: str) -> bool:
         """Whether something is made by that name."""
-        return name in _MAKERS or name in BUILDERS
+        return name in _MAKERS or name in _VALUES
 
     def make(self, name: str, args: Args) -> Any:
         """What the function of that name makes of arguments that are built already."""
-        if name in BUILDERS:
-            return BUILDERS[name](args)
+        if name in _VALUES:
+            return _value(name, args)
         maker, least, most = _MAKERS[name]
         if not least <= len(args) <= most:
             raise Wrong(f"{name} is called with {len(args)} arguments")
@@ -366,36 +362,11 @@ class Rebuilder:
             raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
         storage, nbytes, (*_, dtype, name) = self._known[key]
         if not nbytes and type(pid[1]) is Global:  # an empty one may be seen as several dtypes: each id says as which
-            import torch
-
             name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
-            dtype = getattr(torch, name, None)
+            dtype = getattr(self.torch, name, None)
         if dtype is None:
             raise Wrong(f"a storage of {name}, which this torch does not have")
-        view = pid[5] if len(pid) == 6 else None
-        if view is None:
-            if nbytes and key in self._typed:
-                return self._typed[key]
-            made = self._typed[key] = self._wrapped(self.own(self._known[key]), dtype)
-            return made
-        match view:  # a part of a storage: key, first element, elements
-            case (str() as part, int() as first, int() as count) if first >= 0 and count >= 0:
-                width = self.torch.empty((), dtype=dtype, device="meta").element_size()
-                if (first + count) * width > storage.nbytes():
-                    raise Wrong("a part of a storage that reaches beyond it")
-                if ("view", part) not in self._typed:
-                    held = storage[first * width : (first + count) * width]
-                    self._typed["view", part] = self._wrapped(held, dtype)
-                return self._typed["view", part]
-        raise Wrong("a part of a storage that is none")
-
-    def own(self, entry: Entry) -> Any:
-        """The storage for one tensor: torch makes an empty one anew for each that has one."""
-        storage, nbytes, _ = entry
-        return storage if nbytes else self.torch.UntypedStorage(0, device=storage.device)
-
-    def _wrapped(self, storage: Any, dtype: Any) -> Any:
-        return self.torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return self._typed.find(key, storage, dtype, pid[5] if len(pid) == 6 else None)
 
     # -- checked arguments
 

@@ -9,12 +9,14 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+from transload.dtypes import STORAGES
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
-from transload.io.sources import Slice, Source
-from transload.loading.rebuild import sparse_tensor, validate
+from transload.io.sources import Source
+from transload.loading.rebuild import TypedStorages, sparse_tensor, validate
+from transload.loading.refusal import Wrong
+from transload.nodes import Global
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +34,17 @@ class _Stream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As files do it."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
         self._at = start + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """As files do it."""
         data = self._source.read(self._at, len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)
@@ -116,14 +114,6 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
             return rebuild
 
     return Unpickler
-
-
-def storage_dtype(kind: Any) -> torch.dtype:
-    """The dtype that a class of storages stands for."""
-    import torch
-
-    made: torch.dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-    return made
 
 
 def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
@@ -224,9 +214,6 @@ def load_exported(source: Source, checkpoint: Checkpoint, device_of: DeviceOf = 
         return torch.export.load(path if path.endswith(".pt2") else as_file(source))
 
 
-# -- an exported program on other devices ------------------------------------------------------------------------------
-
-
 def _moved(source: Source, device_of: DeviceOf) -> io.BytesIO:
     """The archive with every device replaced; records keep their names and order."""
     import json
@@ -274,9 +261,6 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
     return moved
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
     """What torch says when it cannot load a program, with the first of its many lines and what helps."""
@@ -300,7 +284,6 @@ def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
 
 
 StorageOf = Callable[[str], "torch.UntypedStorage"]
-_Persistent = Callable[[Any], Any]
 
 
 def load_trusted(
@@ -308,7 +291,7 @@ def load_trusted(
     checkpoint: Checkpoint,
     storage_of: StorageOf,
     *,
-    device_of: Callable[[str], str] = str,
+    device_of: DeviceOf = str,
     pickle_module: Any = None,
     **arguments: Any,
 ) -> Any:
@@ -330,14 +313,31 @@ def load_trusted(
         getattr(torch.serialization, "_check_dill_version", bool)(pickle_module)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    arguments.setdefault("encoding", "utf-8")
-    load = _Load(source, checkpoint, storage_of, device_of, unpickler_of(pickle_module or pickle), arguments)
-    path = checkpoint.path
+    kind, path = unpickler_of(pickle_module or pickle), checkpoint.path
+
+    def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
+        """One pickle; the file stands behind it afterwards."""
+        unpickler = kind(file, **{"encoding": "utf-8", **arguments})
+        unpickler.device_of = device_of
+        if persistent is not None:
+            unpickler.persistent_load = persistent
+        return unpickler.load()
+
     try:
-        return load.run()
+        find = _by_id(path, storage_of)
+        if checkpoint.format == "torch-tar":
+            return _unpickled_tar(source, find, unpickled)
+        if checkpoint.format == "torch-legacy":
+            file = as_file(source)
+            for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
+                unpickled(file)
+            return unpickled(file, find)
+        return unpickled(io.BytesIO(_main_pickle(source, checkpoint)), find)
     except TransloadError as error:
         error.where = error.where or path
         raise
+    except Wrong as error:
+        raise BrokenFileError(f"it holds {error}", where=path) from error
     except UnicodeDecodeError as error:
         what = f"a text that Python 2 wrote is not {error.encoding}: {error.reason}"
         raise LoadError(what, where=path, fix="Pass encoding='latin1', or encoding='bytes'.") from error
@@ -348,135 +348,72 @@ def load_trusted(
         raise LoadError(what, where=path) from error
 
 
-class _Load:
-    """One load: the storages met so far, as torch's functions want them."""
+def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
+    """The record data.pkl, which torch finds without regard to case."""
+    from transload.formats.zip import read_payload
 
-    def __init__(
-        self,
-        source: Source,
-        checkpoint: Checkpoint,
-        storage_of: StorageOf,
-        device_of: Callable[[str], str],
-        unpickler: type[Any],
-        arguments: dict[str, Any],
-    ) -> None:
-        self._source = source
-        self._checkpoint = checkpoint
-        self._storage_of = storage_of
-        self._device_of = device_of
-        self._unpickler = unpickler
-        self._arguments = arguments
-        self._typed: dict[Any, Any] = {}
+    records = checkpoint.records
+    named = {**{record.name.lower(): record for record in records}, **{record.name: record for record in records}}
+    if "data.pkl" not in named:
+        what = "the record data.pkl, which says what the file holds, is missing"
+        raise BrokenFileError(what, where=checkpoint.path)
+    record = named["data.pkl"]
+    payload = read_payload(source, record, max(record.size, record.stored))
+    if payload.problem:
+        raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=checkpoint.path)
+    return payload.data
 
-    def run(self) -> Any:
-        """The object in the file."""
-        if self._checkpoint.format == "torch-tar":
-            return self._tar()
-        if self._checkpoint.format == "torch-legacy":
-            file = as_file(self._source)
-            for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
-                self._unpickle(file)
-            return self._unpickle(file, self.by_tuple)
-        # The record data.pkl, which torch finds without regard to case.
-        from transload.formats.zip import read_payload
 
-        path, records = self._checkpoint.path, self._checkpoint.records
-        named = {**{record.name.lower(): record for record in records}, **{record.name: record for record in records}}
-        if "data.pkl" not in named:
-            raise BrokenFileError("the record data.pkl, which says what the file holds, is missing", where=path)
-        record = named["data.pkl"]
-        payload = read_payload(self._source, record, max(record.size, record.stored))
-        if payload.problem:
-            raise BrokenFileError(f"data.pkl cannot be read: {payload.problem}", where=path)
-        return self._unpickle(io.BytesIO(payload.data), self.by_tuple)
+def _by_id(path: str, storage_of: StorageOf) -> Callable[[tuple[Any, ...]], Any]:
+    """A function that gives what a persistent id stands for: a storage, or in streams also a class with its source."""
+    import torch
 
-    def _unpickle(self, file: Any, persistent: _Persistent | None = None) -> Any:
-        """One pickle; the file stands behind it afterwards."""
-        unpickler = self._unpickler(file, **self._arguments)
-        unpickler.device_of = self._device_of
-        if persistent is not None:
-            unpickler.persistent_load = persistent
-        return unpickler.load()
+    typed = TypedStorages()
 
-    def by_tuple(self, pid: tuple[Any, ...]) -> Any:
-        """What a persistent id stands for: a storage, or in streams also a class with its source."""
+    def find(pid: tuple[Any, ...]) -> Any:
         if _text(pid[0]) == "module":
             return class_of(*pid[1:])
         if _text(pid[0]) != "storage":
-            raise BrokenFileError(f"a persistent id of unknown kind: {pid[0]!r}", where=self._checkpoint.path)
+            raise BrokenFileError(f"a persistent id of unknown kind: {pid[0]!r}", where=path)
         _, kind, key, _, _, *view = pid
-        whole = self._wrapped(_text(key), storage_dtype(kind))
-        return self._part(whole, *view[0]) if view and view[0] is not None else whole
-
-    def _wrapped(self, key: str, dtype: torch.dtype) -> Any:
-        """The storage of a key, always the same one; an empty one can be of several types."""
-        known = self._typed.get(key)
-        if known is not None and (known.dtype == dtype or known._untyped_storage.nbytes()):  # noqa: SLF001 - see _typed
-            return known
+        if type(kind) is Global:  # of a tar archive, whose tables are read as data
+            dtype = getattr(torch, STORAGES[kind.name])
+        else:
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         try:
-            storage = self._storage_of(key)
+            storage = storage_of(_text(key))
         except KeyError as error:
-            raise BrokenFileError(
-                f"it names a storage {key!r} that is not in it", where=self._checkpoint.path
-            ) from error
-        made = self._typed[key] = _typed(storage, dtype)
-        return made
+            raise BrokenFileError(f"it names a storage {_text(key)!r} that is not in it", where=path) from error
+        return typed.find(_text(key), storage, dtype, view[0] if view else None)
 
-    def _part(self, whole: Any, key: Any, first: int, count: int) -> Any:
-        """A part of a storage as a storage of its own, over the same memory."""
-        if ("view", key) not in self._typed:
-            size, untyped = whole.dtype.itemsize, whole._untyped_storage  # noqa: SLF001 - see _typed
-            self._typed["view", key] = _typed(untyped[first * size : (first + count) * size], whole.dtype)
-        return self._typed["view", key]
-
-    # -- the tar format
-
-    def _tar(self) -> Any:
-        import torch
-
-        from transload.formats.torch_legacy import members
-
-        parts = {
-            member.name.removeprefix("./"): Slice(self._source, member.offset, member.size, member.name)
-            for member in members(self._source)[0]
-        }
-        objects: dict[int, Any] = {}
-        file: Any = as_file(parts["storages"])
-        for _ in range(self._unpickle(file)):
-            key, _, kind = self._unpickle(file)
-            dtype = storage_dtype(kind)
-            (count,) = _numbers(file, 1)
-            file.seek(count * dtype.itemsize, io.SEEK_CUR)
-            objects[int(key)] = self._wrapped(_text(key), dtype)
-        for key, root, first, count in self._unpickle(file):
-            objects[int(key)] = self._part(objects[int(root)], key, first, count)
-        file = as_file(parts["tensors"])
-        for _ in range(self._unpickle(file)):
-            key, storage_key, _ = self._unpickle(file)
-            storage = objects[int(storage_key)]
-            rank = _numbers(file, 1)[0] & 0xFFFFFFFF
-            size, stride, (first,) = _numbers(file, rank), _numbers(file, rank), _numbers(file, 1)
-            empty = torch.empty(0, dtype=storage.dtype, device=storage.device)
-            objects[int(key)] = empty.set_(storage._untyped_storage, first, size, stride)  # noqa: SLF001 - see _typed
-
-        def persistent(pid: Any) -> Any:
-            return class_of(*pid) if isinstance(pid, tuple) else objects[int(pid)]
-
-        return self._unpickle(as_file(parts["pickle"]), persistent)
+    return find
 
 
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    """What torch's rebuilding functions take for a storage. That class is going away, and has no public constructor."""
+def _unpickled_tar(source: Source, find: Callable[[Any], Any], unpickled: Callable[..., Any]) -> Any:
+    """The object in a tar archive, which describes storages and tensors in tables beside its pickle."""
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    from transload.formats.torch_legacy import TarReader
+
+    reader = TarReader(source)
+    reader.read_tables()
+    made: dict[str, Any] = {}
+
+    def persistent(pid: Any) -> Any:
+        if isinstance(pid, tuple):
+            return class_of(*pid)
+        key = str(pid)
+        if key not in made:
+            held, *view = reader.tensor_args.get(key) or (reader.storage_ids[key],)
+            made[key] = storage = find(held.id)
+            if view:
+                empty = torch.empty(0, dtype=storage.dtype, device=storage.device)
+                made[key] = empty.set_(storage._untyped_storage, *view)  # noqa: SLF001 - the public way warns
+        return made[key]
+
+    return unpickled(as_file(reader.part("pickle")), persistent)
 
 
 def _text(value: Any) -> str:
     """An internal name; with ``encoding="bytes"`` those that Python 2 wrote are bytes."""
     return value.decode("ascii") if isinstance(value, bytes) else str(value)
-
-
-def _numbers(file: Any, count: int) -> tuple[int, ...]:
-    shape = Struct(f"<{count}q")
-    return shape.unpack(file.read(shape.size))

@@ -12,18 +12,25 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from transload.errors import BrokenFileError, NotAFileError, UsageError
+from transload.errors import BrokenFileError, UsageError
 from transload.frozen import facts
-from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source, SourceLike, journal_path
+from transload.io.sources import (
+    FileSource,
+    ObjectSource,
+    Slice,
+    Source,
+    SourceLike,
+    has_journal,
+    inflated,
+    open_source,
+)
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
-    from zlib import _Decompress
-
     from transload.checkpoint import Checkpoint, Key, Record, Storage
 
 
@@ -39,7 +46,8 @@ class OpenCheckpoint:
         from transload.judge import judge
 
         self.closed = False
-        self._open: dict[str, tuple[Source, Checkpoint | None]] = {}
+        self._open: dict[str, Source] = {}
+        self._read_files: dict[str, Checkpoint] = {}
         self._tree = tree
         self._folder: str | None = None  # where the names of files begin, if there are several
         self._members: dict[int, dict[Key, object]] = {}
@@ -66,7 +74,7 @@ class OpenCheckpoint:
         """Close every file, and put a file object back to where it stood; twice does no harm."""
         with self._lock:
             self.closed = True
-            for source, _ in self._open.values():
+            for source in self._open.values():
                 source.close()
             self._open.clear()
 
@@ -77,14 +85,14 @@ class OpenCheckpoint:
 
     def check_unchanged(self) -> None:
         """``BrokenFileError`` if somebody wrote to a file while it was read: old and new may be mixed in what came."""
-        for source, _ in self._open.values():
+        for source in self._open.values():
             if isinstance(source, _File) and source.status() != source.opened_with:
                 fix = "Read it again when nobody writes to it; transload.save puts a new file in its place at once."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
     def leave_behind_content(self) -> None:
         """Leave a file object behind what was read of it: several objects can be written one after the other."""
-        source = self._open.get("", (None, None))[0]
+        source = self._open.get("")
         if isinstance(source, _Object | _Leftovers) and self.checkpoint.format == "torch-legacy":
             last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
             source.leave_at(max(last, sum(pickle.end for pickle in self.checkpoint.pickles)))
@@ -93,15 +101,7 @@ class OpenCheckpoint:
         """One of its files, by the name storages give it; it stays open until all are closed."""
         with self._lock:
             self.check_open()
-            if self._folder is None:
-                return self.pieces[0].open(name)
-            path = os.path.join(self._folder, name)  # noqa: PTH118 - pathlib costs ten milliseconds
-            piece = self._by_path.get(path) or self._by_path.get("")
-            return self._beside(path) if piece is None else piece.open(name)
-
-    @cached_property
-    def _by_path(self) -> dict[str, Piece]:
-        return {piece.path: piece for piece in self.pieces}
+            return self._open[""] if self._folder is None else self._beside(_join(self._folder, name))
 
     @property
     def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
@@ -132,7 +132,10 @@ class OpenCheckpoint:
         if not isinstance(f, str | os.PathLike):
             return self._single(_from_object(f), "")
         path = os.fspath(f)
-        _finish_retag(path)
+        if has_journal(path):  # finish or undo a retag of the file that was interrupted
+            from transload.io.journal import recover
+
+            recover(path)
         is_directory = os.path.isdir(path)  # noqa: PTH112 - pathlib costs ten milliseconds
         if not is_directory and not path.endswith(".index.json"):
             return self._single(_File(path), path)
@@ -146,7 +149,7 @@ class OpenCheckpoint:
         if sharded or "unpacked" not in dict(checkpoint.facts):
             kind = "shard" if sharded else "weights"
             files = [_join(self._folder, part.name) for part in checkpoint.parts if part.kind == kind]
-            return checkpoint, tuple(piece for file in files if (piece := self._kept(file)) is not None)
+            return checkpoint, tuple(self._piece(file) for file in files if file in self._read_files)
         index = "data.pkl"
         if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
             index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder unzipping has made
@@ -155,7 +158,7 @@ class OpenCheckpoint:
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
         from transload.formats import read_source
 
-        self._open[""] = (source, None)
+        self._open[""] = source
         checkpoint = read_source(source, tree=self._tree)
         return checkpoint, (Piece(checkpoint, lambda _: source, path),)
 
@@ -163,15 +166,12 @@ class OpenCheckpoint:
         """Read a file of a directory, and keep it open."""
         from transload.formats import read_source
 
-        source = self._beside(path)
-        checkpoint = read_source(source)
-        self._open[path] = (source, checkpoint)
+        checkpoint = self._read_files[path] = read_source(self._beside(path))
         return checkpoint
 
-    def _kept(self, path: str) -> Piece | None:
-        """A file of a directory as a piece of its own, if it was read as a checkpoint."""
-        source, checkpoint = self._open[path]
-        return None if checkpoint is None else Piece(checkpoint, lambda _: source, path)
+    def _piece(self, path: str) -> Piece:
+        source = self._open[path]
+        return Piece(self._read_files[path], lambda _: source, path)
 
     def _beside(self, path: str) -> Source:
         """One of many files; kept open, unless so many others are already that the program would have none left."""
@@ -183,8 +183,8 @@ class OpenCheckpoint:
                 # Half of the files that a process may have open: 512 of Linux' usual 1,024, 128 of macOS' 256.
                 soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
-            self._open[path] = (_File(path) if len(self._open) < most else ReopenedFile(path), None)
-        return self._open[path][0]
+            self._open[path] = _File(path) if len(self._open) < most else ReopenedFile(path)
+        return self._open[path]
 
 
 @facts(frozen=True)
@@ -226,18 +226,6 @@ def _join(folder: str, name: str) -> str:
     from pathlib import Path
 
     return str(Path(folder, name))
-
-
-def _finish_retag(path: str) -> None:
-    """Finish or undo a retag of the file that was interrupted."""
-    try:
-        if not os.path.lexists(journal_path(path)):
-            return
-    except ValueError:  # no file can have such a name, which whoever reads it will say
-        return
-    from transload.io.journal import recover
-
-    recover(path)
 
 
 # -- sources
@@ -289,8 +277,13 @@ class ReopenedFile:
 class _Object(ObjectSource):
     """A file object, read into memory that exists already where the object can do that."""
 
+    @property
+    def position(self) -> int:
+        """Where the file object stood, and is left when it is closed here."""
+        return self._home
+
     def leave_at(self, position: int) -> None:
-        """Where the file object is left when it is closed here."""
+        """Leave the file object elsewhere."""
         self._home = position
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
@@ -319,17 +312,12 @@ class _Leftovers(Slice):
         self._base.close()
 
 
-def _from_object(f: object) -> Source:
+def _from_object(f: bytes | bytearray | memoryview | BinaryIO) -> Source:
     """Bytes, or a binary file object: the checkpoint that begins at its position, or else all of it."""
-    if isinstance(f, bytes | bytearray | memoryview):
-        return BytesSource(f)
-    if not (hasattr(f, "read") and hasattr(f, "seek")):
-        raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
-    if isinstance(f.read(0), str):
-        raise UsageError("the file object gives text", fix="Open the file for bytes: open(path, 'rb').")
-    source = _Object(cast(BinaryIO, f))
-    home = f.tell() if hasattr(f, "tell") else 0
-    if home:
+    if isinstance(f, bytes | bytearray | memoryview) or not (hasattr(f, "read") and hasattr(f, "seek")):
+        return open_source(f)  # which has words for what cannot be read
+    source = _Object(f)
+    if home := source.position:
         from transload.formats.torch_legacy import looks_like_legacy
         from transload.formats.zip import starts_like_zip
 
@@ -337,9 +325,6 @@ def _from_object(f: object) -> Source:
         if starts_like_zip(leftovers) or looks_like_legacy(leftovers):
             return leftovers
     return source
-
-
-_STEP = 1 << 20
 
 
 class PackedStorages:
@@ -371,18 +356,14 @@ class Inflating:
     def __init__(self, base: Source, offset: int, stored: int, size: int) -> None:
         self.name = base.name
         self.size = size
-        self._base = base
-        self._offset = offset
-        self._stored = stored
+        self._begin = partial(inflated, base, offset, stored, size)
         self._lock = Lock()
         self._rewind()
 
     def _rewind(self) -> None:
-        from zlib import decompressobj
-
-        self._machine: _Decompress = decompressobj(-15)
-        self._taken = 0  # packed bytes given to it
-        self._position = 0  # unpacked bytes it has given
+        self._pieces = self._begin()
+        self._left = memoryview(b"")  # of the piece that was unpacked last
+        self._position = 0  # where that begins
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -392,39 +373,32 @@ class Inflating:
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
-        buffer = buffer[: max(0, self.size - offset)]
-        done = 0
+        from zlib import error
+
+        end = min(offset + len(buffer), self.size)
         with self._lock:
             try:
                 if offset < self._position:
                     self._rewind()
-                while self._position < offset and self._next(min(_STEP, offset - self._position)):
-                    pass
-                while done < len(buffer) and (part := self._next(min(_STEP, len(buffer) - done))):
-                    buffer[done : done + len(part)] = part
-                    done += len(part)
+                while self._position < end:
+                    while not self._left:
+                        piece = next(self._pieces, None)
+                        if piece is None:
+                            return max(0, self._position - offset)
+                        self._left = memoryview(piece)
+                    at = self._position - offset
+                    part = self._left[: end - self._position if at >= 0 else -at]
+                    if at >= 0:
+                        buffer[at : at + len(part)] = part
+                    self._left = self._left[len(part) :]
+                    self._position += len(part)
+            except error as reason:
+                self._rewind()
+                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
             except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
                 self._rewind()
                 raise
-        return done
-
-    def _next(self, most: int) -> bytes:
-        """The next bytes, ``most`` at most; none at the end."""
-        from zlib import error
-
-        packed = self._machine.unconsumed_tail
-        while True:
-            if not packed and self._taken < self._stored:
-                packed = self._base.read(self._offset + self._taken, min(_STEP, self._stored - self._taken))
-                self._taken += len(packed)
-            try:
-                part = self._machine.decompress(packed, most)
-            except error as reason:
-                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
-            if part or self._machine.eof or (not packed and not self._machine.unconsumed_tail):
-                self._position += len(part)
-                return part
-            packed = self._machine.unconsumed_tail
+        return max(0, end - offset)
 
     def close(self) -> None:
         """Nothing to give back: the base is closed by its owner."""

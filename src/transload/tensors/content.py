@@ -24,23 +24,6 @@ from transload.tensors import OpenCheckpoint, PackedStorages
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
 
-__all__ = [
-    "Allowance",
-    "Box",
-    "Content",
-    "ContentError",
-    "Elements",
-    "EndedError",
-    "Index",
-    "Run",
-    "View",
-    "boxes",
-    "numpy_or_none",
-    "open_content",
-    "placed",
-    "select",
-]
-
 WINDOW = 16 << 20
 """Bytes of elements put in another order at once."""
 
@@ -153,7 +136,7 @@ class Content:
             elements = self.elements(tensor)
         except ContentError:
             return None
-        if elements.changes or not elements.is_run or elements.offset + elements.nbytes > elements.source.size:
+        if elements.changes or not elements.view.is_run or elements.offset + elements.nbytes > elements.source.size:
             return None
         return Run(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
 
@@ -207,7 +190,7 @@ class Content:
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
             raise self._error(tensor, f"is {kind}, not a plain run of numbers{parts}")
         elements = self.elements(tensor)
-        if not elements.is_run:
+        if not elements.view.is_run:
             for box in boxes(tensor.shape, WINDOW // elements.itemsize):
                 done = elements.read(box, memoryview(bytearray(prod(box.shape) * elements.itemsize)))
                 for at in range(0, len(done), size):
@@ -492,11 +475,6 @@ class Elements(NamedTuple):
     def nbytes(self) -> int:
         """Bytes from the first element to the last."""
         return itemsize(self.dtype, self.view.extent)
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the elements lie one after the other."""
-        return self.view.is_run
 
     @property
     def changes(self) -> bool:

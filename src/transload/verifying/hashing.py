@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Record, Tensor
-from transload.errors import CannotReadError, TransloadError
+from transload.errors import CannotReadError, ContentError, TransloadError
 from transload.findings import Problem
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import MAX_SIZE
@@ -20,7 +20,7 @@ from transload.formats.verify import Lost, mismatch
 from transload.io.checksums import fastest_crc32
 from transload.io.pool import each, threads
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.tensors.content import Allowance, Content, ContentError
+from transload.tensors.content import Allowance, Content
 from transload.tensors.damage import Key, Records, key_of
 from transload.verifying.manifest import TensorSum
 

@@ -18,10 +18,10 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import ConvertError, OverflowRefusedError
+from transload.errors import ContentError, ConvertError, OverflowRefusedError
 from transload.io.memory import PAGE, Pages, is_equal, view
 from transload.io.sources import FileSource
-from transload.tensors.content import Content, ContentError, Run, numpy_or_none
+from transload.tensors.content import Content, Run, numpy_or_none
 from transload.writing.output import Bundle
 
 if TYPE_CHECKING:
