@@ -28,7 +28,7 @@ from transload.formats import no_collecting
 from transload.io.memory import view
 from transload.judge.problems import refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
-from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, read_here
+from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, is_reached, read_here
 from transload.loading.placement import DeviceMap, Plan, plan_here
 from transload.loading.refusal import Allowed, Wrong, refuse_program, refuse_unsafe
 from transload.tensors import OpenCheckpoint, PackedStorages
@@ -284,7 +284,6 @@ def _load_trusted(
 # once. The rest is read one by one: what is packed, or in the other byte order, or goes to where only torch, or a
 # function of the caller's, can bring it.
 
-_CHUNK = 4 << 20  # bytes inflated between two signs of progress
 _ALIGNED = 8  # where a mapped storage may begin: what any element of torch's wants, or a pair of them
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 # In one step: there are as many storages as tensors.
@@ -327,7 +326,7 @@ class _Reader:
         import torch
 
         self._torch = torch
-        self._new = torch.UntypedStorage
+        self._new = torch.UntypedStorage  # looked up once: there are as many as tensors
         self._piece = piece
         self._device_map = device_map
         self._options = options
@@ -355,7 +354,8 @@ class _Reader:
         if self._faked or self._skips or self._map is not None:
             return {}
         storages = self._piece.checkpoint.storages
-        devices = {tag: self._reached(tag) for tag in {storage.device for storage in storages}}
+        known = {tag: self._device_map.known(tag) for tag in {storage.device for storage in storages}}
+        devices = {tag: device if is_reached(device.partition(":")[0]) else "" for tag, device in known.items()}
         here, all_big = sys.byteorder == "big", self._order == "big"
         opened: list[Source] = []
         numbers: dict[str, int] = {}
@@ -378,15 +378,6 @@ class _Reader:
             self._bring(opened, wants, place, plain)
         return {storage.id: held[index] for index, storage in enumerate(plain)}
 
-    def _reached(self, tag: str) -> str:
-        """The device for a tag if the engine reaches it; else empty."""
-        device = self._device_map.known(tag)
-        if not device.startswith("cuda:"):
-            return device if device == "cpu" else ""
-        from transload.io.cuda_driver import cuda_driver
-
-        return device if cuda_driver() is not None else ""
-
     def _bring(
         self,
         sources: Sequence[Source],
@@ -407,8 +398,10 @@ class _Reader:
                 bring(sources, wants, place, settings=settings, tell=tell, sums=sums)
         except Ended as end:
             storage = storages[end.want]
-            detail = f"the file ends after {end.came:,} of {storage.nbytes:,} bytes"
-            raise self._lost(storage, detail) from end
+            how = "unpacked they are" if storage.compressed else "the file ends after"
+            raise self._lost(storage, f"{how} {end.came:,} of {storage.nbytes:,} bytes") from end
+        except BrokenFileError as error:  # what is packed, and read by itself, cannot be unpacked
+            raise self._lost(storages[0], error.what, "are damaged") from error
         if sums is not None:
             for storage, value in zip(storages, sums.whole(len(storages)), strict=True):
                 self._check_sum(storage, value)
@@ -417,7 +410,7 @@ class _Reader:
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         """One storage where it belongs."""
-        if self._faked or self._device_map.is_meta(storage.device):
+        if self._faked or self._device_map.known(storage.device) == "meta":
             return self._meta(storage)
         if self._skips:
             return self._device_map.put(self._empty(storage), storage.device)
@@ -447,52 +440,25 @@ class _Reader:
     def _read(self, storage: Storage) -> torch.UntypedStorage:
         if not storage.nbytes:
             return self._torch.UntypedStorage(0)
-        if storage.compressed:
-            return self._inflated(storage)
-        if storage.offset is None or storage.stored < storage.nbytes:
+        if not storage.compressed and (storage.offset is None or storage.stored < storage.nbytes):
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+        source, offset = self._piece.open(storage.file), storage.offset or 0
+        if storage.compressed:
+            packed, offset = self._packed.open(storage, source), 0
+            if packed is None or packed.size != storage.nbytes:
+                raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
+            source = packed
         held = self._empty(storage)
-        want = ReadRequest(0, storage.offset, storage.nbytes)
-        self._bring([self._piece.open(storage.file)], [want], lambda _: held.data_ptr(), [storage])
+        self._bring([source], [ReadRequest(0, offset, storage.nbytes)], lambda _: held.data_ptr(), [storage])
         return held
-
-    def _compare(self, storage: Storage, held: torch.UntypedStorage) -> None:
-        """The checksum of what is in memory, if that is asked for."""
-        if self._options.verify:
-            from zlib import crc32
-
-            self._check_sum(storage, crc32(_view(held)))
 
     def _check_sum(self, storage: Storage, value: int) -> None:
         if storage.crc32 is not None and value != storage.crc32:
             raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "are not those saved")
 
-    def _tell(self, count: int) -> None:
-        if self._options.tell is not None:
-            self._options.tell(count)
-
     def _lost(self, storage: Storage, detail: str, how: str = "are not all there") -> BrokenFileError:
         what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
-
-    # -- compressed ones
-
-    def _inflated(self, storage: Storage) -> torch.UntypedStorage:
-        packed = self._packed.open(storage, self._piece.open(storage.file))
-        if packed is None or packed.size != storage.nbytes:
-            raise self._lost(storage, "they are packed in a way torch does not read", "cannot be read")
-        held = self._empty(storage)
-        into, done = _view(held), 0
-        try:
-            while came := packed.readinto(done, into[done : done + _CHUNK]):
-                done += came
-                self._tell(came)
-        except BrokenFileError as error:
-            raise self._lost(storage, error.what, "are damaged") from error
-        if done != storage.nbytes:
-            raise self._lost(storage, f"unpacked they are {done:,} of {storage.nbytes:,} bytes")
-        self._compare(storage, held)
-        return held
 
     # -- mapped ones
 
@@ -503,8 +469,12 @@ class _Reader:
         if not storage.nbytes or storage.stored < storage.nbytes or self._map is None:
             return None
         part: torch.UntypedStorage = self._map[storage.offset : storage.offset + storage.nbytes]
-        self._compare(storage, part)
-        self._tell(storage.nbytes)
+        if self._options.verify:
+            from zlib import crc32
+
+            self._check_sum(storage, crc32(view(part.data_ptr(), part.nbytes())))
+        if self._options.tell is not None:
+            self._options.tell(storage.nbytes)
         return part
 
     # -- the other byte order
@@ -538,10 +508,6 @@ def _named(piece: Piece, storage: Storage) -> str:
     shown = ", ".join(name or "the root" for name in names[:4]) or f"storage {storage.key}"
     more = len(names) - 4
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _view(held: torch.UntypedStorage) -> memoryview:
-    return view(held.data_ptr(), held.nbytes())
 
 
 def _mapping(piece: Piece) -> torch.UntypedStorage | None:

@@ -7,7 +7,7 @@ here; all others, and rarer values, by a ``Rebuilder``, which is imported when i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from transload.tensors import Piece
 
 Args = tuple[Any, ...]
-Step = Callable[[Any], None]
+_Steps = Generator[Any, list[Any], None]
+"""Makes one object: yields the nodes it needs, and is sent what they have become."""
+_Task = tuple[Any, "_Steps | None", Any]
+"""A node, what makes it (``None`` if that has not begun), and the nodes it needs now."""
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
@@ -70,16 +73,12 @@ def build_object(
     return made
 
 
-class _Missing(Exception):  # noqa: N818 - a signal inside this module
-    """Something is needed that is not made yet; ``args[0]`` is the identity of its node."""
-
-
 class _Builder:
     """One walk over one graph, with a stack of its own: a graph may be deeper than Python's.
 
-    ``made`` are the objects so far, by the identity of their nodes. A node is *opened* when it is met: what can exist
-    before its parts (a list, a dictionary) is made at once and filled later; what cannot (a tuple, the result of a
-    call) is made when its parts are there, and is busy until then.
+    ``made`` are the objects so far, by the identity of their nodes. Each node that is met is made by a generator, which
+    yields the nodes it needs and is sent what they have become. What can exist before its parts (a list, a dictionary)
+    is made at once and filled later; what cannot (a tuple, the result of a call), when its parts are there.
     """
 
     def __init__(
@@ -97,9 +96,6 @@ class _Builder:
         self._where = where
         self._encoding = encoding
         self._built = pickle.built
-        self._busy: set[int] = set()
-        self._stack: list[tuple[Step, Any]] = []
-        self._waiting: dict[int, list[tuple[Step, Any]]] = {}
         # Bytes in a pickle of Python 2 are text that the reader could not decode.
         self._atoms = _ATOMS - {bytes} if pickle.undecoded else _ATOMS
         self._known = entries(piece.checkpoint.storages, storages, device_map)
@@ -118,32 +114,41 @@ class _Builder:
         """The object of a node, with all that it needs; ``Wrong`` if there can be none."""
         if self._built:
             raise Wrong("attributes of something that has none")
+        made, atoms, ready = self.made, self._atoms, self._ready
+        begun: set[int] = set()
+        waiting: dict[int, list[_Task]] = {}  # for something that is not made yet
         node = root
-        self._need((root,))
+        stack: list[_Task] = [(root, None, ())]
         try:
-            while self._stack:
-                step, node = self._stack.pop()
-                try:
-                    step(node)
-                except _Missing as missing:
-                    self._waiting.setdefault(missing.args[0], []).append((step, node))
+            while stack:
+                node, steps, needed = stack.pop()
+                if steps is None:
+                    if type(node) in atoms or id(node) in made or id(node) in begun:
+                        continue
+                    begun.add(id(node))
+                    steps = self._steps(node)
+                    needed = next(steps, None)
+                elif (values := ready(needed)) is None:
+                    missing = next(id(each) for each in needed if type(each) not in atoms and id(each) not in made)
+                    waiting.setdefault(missing, []).append((node, steps, needed))
+                    continue
+                else:
+                    needed = _send(steps, values)
+                while needed is not None and (values := ready(needed)) is not None:
+                    needed = _send(steps, values)
+                if waiting and id(node) in made:
+                    stack += reversed(waiting.pop(id(node), ()))
+                if needed is not None:
+                    stack.append((node, steps, needed))
+                    stack += [(each, None, ()) for each in reversed(needed)]
         except Wrong as reason:
             reason.node = node
             raise
-        if self._waiting:
+        if waiting:
             raise Wrong("an object that has to be there before it is made")
         if "_rebuilder" in vars(self):
             self._rebuilder.check_sparse()
-        return self._get(root)
-
-    def _get(self, node: Any) -> Any:
-        """What a node has become; ``_Missing`` if it has not yet."""
-        if type(node) in self._atoms:
-            return node
-        ident = id(node)
-        if ident not in self.made:
-            raise _Missing(ident)
-        return self.made[ident]
+        return root if type(root) in atoms else made[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:
         """What nodes have become, or become in one step; ``None`` if some take more than that."""
@@ -166,60 +171,26 @@ class _Builder:
             append(value)
         return None if missing else values
 
-    def _need(self, nodes: Iterable[Any]) -> None:
-        """Let nodes be made next, those that are not yet."""
-        atoms, made, step = self._atoms, self.made, self._open
-        wanted = [(step, node) for node in nodes if type(node) not in atoms and id(node) not in made]
-        wanted.reverse()
-        self._stack += wanted
-
-    def _later(self, step: Step, node: Any, needed: Iterable[Any]) -> None:
-        """Take a step when other nodes have been made."""
-        self._stack.append((step, node))
-        self._need(needed)
-
-    def _done(self, node: Any, value: Any) -> None:
-        """A node that could not exist before its parts has become a value."""
-        ident = id(node)
-        self.made[ident] = value
-        self._busy.discard(ident)
-        if self._waiting:
-            self._stack += reversed(self._waiting.pop(ident, ()))
-
-    def _open(self, node: Any) -> None:
+    def _steps(self, node: Any) -> _Steps:
         """Make what is met for the first time, now or as soon as its parts are there."""
         ident, kind, made = id(node), type(node), self.made
-        if ident in made or ident in self._busy:
-            return
         if kind is Call:
-            self._open_call(node)
+            yield from self._call(node)
         elif kind is list:
-            values = made[ident] = []
-            ready = self._ready(node)
-            if ready is None:
-                self._later(lambda node: values.extend([self._get(child) for child in node]), node, node)
-            else:
-                values += ready
+            values: list[Any] = []
+            made[ident] = values
+            values += yield node
         elif kind is Dict:
             into: dict[Any, Any] = {}
             made[ident] = into
-            ready = self._ready(node.items)
-            if ready is None:
-                self._later(lambda node: _set_items(into, [self._get(item) for item in node.items]), node, node.items)
-            else:
-                _set_items(into, ready)
+            _set_items(into, (yield node.items))
         elif kind is tuple:
-            if all(type(child) in self._atoms for child in node):
-                made[ident] = node
-            else:
-                self._busy.add(ident)
-                self._later(lambda node: self._done(node, tuple([self._get(child) for child in node])), node, node)
+            made[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
+        elif kind is Set and node.frozen:
+            made[ident] = self._rebuilder.make("builtins.frozenset", ((yield node.items),))
         elif kind is Set:
-            if node.frozen:
-                self._busy.add(ident)
-            else:
-                made[ident] = set()
-            self._later(self._fill_set, node, node.items)
+            made[ident] = members = set()
+            members |= self._rebuilder.make("builtins.set", ((yield node.items),))
         elif kind is bytearray:
             made[ident] = node
         elif kind is bytes:
@@ -247,17 +218,6 @@ class _Builder:
             fix = "Pass encoding='latin1', or the encoding it was written in."
             raise LoadError(what, where=self._where, fix=fix) from error
 
-    def _fill_set(self, node: Set) -> None:
-        values = [self._get(item) for item in node.items]
-        try:
-            members = frozenset(values)
-        except TypeError as error:
-            raise Wrong(f"a set of what cannot be in one: {error}") from error
-        if node.frozen:
-            self._done(node, members)
-        else:
-            self.made[id(node)].update(members)
-
     def _object_of(self, node: Global) -> Any:
         """The object of an allowed name."""
         found = self._allowed.object_of(node)
@@ -267,7 +227,7 @@ class _Builder:
 
     # -- calls
 
-    def _open_call(self, node: Call) -> None:
+    def _call(self, node: Call) -> _Steps:
         """When its arguments are there; an ordinary tensor at once."""
         tensor = self._single(node, self._checked)
         if tensor is not None:
@@ -275,10 +235,30 @@ class _Builder:
             return
         if type(node.args) is not tuple:
             raise Wrong("a call whose arguments are not a tuple")
-        self._busy.add(id(node))
-        # The function is only named there, and is one of ours where torch has it no more.
-        needed = node.args[1:] if self._called(node) in _FROM_TYPE else node.args
-        self._later(self._call, node, needed if node.kwargs is None else (*needed, node.kwargs))
+        callee = node.callee if type(node.callee) is Global else module_class(node.callee)
+        if type(callee) is not Global:
+            raise Wrong("a call of something that is not a name")
+        name = self._names.get(callee) or name_of(callee)
+        if name in _FROM_TYPE:
+            # The function is only named there, and is one of ours where torch has it no more.
+            made = self._from_type(node.args, (yield node.args[1:]))
+        else:
+            args = tuple((yield node.args))
+            kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
+            made = self._apply(name, callee, node.kind, args, kwargs)
+        self.made[id(node)] = made
+        if node.appended:
+            values = yield node.appended
+            self._check_type(made, (list, set), "are appended to")
+            add = getattr(made, "extend", None) or getattr(made, "update", None)
+            self._run(f"appending to {type(made).__name__}", add, (values,))
+        if node.items:
+            values = yield node.items
+            self._check_type(made, _MAPPINGS, "are put into")
+            _set_items(made, values)
+        if node.states:
+            for state in (yield node.states):
+                self._set_state(made, state)
 
     def _checked(self, entry: Entry, args: Args) -> Any:
         """A tensor that is ordinary but for its numbers; ``None`` if this torch does not have its dtype."""
@@ -291,49 +271,27 @@ class _Builder:
         self.made[id(args[5])] = OrderedDict()
         return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
 
-    def _called(self, node: Call) -> str:
-        callee = _callee(node)
-        return self._names.get(callee) or name_of(callee)
-
-    def _call(self, node: Call) -> None:
-        name = self._called(node)
-        if name in _FROM_TYPE:
-            made = self._from_type(node)
-        else:
-            arguments: Any = node.args
-            made = self._apply(name, node, tuple([self._get(argument) for argument in arguments]))
-        self._done(node, made)
-        # The last on the stack comes first: what is appended, then items, then states.
-        if node.states:
-            self._stack.append((lambda node: self._later(self._set_states, node, node.states), node))
-        if node.items:
-            self._stack.append((self._set_items, node))
-        if node.appended:
-            self._stack.append((lambda node: self._later(self._append, node, node.appended), node))
-
-    def _from_type(self, node: Call) -> Any:
+    def _from_type(self, nodes: Args, values: list[Any]) -> Any:
         """``_rebuild_from_type_v2(function, class, arguments, state)``."""
-        arguments: Any = node.args
-        if len(arguments) != 4 or type(arguments[0]) is not Global:
+        if len(nodes) != 4 or type(nodes[0]) is not Global:
             raise Wrong("a tensor made by something that is not a name")
-        kind, args, state = (self._get(argument) for argument in arguments[1:])
+        kind, args, state = values
         if type(args) is not tuple:
             raise Wrong("a tensor that is made of arguments that are none")
-        function = self._names[arguments[0]]
+        function = self._names[nodes[0]]
         if self._rebuilder.has(function):
             inner = self._rebuilder.make(function, args)
         else:
-            inner = self._run(function, self._allowed.user(arguments[0]), args)
+            inner = self._run(function, self._allowed.user(nodes[0]), args)
         return self._rebuilder.as_type(inner, kind, state)
 
-    def _apply(self, name: str, node: Call, args: tuple[Any, ...]) -> Any:
+    def _apply(self, name: str, callee: Global, how: str, args: Args, kwargs: Any) -> Any:
         """What a name makes of its arguments."""
-        if node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items):
+        if type(kwargs) is dict and not kwargs:
             if name == _ORDERED and not args:
                 return OrderedDict()
             if self._rebuilder.has(name):
                 return self._rebuilder.make(name, args)
-        callee = _callee(node)
         target = self._allowed.user(callee)
         if target is None and self._allowed.is_known(callee):
             if args or not name.endswith("Tensor"):
@@ -341,16 +299,15 @@ class _Builder:
             kind = self._object_of(callee)  # torch.FloatTensor(): empty, to be given its state
             return self._run(name, kind.__new__, (kind,))
         # What the program has allowed is called as pickle would call it.
-        if node.kind == "reduce" or target is None:
+        if how == "reduce" or target is None:
             return self._run(name, target, args)
         if not isinstance(target, type):
             raise Wrong(f"an object of {name}, which is not a class")
-        if node.kind in ("newobj", "newobj_ex") or not args:
-            kwargs = {} if node.kwargs is None else self._get(node.kwargs)
+        if how in ("newobj", "newobj_ex") or not args:
             return self._run(name, target.__new__, (target, *args), kwargs)
         return self._run(name, target, args)
 
-    def _run(self, name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    def _run(self, name: str, target: Any, args: Args, kwargs: Any = None) -> Any:
         if target is None:
             raise UnsafeError(f"it calls {name}, which nobody has allowed", where=self._where)
         try:
@@ -359,43 +316,23 @@ class _Builder:
             what = f"{name} failed on what the file gives it: {type(error).__name__}: {error}"
             raise LoadError(what, where=self._where) from error
 
-    # -- what is put into the result of a call
-
-    def _append(self, node: Call) -> None:
-        made = self._get(node)
-        self._check_type(made, (list, set), "are appended to")
-        values = [self._get(value) for value in node.appended or ()]
-        add = getattr(made, "extend", None) or getattr(made, "update", None)
-        self._run(f"appending to {type(made).__name__}", add, (values,))
-
-    def _set_items(self, node: Call) -> None:
-        items = node.items or ()
-        made, values = self._get(node), self._ready(items)
-        if values is None:
-            self._later(self._set_items, node, items)
-            return
-        self._check_type(made, _MAPPINGS, "are put into")
-        _set_items(made, values)
-
-    def _set_states(self, node: Call) -> None:
+    def _set_state(self, made: Any, state: Any) -> None:
         import torch
 
-        made = self._get(node)
-        for state in [self._get(state) for state in node.states or ()]:
-            if type(made) is OrderedDict:
-                # Attributes such as the ``_metadata`` of a state dict; none that it has already.
-                if not isinstance(state, Mapping):
-                    raise Wrong("an OrderedDict that is given a state which names no attributes")
-                for name in state:
-                    if type(name) is not str or hasattr(OrderedDict, name):
-                        what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
-                        raise Wrong(what)
-                vars(made).update(state)
-            elif type(made) in (torch.Tensor, torch.nn.Parameter):
-                self._rebuilder.build(made, state)
-            else:
-                self._check_type(made, (), "are given as state to")
-                self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
+        if type(made) is OrderedDict:
+            # Attributes such as the ``_metadata`` of a state dict; none that it has already.
+            if not isinstance(state, Mapping):
+                raise Wrong("an OrderedDict that is given a state which names no attributes")
+            for name in state:
+                if type(name) is not str or hasattr(OrderedDict, name):
+                    what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
+                    raise Wrong(what)
+            vars(made).update(state)
+        elif type(made) in (torch.Tensor, torch.nn.Parameter):
+            self._rebuilder.build(made, state)
+        else:
+            self._check_type(made, (), "are given as state to")
+            self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
 
     def _check_type(self, made: Any, plain: tuple[type, ...], how: str) -> None:
         """That a class is one of the plain ones, or allowed itself: its methods are about to be called."""
@@ -408,11 +345,12 @@ class _Builder:
         raise UnsafeError(what, where=self._where, fix=fix)
 
 
-def _callee(node: Call) -> Global:
-    callee = node.callee if type(node.callee) is Global else module_class(node.callee)
-    if type(callee) is not Global:
-        raise Wrong("a call of something that is not a name")
-    return callee
+def _send(steps: _Steps, values: list[Any]) -> Any:
+    """What a generator needs next; ``None`` when it has ended."""
+    try:
+        return steps.send(values)
+    except StopIteration:
+        return None
 
 
 def _set_items(into: Any, values: list[Any]) -> None:

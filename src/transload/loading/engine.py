@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -245,8 +246,12 @@ class _Pool:
 
     def work(self, jobs: Iterable[Job], tell: Tell | None) -> None:
         """Let the lanes do all jobs."""
+        started = 0  # as many threads as the system gives
         try:
-            started = self._start()
+            with suppress(RuntimeError):  # a limit of the system, or Python is about to end
+                for thread in self._threads:
+                    thread.start()
+                    started += 1
             if started:
                 for job in jobs:
                     if self._stopped:
@@ -263,15 +268,6 @@ class _Pool:
                 raise self._errors[0]
             finally:
                 self._errors.clear()  # an error that held itself by its frames would hold the memory there, too
-
-    def _start(self) -> int:
-        """Start as many threads as the system gives; how many those are."""
-        for count, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except RuntimeError:  # noqa: PERF203 - a limit of the system, or Python is about to end
-                return count
-        return len(self._threads)
 
     def _run(self, lane: Lane) -> None:
         self._begun.append(lane)  # before the look at the sign to stop: who comes too late must not touch the lane
@@ -297,10 +293,7 @@ class _Pool:
         told, running = 0, True
         while running:
             running = len(self._ended) < started
-            if running:
-                self._sleep()
-            else:
-                self._join()
+            (self._sleep if running else self._join)()
             done = sum(lane.done for lane in self._lanes)
             if tell and done > told and not self._errors:
                 tell(done - told)
@@ -448,23 +441,6 @@ def _facts(files: Sequence[File], wants: Sequence[ReadRequest], *, fresh: bool) 
 # -- to CUDA devices
 
 
-@contextmanager
-def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
-    """Lanes for one transfer; kept for the next one afterwards."""
-    from transload.io.cuda_driver import cuda_driver
-
-    driver = cuda_driver()
-    if driver is None:
-        raise RuntimeError("there is no CUDA driver to speak to")
-    mapped: list[RingLane] = [MappedLane(driver, transfer)] if choice.mapped else []
-    ring = borrowed(driver, choice.lanes - len(mapped), transfer)
-    try:
-        yield [*ring, *mapped]
-    finally:
-        returned(ring)
-        returned(mapped, keep=0)
-
-
 SLOTS = 2
 """Slots of a lane: one is read into while the device fetches the other. Four were not faster."""
 
@@ -495,6 +471,7 @@ class RingLane:
         self._streams: dict[int, int] = {}
         self._events: dict[tuple[int, int], int] = {}
         self._pins = True
+        self._turn = 0
         self._spoken: set[int] = set()
         self._device = -1
         self._before = 0
@@ -503,12 +480,10 @@ class RingLane:
 
     def run(self, take: Take) -> None:
         """Take jobs until there are none; then, or when something fails, wait for what the devices still fetch."""
-        turn = 0
         with self._at_work():
             while (job := take()) is not None:
-                self._bring(job, turn % SLOTS)
+                self._bring(job)
                 self.done += job.wanted
-                turn += 1
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -518,13 +493,15 @@ class RingLane:
             last.callback(self._finish)
             yield
 
-    def _bring(self, job: Job, turn: int) -> None:
-        transfer, driver, slot = self.transfer, self._driver, self._slots[turn]
+    def _bring(self, job: Job) -> None:
+        transfer, driver = self.transfer, self._driver
         if job.device == "cpu":
             self._host = self._host or HostLane(transfer.files, transfer.addresses, transfer.sums)
             self._host.read(job)
             return
         stream = self._enter(job.device)
+        turn = self._turn = (self._turn + 1) % SLOTS
+        slot = self._slots[turn]
         if slot.busy:
             driver.wait(slot.busy)
             slot.busy = 0
@@ -621,31 +598,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.forget)
 
 
-def borrowed(driver: Driver, count: int, transfer: Transfer) -> list[RingLane]:
-    """Lanes for one load: kept ones first, then new ones."""
+@contextmanager
+def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
+    """Lanes for one transfer: kept ones first, then new ones. Sound ones are kept for the next, ``KEPT`` at most."""
+    from transload.io.cuda_driver import cuda_driver
+
+    driver = cuda_driver()
+    if driver is None:
+        raise RuntimeError("there is no CUDA driver to speak to")
+    mapped: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
+    count = choice.lanes - len(mapped)
     with _idle.lock:
-        lanes = [_idle.lanes.pop() for _ in range(min(count, len(_idle.lanes)))]
+        ring = [_idle.lanes.pop() for _ in range(min(count, len(_idle.lanes)))]
     try:
-        lanes += [RingLane(driver) for _ in range(count - len(lanes))]
-    except BaseException:
+        while len(ring) < count:
+            ring.append(RingLane(driver))
+        for lane in (*ring, *mapped):
+            lane.done, lane.transfer = 0, transfer
+        yield [*ring, *mapped]
+    finally:
+        for lane in (*ring, *mapped):
+            vars(lane).pop("transfer", None)  # which holds files and memory
+        sound = [lane for lane in ring if lane.sound]
         with _idle.lock:
-            _idle.lanes += lanes
-        raise
-    for lane in lanes:
-        lane.done, lane.transfer = 0, transfer
-    return lanes
-
-
-def returned(lanes: Sequence[RingLane], keep: int = KEPT) -> None:
-    """Keep lanes for the next load; those that are too many, or not sound, are given up."""
-    for lane in lanes:
-        del lane.transfer
-    sound = [lane for lane in lanes if lane.sound]
-    with _idle.lock:
-        room = max(0, keep - len(_idle.lanes))
-        _idle.lanes += sound[:room]
-    for lane in sound[room:]:
-        lane.close()
+            room = max(0, KEPT - len(_idle.lanes))
+            _idle.lanes += sound[:room]
+        for lane in (*sound[room:], *(lane for lane in mapped if lane.sound)):
+            lane.close()
 
 
 _TOGETHER = 8
@@ -679,29 +658,22 @@ class _Part:
 class MappedLane(RingLane):
     """Goes over to pinned slots, as the others have, where pages cannot be pinned."""
 
-    def __init__(self, driver: Driver, transfer: Transfer) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
-        self.transfer = transfer
         self._parts: deque[_Part] = deque()
         self._made = 0
 
     def run(self, take: Take) -> None:
         """Take some jobs at a time until there are none."""
-        turn = 0
         with self._at_work():
-            while together := _some(take):
+            while together := list(islice(iter(take, None), _TOGETHER)):
                 for jobs in _by_place(together):
-                    turn = self._together(jobs, turn)
+                    if jobs[0].device == "cpu" or not self._fetch(jobs):
+                        for job in jobs:
+                            self._bring(job)
                     self.done += sum(job.wanted for job in jobs)
             while self._parts:
                 self._fetched()
-
-    def _together(self, jobs: list[Job], turn: int) -> int:
-        if jobs[0].device == "cpu" or not self._fetch(jobs):
-            for job in jobs:
-                self._bring(job, turn % len(self._slots))
-                turn += 1
-        return turn
 
     def _fetch(self, jobs: list[Job]) -> bool:
         """Let the device fetch; false if it cannot, or if the bytes are to be looked at here.
@@ -716,28 +688,22 @@ class MappedLane(RingLane):
             self._fetched()
         runs = [run for job in jobs for run in job.runs]
         file.check(runs)  # behind its end a page is full of zeros
-        part = self._pinned(file, runs)
-        if part is None:
+        try:
+            part = _Part(file, runs)
+        except MemoryError:
             return False
+        try:
+            self._driver.pin(part.address, part.nbytes, read_only=True)
+        except DriverError:
+            part.close()
+            return False
+        self._parts.append(part)
         part.event = self._event(SLOTS + self._made % _UNDER_WAY)
         self._made += 1
         addresses = self.transfer.addresses
         self._driver.copy([(addresses[want] + at, part.shift + offset, n) for offset, want, at, n in runs], stream)
         self._driver.record(part.event, stream)
         return True
-
-    def _pinned(self, file: File, runs: Sequence[Run]) -> _Part | None:
-        try:
-            part = _Part(file, runs)
-        except MemoryError:
-            return None
-        try:
-            self._driver.pin(part.address, part.nbytes, read_only=True)
-        except DriverError:
-            part.close()
-            return None
-        self._parts.append(part)
-        return part
 
     def _fetched(self) -> None:
         """Wait for the oldest part, and let it go."""
@@ -758,26 +724,16 @@ class MappedLane(RingLane):
                 all_of_them.callback(self._let_go, self._parts.popleft())
 
 
-def _some(take: Take) -> list[Job]:
-    """The next few jobs."""
-    found: list[Job] = []
-    while len(found) < _TOGETHER and (job := take()) is not None:
-        found.append(job)
-    return found
-
-
 def _by_place(jobs: list[Job]) -> list[list[Job]]:
     """Jobs in groups of one file and one device that lie close together."""
     groups: list[list[Job]] = []
     for job in jobs:
-        last = groups[-1][-1] if groups else None
-        if (
-            last is None
-            or (job.file, job.device) != (last.file, last.device)
-            or not 0 <= job.begin - last.end <= job.end - job.begin
-        ):
-            groups.append([])
-        groups[-1].append(job)
+        last = groups[-1][-1] if groups else job
+        same = (job.file, job.device) == (last.file, last.device)
+        if groups and same and 0 <= job.begin - last.end <= job.end - job.begin:
+            groups[-1].append(job)
+        else:
+            groups.append([job])
     return groups
 
 

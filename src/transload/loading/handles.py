@@ -19,6 +19,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
+from transload.checkpoint import contiguous
 from transload.errors import (
     BrokenFileError,
     ContentError,
@@ -32,17 +33,16 @@ from transload.errors import (
 from transload.formats import no_collecting
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called
+from transload.io.memory import view
 from transload.io.sources import Source, SourceLike
 from transload.loading.build import is_fake_mode
-from transload.loading.jobs import Ended, ReadRequest
+from transload.loading.jobs import LITTLE, Ended, ReadRequest, is_reached
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Dict, Global, Persistent, Set
 from transload.tensors import OpenCheckpoint, Piece, members
 from transload.tensors.content import Content, Elements, EndedError, View, boxes, placed, select
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
     from transload.checkpoint import Checkpoint, Key, Tensor
@@ -169,9 +169,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def __enter__(self) -> Handle:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -323,12 +321,13 @@ class Destinations:
 
     def device(self, tag: str) -> str:
         """The device for what is tagged so; ``NoDeviceError`` if it is not here."""
-        known = self._known.get(tag)
-        if known is None:
-            with self._lock:
-                known = self._known[tag] = self.device_map.device(tag)
-                self._tell(moved=known != tag)
-        return known
+        with self._lock:
+            if tag not in self._known:
+                self._known[tag] = self.device_map.device(tag)
+                if self._known[tag] != tag and not self._told and self._plan.warning:
+                    self._told = True
+                    warnings.warn(f"{self._checkpoint.path}: {self._plan.warning}", LandingWarning, stacklevel=caller())
+            return self._known[tag]
 
     @cached_property
     def device_map(self) -> DeviceMap:
@@ -338,11 +337,6 @@ class Destinations:
     @cached_property
     def _plan(self) -> Plan:
         return plan_here(self._checkpoint, self._wish, 0, "device")
-
-    def _tell(self, *, moved: bool) -> None:
-        if moved and not self._told and self._plan.warning:
-            self._told = True
-            warnings.warn(f"{self._checkpoint.path}: {self._plan.warning}", LandingWarning, stacklevel=caller())
 
 
 def caller() -> int:
@@ -365,7 +359,10 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
-    names, keys = _used_below(node)
+    below = list(_below(node))
+    names = {id(each) for each in below if type(each) is Global}
+    ids = [each.id for each in below if type(each) is Persistent]
+    keys = {str(each[2]) for each in ids if type(each) is tuple and len(each) > 2}
     part = copy(main)
     part.root = node
     part.globals = {key: name for key, name in main.globals.items() if id(name) in names}
@@ -379,10 +376,8 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap) -> Any:
     return build_object(alone, read_storages(alone, device_map), device_map, pickle=part)
 
 
-def _used_below(root: object) -> tuple[set[int], set[str]]:
-    """The globals below a node, by identity, and the keys of the storages there."""
-    names: set[int] = set()
-    keys: set[str] = set()
+def _below(root: object) -> Iterator[Any]:
+    """Every node of the graph below one, once, and itself."""
     seen: set[int] = set()
     waiting: list[Any] = [root]
     while waiting:
@@ -391,11 +386,8 @@ def _used_below(root: object) -> tuple[set[int], set[str]]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if kind is Global:
-            names.add(id(node))
-        elif kind is Persistent:
-            if type(node.id) is tuple and len(node.id) > 2:
-                keys.add(str(node.id[2]))
+        yield node
+        if kind is Persistent:
             waiting.append(node.id)
         elif kind is list or kind is tuple:
             waiting += node
@@ -405,7 +397,6 @@ def _used_below(root: object) -> tuple[set[int], set[str]]:
             waiting += (node.callee, node.args, node.kwargs)
             for parts in (node.states, node.items, node.appended):
                 waiting += parts or ()
-    return names, keys
 
 
 def _read_composite(
@@ -471,7 +462,6 @@ def check_one(opened: Opened, tensor: Tensor) -> None:
 STAGE = 16 << 20
 """Bytes of the buffer between the file and memory that cannot be read into."""
 
-_ALONE = 16 << 20  # a tensor from this size on is read by several threads
 _PIN = 1 << 20  # a smaller buffer is not worth the call that pins it
 
 
@@ -498,24 +488,20 @@ def read_one(
     wanted = dtype if dtype is not None and own.is_floating_point else own
     if where.type == "meta" or is_fake_mode():
         return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-    straight = _is_reached(where) and wanted == own and not _changes(elements) and view.extent <= view.numel
-    name = _named_device(where) if straight else str(where)
+    straight = is_reached(where.type) and wanted == own and not _changes(elements) and view.extent <= view.numel
     try:
-        if straight:
-            memory = torch.UntypedStorage(elements.nbytes, device=name)
-        else:
-            target = torch.empty(view.shape, dtype=wanted, device=where)
+        stride = view.stride if straight else contiguous(view.shape)
+        target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
     except RuntimeError as error:  # torch has no class of its own for the CPU
-        short = "the CPU" if name == "cpu" else name
+        short = "the CPU" if where.type == "cpu" else str(where)
         what = f"{short} has no room for its {view.numel * elements.itemsize:,} bytes: {error}"
         raise DoesNotFitError(what, where=_place(opened, tensor)) from error
     with _names(opened, tensor):
-        if not straight:
+        if straight:
+            _bring(elements, target)
+        else:
             _read_staged(elements, own, target)
-            return target
-        _bring(elements, memory.data_ptr(), name)
-    made: torch.Tensor = torch.empty(0, dtype=own, device=memory.device).set_(memory, 0, view.shape, view.stride)
-    return made
+    return target
 
 
 def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index = ()) -> None:
@@ -536,7 +522,7 @@ def fill(opened: Opened, tensor: Tensor, target: torch.Tensor, *, index: Index =
         inner = target.detach()
         with _names(opened, tensor):
             if _lies_alike(elements, dtype, inner):
-                _bring(elements, inner.data_ptr(), _named_device(inner.device), fresh=False)
+                _bring(elements, inner, fresh=False)
             else:
                 _read_staged(elements, dtype, inner)
         changed(target)
@@ -556,8 +542,7 @@ def straight(
     is_file = getattr(elements.source, "descriptor", -1) >= 0
     if not elements.nbytes or not is_file or not _lies_alike(elements, dtype, inner):
         return None
-    want = ReadRequest(0, elements.offset, elements.nbytes, _named_device(inner.device))
-    return elements.source, want, inner.data_ptr()
+    return elements.source, ReadRequest(0, elements.offset, elements.nbytes, str(inner.device)), inner.data_ptr()
 
 
 def changed(target: torch.Tensor) -> None:
@@ -605,25 +590,8 @@ def _changes(elements: Elements) -> bool:
 def _lies_alike(elements: Elements, dtype: torch.dtype, inner: torch.Tensor) -> bool:
     """Whether the bytes in the file are, in their order, those to be in the memory of a tensor."""
     view = elements.view
-    alike: bool = inner.dtype == dtype and not _changes(elements) and view.compact and _is_reached(inner.device)
+    alike: bool = inner.dtype == dtype and not _changes(elements) and view.compact and is_reached(inner.device.type)
     return alike and view.like(tuple(inner.shape), inner.stride())
-
-
-def _is_reached(device: torch.device) -> bool:
-    """Whether the engine that moves bytes reaches a device."""
-    if device.type != "cuda":
-        return bool(device.type == "cpu")
-    from transload.io.cuda_driver import cuda_driver
-
-    return cuda_driver() is not None
-
-
-def _named_device(device: torch.device) -> str:
-    import torch
-
-    if device.type == "cpu":
-        return "cpu"
-    return f"{device.type}:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
 def _has_plain_memory(target: torch.Tensor) -> bool:
@@ -636,29 +604,26 @@ def _has_plain_memory(target: torch.Tensor) -> bool:
     return not (target.is_conj() or target.is_neg())  # what is in memory is not yet the number
 
 
-def _bring(elements: Elements, address: int, device: str, *, fresh: bool = True) -> None:
-    """Read all of a compact view to an address, on any device that is reached."""
-    from transload.io.memory import view
-    from transload.loading.engine import bring
+def _bring(elements: Elements, target: torch.Tensor, *, fresh: bool = True) -> None:
+    """Read all of a view to where a tensor begins, on any device that is reached."""
+    count, address, device = elements.nbytes, target.data_ptr(), str(target.device)
+    if device == "cpu" and count < LITTLE:
+        came = elements.source.readinto(elements.offset, view(address, count)) if count else 0
+    else:
+        from transload.loading.engine import bring
 
-    count = elements.nbytes
-    if device != "cpu" or count >= _ALONE:
-        request = ReadRequest(0, elements.offset, count, device)
+        request, came = ReadRequest(0, elements.offset, count, device), count
         try:
             bring([elements.source], [request], lambda _: address, fresh=fresh)
         except Ended as end:
-            raise EndedError(count - end.came) from end
-    elif count:
-        came = elements.source.readinto(elements.offset, view(address, count))
-        if came < count:
-            raise EndedError(count - came)
+            came = end.came
+    if came < count:
+        raise EndedError(count - came)
 
 
 def _read_staged(elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
     """Fill a target box by box through a buffer that is read into."""
     import torch
-
-    from transload.io.memory import view
 
     width = elements.itemsize
     # Rows that do not fit the buffer are cut, but never an element.

@@ -104,6 +104,16 @@ _new = tuple.__new__  # a third of what the class itself takes, and there are as
 LITTLE = 16 << 20
 """Fewer bytes are read by the thread that asks for them: starting others takes longer."""
 
+
+def is_reached(kind: str) -> bool:
+    """Whether bytes can be brought to devices of a kind."""
+    if kind != "cuda":
+        return kind == "cpu"
+    from transload.io.cuda_driver import cuda_driver
+
+    return cuda_driver() is not None
+
+
 SLOT_PAIR = 2 * CELL
 
 Take = Callable[[], "Job | None"]

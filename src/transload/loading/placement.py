@@ -552,10 +552,6 @@ class DeviceMap:
         self._choose: Callable[[Any, str], Any] | None = map_location if _is_function(map_location) else None
         self._where = where
 
-    def is_meta(self, tag: str) -> bool:
-        """Whether storages of a tag keep no bytes, so that none need to be read."""
-        return self._choose is None and self._devices.get(tag, tag) == "meta"
-
     def known(self, tag: str) -> str:
         """The device for a tag, with its index; empty where the caller's function is to be asked."""
         import torch

@@ -66,9 +66,9 @@ def _value(name: str, args: Args) -> Any:
         case "builtins.complex", _ if len(args) <= 2 and all(type(arg) in (float, int) for arg in args):
             return complex(*args)
         case "builtins.set", () | (list() | tuple(),):
-            return set(hashed(*args))
+            return set(_hashed(*args))
         case "builtins.frozenset", () | (list() | tuple(),):
-            return hashed(*args)
+            return _hashed(*args)
         case "collections.OrderedDict", _ if _are_items(args):
             return OrderedDict(*args)
         case "collections.Counter", _ if _are_items(args):
@@ -112,7 +112,7 @@ def _latin(text: str) -> bytes:
         raise Wrong("bytes that are written as text which latin1 does not have") from None
 
 
-def hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
+def _hashed(values: Iterable[Any] = ()) -> frozenset[Any]:
     """Values as the members of a set; ``Wrong`` if they cannot be."""
     try:
         return frozenset(values)

@@ -143,7 +143,7 @@ def test_a_kept_lane_holds_nothing_of_the_last_load(blob: bytes, blob_path: Path
 
 
 def test_too_many_are_closed(blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.returned, "__defaults__", (2,))
+    monkeypatch.setattr(engine, "KEPT", 2)
     cuda.at(77)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=5))
     assert len(engine._idle.lanes) == 2
@@ -250,7 +250,7 @@ def test_a_device_that_has_failed_keeps_nobody_from_going_on(
     blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lanes that are too many are closed as far as that goes."""
-    monkeypatch.setattr(engine.returned, "__defaults__", (0,))
+    monkeypatch.setattr(engine, "KEPT", 0)
     cuda.fails["unpin"] = range(1, 99)
     brought(blob_path, blob, LARGE, cuda, Settings(threads=3))
     assert engine._idle.lanes == []
