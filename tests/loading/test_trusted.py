@@ -9,6 +9,7 @@ import json
 import pickle
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,9 @@ from torch import nn
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import read_source
 from transload.io.sources import open_source
+from transload.loading.placement import DeviceMap, Plan
 from transload.loading.trusted import MissingClassError, MissingModuleError, load_trusted
+from transload.tensors import Piece
 
 pytestmark = QUIET
 
@@ -34,7 +37,7 @@ H200 = Path(__file__).parents[1] / "data" / "h200"
 WHOLE = sorted([*RELEASES.glob("*/whole_*.pt"), *H200.glob("whole_*.pt"), *RELEASES.glob("*/train_*.ckpt")])
 
 
-def load(data: bytes, **options: Any) -> Any:
+def load(data: bytes, device_map: DeviceMap = DeviceMap(Plan(), "cpu", ""), **options: Any) -> Any:  # noqa: B008
     """Load a file, with its storages on the CPU."""
     source = open_source(data)
     checkpoint = read_source(source)
@@ -44,7 +47,7 @@ def load(data: bytes, **options: Any) -> Any:
         raw = bytearray(data[storage.offset : storage.offset + storage.nbytes]) if storage.offset is not None else b""
         if raw:
             made.copy_(torch.frombuffer(raw, dtype=torch.uint8).untyped_storage())
-    return load_trusted(source, checkpoint, held.__getitem__, **options)
+    return load_trusted(Piece(checkpoint, lambda _: source), held, device_map, **options)
 
 
 @functools.cache
@@ -121,12 +124,13 @@ def test_what_the_code_of_a_file_raises_is_kept_as_the_cause() -> None:
 
 
 def test_our_own_errors_are_not_wrapped() -> None:
-    def refuse(_: str) -> torch.UntypedStorage:
-        raise TransloadError("not here")
+    class Refusing(DeviceMap):
+        def device(self, tag: str) -> str:
+            raise TransloadError(f"not {tag}")
 
-    source = open_source(forge.checkpoint())
-    with pytest.raises(TransloadError, match="not here") as caught:
-        load_trusted(source, read_source(source), refuse)
+    refusing = Refusing(Plan(), "cpu", "")
+    with pytest.raises(TransloadError, match="not cpu") as caught:
+        load(saved([Pair(torch.rand(3), torch.rand(3))]), refusing)
     assert type(caught.value) is TransloadError
 
 
@@ -138,10 +142,8 @@ def test_a_broken_pickle_is_a_broken_file() -> None:
 
 def test_a_pickle_that_is_missing() -> None:
     records = [entry for entry in forge.entries() if not entry.name.endswith(b"data.pkl")]
-    source = open_source(forge.archive(records))
-    checkpoint = read_source(source)
     with pytest.raises(BrokenFileError, match=r"data\.pkl"):
-        load_trusted(source, checkpoint, lambda _: torch.UntypedStorage(0))
+        load(forge.archive(records))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin1", "bytes"])
@@ -195,9 +197,9 @@ def test_a_dill_that_is_too_old() -> None:
 
 def test_a_storage_that_the_file_does_not_hold() -> None:
     source = open_source(forge.checkpoint())
-    nothing: dict[str, torch.UntypedStorage] = {}
+    piece = Piece(replace(read_source(source), storages=()), lambda _: source)
     with pytest.raises(BrokenFileError, match="storage '0'"):
-        load_trusted(source, read_source(source), nothing.__getitem__)
+        load_trusted(piece, {}, DeviceMap(Plan(), "cpu", ""))
 
 
 def test_a_python_unpickler_will_do() -> None:
@@ -282,11 +284,12 @@ def test_a_device_that_is_named_apart_from_a_storage_lands_too() -> None:
         data = saved([Pair(torch.rand(3), torch.rand(3))])
     asked: list[str] = []
 
-    def device_of(device: str) -> str:
-        asked.append(device)
-        return "cpu"
+    class Landing(DeviceMap):
+        def device(self, tag: str) -> str:
+            asked.append(tag)
+            return "cpu"
 
-    (held,) = load(data, device_of=device_of)
+    (held,) = load(data, Landing(Plan(), "cpu", ""))
     assert asked == ["cuda:3"]
     assert held.device == torch.device("cpu")
 

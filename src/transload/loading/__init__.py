@@ -265,17 +265,8 @@ def _load_trusted(
         load_program = load_script if piece.checkpoint.format == "torchscript" else load_exported
         return load_program(piece.open(""), piece.checkpoint, device_map.device, path=piece.path)
 
-    def unpickled(piece: Piece, storages: Any) -> Any:
-        return load_trusted(
-            piece.open(piece.index),
-            piece.checkpoint,
-            storages.__getitem__,
-            device_of=device_map.device,
-            pickle_module=pickle_module,
-            **arguments,
-        )
-
-    return _each_piece(opened, device_map, options, unpickled)
+    make = partial(load_trusted, device_map=device_map, pickle_module=pickle_module, **arguments)
+    return _each_piece(opened, device_map, options, make)
 
 
 # -- storages: each read once, into memory that was just made, and put in place

@@ -256,35 +256,6 @@ def _from_numpy(maker: Rebuilder, data: Any, dtype: object, device: object, grad
     return _from_cpu(maker, held, dtype, device, grad)
 
 
-class TypedStorages:
-    """Storages as torch gives them to a program: of a dtype, and the same one for the same id each time."""
-
-    def __init__(self) -> None:
-        self._made: dict[object, Any] = {}
-
-    def find(self, key: str, storage: Any, dtype: Any, part: object) -> Any:
-        """A storage as one of a dtype; or a part of it, which a key, its first element and their number describe."""
-        import torch
-
-        known: object = key
-        if part is None:
-            held = own(storage)
-        else:
-            match part:
-                case (str() | bytes() as name, int() as first, int() as count) if first >= 0 and count >= 0:
-                    width = torch.empty((), dtype=dtype, device="meta").element_size()
-                case _:
-                    raise Wrong("a part of a storage that is none")
-            if (first + count) * width > storage.nbytes():
-                raise Wrong("a part of a storage that reaches beyond it")
-            known = "view", name
-            held = storage[first * width : (first + count) * width]
-        if known not in self._made or not storage.nbytes():
-            # The class is going away, and has no public constructor.
-            self._made[known] = torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
-        return self._made[known]
-
-
 def own(storage: Any) -> Any:
     """The storage for one tensor: torch makes an empty one anew for each that has one."""
     import torch
@@ -304,7 +275,7 @@ class Rebuilder:
         self.torch = torch
         self.device_map = device_map
         self._known = known
-        self._typed = TypedStorages()
+        self._typed: dict[tuple[str, object], Any] = {}
         self._made: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         # What torch does with a tensor it loads while tensors are only pretended.
@@ -357,16 +328,32 @@ class Rebuilder:
         if type(node) is not Persistent or not _is_storage(node.id):
             raise Wrong("an id that names no storage")
         pid: Any = node.id
-        key = str(pid[2])
+        key = pid[2].decode() if type(pid[2]) is bytes else str(pid[2])
         if key not in self._known:
             raise Wrong(f"an id that names the storage {key[:40]!r}, which is not in the file")
         storage, nbytes, (*_, dtype, name) = self._known[key]
-        if not nbytes and type(pid[1]) is Global:  # an empty one may be seen as several dtypes: each id says as which
-            name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
-            dtype = getattr(self.torch, name, None)
+        if not nbytes:  # an empty one may be seen as several dtypes: each id says as which
+            if type(pid[1]) is Global:
+                name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
+                dtype = getattr(self.torch, name, None)
+            dtype = getattr(pid[1], "dtype", dtype)
         if dtype is None:
             raise Wrong(f"a storage of {name}, which this torch does not have")
-        return self._typed.find(key, storage, dtype, pid[5] if len(pid) == 6 else None)
+        view, held = pid[5] if len(pid) == 6 else None, own(storage)
+        known: tuple[str, object] = ("whole", key)
+        if view is not None:
+            match view:  # a part of a storage: key, first element, elements
+                case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
+                    width = self.torch.empty((), dtype=dtype, device="meta").element_size()
+                case _:
+                    raise Wrong("a part of a storage that is none")
+            if (first + count) * width > storage.nbytes():
+                raise Wrong("a part of a storage that reaches beyond it")
+            known, held = ("view", part), storage[first * width : (first + count) * width]
+        if known not in self._typed or not nbytes:
+            # The class is going away, and has no public constructor.
+            self._typed[known] = self.torch.storage.TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
+        return self._typed[known]
 
     # -- checked arguments
 

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from transload.dtypes import STORAGES
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.io.sources import Source
-from transload.loading.rebuild import TypedStorages, sparse_tensor, validate
+from transload.loading.build import entries
+from transload.loading.rebuild import Rebuilder, sparse_tensor, validate
 from transload.loading.refusal import Wrong
-from transload.nodes import Global
+from transload.nodes import Persistent
 
 if TYPE_CHECKING:
     import torch
 
     from transload.checkpoint import Checkpoint
+    from transload.loading.placement import DeviceMap
+    from transload.tensors import Piece
 
 _BUFFER = 1 << 20
 
@@ -283,25 +285,17 @@ def _program_errors(checkpoint: Checkpoint, function: str) -> Iterator[None]:
         raise LoadError(what, where=checkpoint.path, fix=fix) from error
 
 
-StorageOf = Callable[[str], "torch.UntypedStorage"]
-
-
 def load_trusted(
-    source: Source,
-    checkpoint: Checkpoint,
-    storage_of: StorageOf,
-    *,
-    device_of: DeviceOf = str,
+    piece: Piece,
+    storages: dict[str, torch.UntypedStorage],
+    device_map: DeviceMap,
     pickle_module: Any = None,
     **arguments: Any,
 ) -> Any:
-    """What ``torch.load(weights_only=False)`` makes of a file, with the storages it is given.
+    """What ``torch.load(weights_only=False)`` makes of a file, over storages that are in place.
 
-    ``source`` holds the bytes that ``checkpoint`` was read from; for an unpacked archive, those of its pickle.
-    ``storage_of`` gives the storage with an id of ``checkpoint.storages``. ``device_of`` says where a device lands, for
-    the few tensors that name one apart from their storage. ``pickle_module`` and ``arguments`` (``encoding``,
-    ``errors``, ``fix_imports``) are those of ``torch.load``. The file's code may raise anything: it comes as a
-    ``LoadError`` with the original as its cause.
+    ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. The
+    file's code may raise anything: it comes as a ``LoadError`` with the original as its cause.
     """
     import pickle
 
@@ -313,20 +307,24 @@ def load_trusted(
         getattr(torch.serialization, "_check_dill_version", bool)(pickle_module)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    kind, path = unpickler_of(pickle_module or pickle), checkpoint.path
+    kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
+    source = piece.open(piece.index)  # of an unpacked archive, its pickle
 
     def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
         """One pickle; the file stands behind it afterwards."""
         unpickler = kind(file, **{"encoding": "utf-8", **arguments})
-        unpickler.device_of = device_of
+        unpickler.device_of = device_map.device
         if persistent is not None:
             unpickler.persistent_load = persistent
         return unpickler.load()
 
     try:
-        find = _by_id(path, storage_of)
+        known = entries(checkpoint.storages, storages, device_map)
+        find = _by_id(Rebuilder(piece, known, device_map, fake=False), tar=checkpoint.format == "torch-tar")
         if checkpoint.format == "torch-tar":
-            return _unpickled_tar(source, find, unpickled)
+            from transload.formats.torch_legacy import TarReader
+
+            return unpickled(as_file(TarReader(source).part("pickle")), find)
         if checkpoint.format == "torch-legacy":
             file = as_file(source)
             for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
@@ -364,56 +362,14 @@ def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
     return payload.data
 
 
-def _by_id(path: str, storage_of: StorageOf) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that gives what a persistent id stands for: a storage, or in streams also a class with its source."""
-    import torch
+def _by_id(rebuilder: Rebuilder, *, tar: bool) -> Callable[[Any], Any]:
+    """A function that finds what an id stands for: a storage, a class with its source, in tar archives also a tensor."""
 
-    typed = TypedStorages()
-
-    def find(pid: tuple[Any, ...]) -> Any:
-        if _text(pid[0]) == "module":
-            return class_of(*pid[1:])
-        if _text(pid[0]) != "storage":
-            raise BrokenFileError(f"a persistent id of unknown kind: {pid[0]!r}", where=path)
-        _, kind, key, _, _, *view = pid
-        if type(kind) is Global:  # of a tar archive, whose tables are read as data
-            dtype = getattr(torch, STORAGES[kind.name])
-        else:
-            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        try:
-            storage = storage_of(_text(key))
-        except KeyError as error:
-            raise BrokenFileError(f"it names a storage {_text(key)!r} that is not in it", where=path) from error
-        return typed.find(_text(key), storage, dtype, view[0] if view else None)
+    def find(pid: Any) -> Any:
+        if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
+            return class_of(*(pid if tar else pid[1:]))
+        if isinstance(pid, tuple) and pid[0] not in ("storage", b"storage"):
+            raise Wrong(f"a persistent id of unknown kind: {pid[0]!r}")
+        return rebuilder.persistent(Persistent(pid, 0))
 
     return find
-
-
-def _unpickled_tar(source: Source, find: Callable[[Any], Any], unpickled: Callable[..., Any]) -> Any:
-    """The object in a tar archive, which describes storages and tensors in tables beside its pickle."""
-    import torch
-
-    from transload.formats.torch_legacy import TarReader
-
-    reader = TarReader(source)
-    reader.read_tables()
-    made: dict[str, Any] = {}
-
-    def persistent(pid: Any) -> Any:
-        if isinstance(pid, tuple):
-            return class_of(*pid)
-        key = str(pid)
-        if key not in made:
-            held, *view = reader.tensor_args.get(key) or (reader.storage_ids[key],)
-            made[key] = storage = find(held.id)
-            if view:
-                empty = torch.empty(0, dtype=storage.dtype, device=storage.device)
-                made[key] = empty.set_(storage._untyped_storage, *view)  # noqa: SLF001 - the public way warns
-        return made[key]
-
-    return unpickled(as_file(reader.part("pickle")), persistent)
-
-
-def _text(value: Any) -> str:
-    """An internal name; with ``encoding="bytes"`` those that Python 2 wrote are bytes."""
-    return value.decode("ascii") if isinstance(value, bytes) else str(value)
