@@ -363,7 +363,7 @@ def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:
 
 
 def _by_id(rebuilder: Rebuilder, *, tar: bool) -> Callable[[Any], Any]:
-    """A function that finds what an id stands for: a storage, a class with its source, in tar archives also a tensor."""
+    """A function that finds what an id stands for: a storage, a class with its source, in tar archives a tensor."""
 
     def find(pid: Any) -> Any:
         if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
