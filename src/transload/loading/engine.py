@@ -13,7 +13,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -21,9 +21,11 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from transload.errors import CannotReadError
 from transload.frozen import facts
 from transload.io.cuda_driver import DriverError
 from transload.io.memory import PAGE, Pages, huge_pages_pay, in_huge_pages
+from transload.io.sources import FileSource
 from transload.loading.jobs import (
     CELL,
     LITTLE,
@@ -113,7 +115,14 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     direct = facts.plain and (settings.direct if settings.direct is not None else cold and nbytes >= LITTLE)
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= LITTLE and not direct
-    lanes = _lanes(facts, settings, nbytes, direct=direct)
+    lanes = 1
+    if facts.plain and (settings.threads is not None or nbytes >= LITTLE):
+        most = MOST_RING if facts.cuda else _MOST_HOST
+        lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1))
+        lanes = lanes if settings.threads is None else settings.threads
+        if facts.cuda and settings.pinned is not None:
+            lanes = min(lanes, settings.pinned // SLOT_PAIR)
+        lanes = max(1, min(lanes, -(-nbytes // CELL)))  # no more than there is work for
     made = Choice(lanes, facts.cuda > 0, mapped, direct, facts.huge and facts.host >= LITTLE)
     why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
     if made.pinned:
@@ -132,22 +141,6 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     return replace(made, why=", ".join(why))
 
 
-def _lanes(facts: Facts, settings: Settings, nbytes: int, *, direct: bool) -> int:
-    """No more than there is work for, nor than the allowed pinned memory is enough for."""
-    if not facts.plain:
-        return 1
-    if settings.threads is not None:
-        wanted = settings.threads
-    elif nbytes < LITTLE:
-        return 1
-    else:
-        most = MOST_RING if facts.cuda else _MOST_HOST
-        wanted = min(most, max(facts.cores, _MOST_DIRECT if direct else 1))
-    if facts.cuda and settings.pinned is not None:
-        wanted = min(wanted, settings.pinned // SLOT_PAIR)
-    return max(1, min(wanted, -(-nbytes // CELL)))
-
-
 def forecast(path: str, host: int, cuda: int) -> Choice:
     """The choice for so many bytes of a file; for a directory, as for a file whose place is not known yet."""
     if host + cuda < LITTLE:
@@ -155,12 +148,8 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
     from transload.io.pool import cores
 
     cached = None
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            cached = cached_share(descriptor, 0, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
+    with suppress(CannotReadError), closing(FileSource(path)) as file:
+        cached = cached_share(file.descriptor, 0, file.size)
     return choose(Facts(host, cuda, cores(), cached, huge=host >= LITTLE and huge_pages_pay(host)))
 
 
@@ -209,8 +198,81 @@ def work(jobs: Iterable[Job], lanes: Sequence[Lane], tell: Tell | None = None) -
     """
     if len(lanes) == 1:
         _work_alone(jobs, lanes[0], tell)
-    else:
-        _Pool(lanes).work(jobs, tell)
+        return
+    queue: SimpleQueue[Job | None] = SimpleQueue()
+    news: SimpleQueue[None] = SimpleQueue()
+    errors: list[BaseException] = []
+    # Which lanes have begun and ended is noted here, since threads do not tell it reliably: after an interrupted
+    # ``join`` Python before 3.13 takes a thread for dead that is still running.
+    begun: list[Lane] = []
+    ended: list[Lane] = []
+    stopped = False
+
+    def take() -> Job | None:
+        job = queue.get()
+        if job is None or stopped:
+            queue.put(None)  # for the others, and those who ask again
+            return None
+        return job
+
+    def run(lane: Lane) -> None:
+        nonlocal stopped
+        begun.append(lane)  # before the look at the sign to stop: who comes too late must not touch the lane
+        try:
+            if not stopped:
+                lane.run(take)
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            errors.append(error)
+            stopped = True
+        finally:
+            ended.append(lane)
+            news.put(None)
+
+    def sleep() -> None:
+        """Wait until a thread ends, but not long: a signal must be seen on every system."""
+        with suppress(Empty):
+            news.get(timeout=_TOLD_EVERY)
+
+    threads = [Thread(target=run, args=(lane,), daemon=True) for lane in lanes]
+    started = told = 0
+    try:
+        with suppress(RuntimeError):  # a limit of the system, or Python is about to end
+            for thread in threads:
+                thread.start()
+                started += 1
+        if started:
+            for job in jobs:
+                if stopped:
+                    break
+                queue.put(job)
+            queue.put(None)
+        else:
+            _work_alone(jobs, lanes[0], tell)
+        while len(ended) < started or told < sum(lane.done for lane in lanes if started):
+            if len(ended) < started:
+                sleep()
+            done = sum(lane.done for lane in lanes)
+            if tell and done > told and not errors:
+                tell(done - told)
+            told = done
+    finally:
+        # Stop the threads that still run, and wait until they have ended, whoever interrupts.
+        waits = True
+        while waits:
+            with suppress(KeyboardInterrupt):  # what has led here is raised when they have ended
+                stopped = True
+                while len(ended) < len(begun):
+                    queue.put(None)
+                    sleep()
+                for thread in threads:
+                    if thread.is_alive():
+                        thread.join()
+                waits = False
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # an error that held itself by its frames would hold the memory there, too
 
 
 def _work_alone(jobs: Iterable[Job], lane: Lane, tell: Tell | None) -> None:
@@ -225,102 +287,6 @@ def _work_alone(jobs: Iterable[Job], lane: Lane, tell: Tell | None) -> None:
         return next(waiting, None)
 
     lane.run(take)
-
-
-class _Pool:
-    """The queue between the one who prepares jobs and the lanes.
-
-    Which lanes have begun and which have ended is noted here, since threads do not tell it reliably: after an
-    interrupted ``join`` Python before 3.13 takes a thread for dead that is still running.
-    """
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes = lanes
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._stopped = False
-        self._errors: list[BaseException] = []
-        self._begun: list[Lane] = []
-        self._ended: list[Lane] = []
-        self._news: SimpleQueue[None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, args=(lane,), daemon=True) for lane in lanes]
-
-    def work(self, jobs: Iterable[Job], tell: Tell | None) -> None:
-        """Let the lanes do all jobs."""
-        started = 0  # as many threads as the system gives
-        try:
-            with suppress(RuntimeError):  # a limit of the system, or Python is about to end
-                for thread in self._threads:
-                    thread.start()
-                    started += 1
-            if started:
-                for job in jobs:
-                    if self._stopped:
-                        break
-                    self._queue.put(job)
-                self._queue.put(None)
-                self._watch(started, tell)
-            else:
-                _work_alone(jobs, self._lanes[0], tell)
-        finally:
-            self._stop()
-        if self._errors:
-            try:
-                raise self._errors[0]
-            finally:
-                self._errors.clear()  # an error that held itself by its frames would hold the memory there, too
-
-    def _run(self, lane: Lane) -> None:
-        self._begun.append(lane)  # before the look at the sign to stop: who comes too late must not touch the lane
-        try:
-            if not self._stopped:
-                lane.run(self._take)
-        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-            self._errors.append(error)
-            self._stopped = True
-        finally:
-            self._ended.append(lane)
-            self._news.put(None)
-
-    def _take(self) -> Job | None:
-        job = self._queue.get()
-        if job is None or self._stopped:
-            self._queue.put(None)  # for the others, and those who ask again
-            return None
-        return job
-
-    def _watch(self, started: int, tell: Tell | None) -> None:
-        """Wait for all threads that were started, telling how many bytes came."""
-        told, running = 0, True
-        while running:
-            running = len(self._ended) < started
-            (self._sleep if running else self._join)()
-            done = sum(lane.done for lane in self._lanes)
-            if tell and done > told and not self._errors:
-                tell(done - told)
-            told = done
-
-    def _sleep(self) -> None:
-        """Wait until a thread ends, but not long: a signal must be seen on every system."""
-        with suppress(Empty):
-            self._news.get(timeout=_TOLD_EVERY)
-
-    def _stop(self) -> None:
-        """Stop the threads that still run, and wait until they have ended, whoever interrupts."""
-        while True:
-            try:
-                self._stopped = True
-                while len(self._ended) < len(self._begun):
-                    self._queue.put(None)
-                    self._sleep()
-                self._join()
-            except KeyboardInterrupt:  # what has led here is raised when they have ended
-                continue
-            return
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
 
 
 # -- all of it

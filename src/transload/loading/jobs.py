@@ -64,9 +64,6 @@ class Job:
         self.wanted = sum([run[3] for run in runs])
         """Bytes that go somewhere."""
 
-    def __repr__(self) -> str:
-        return f"Job({self.file}, {self.device!r}, {self.runs})"
-
 
 def jobs(wants: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
     """The jobs that serve all wants, in the order of the files.

@@ -154,45 +154,32 @@ def _wrapper(maker: Rebuilder, *args: Any) -> torch.Tensor:
 
 
 def _quantized(maker: Rebuilder, *args: Any) -> Any:
-    """(storage, offset, size, stride, quantizer, requires_grad, hooks)."""
+    """(storage, offset, size, stride, quantizer, requires_grad, hooks).
+
+    The quantizer is (scheme, scale, zero point), or (scheme, scales, zero points, axis).
+    """
     storage, offset, size, stride, quantizer, grad, hooks = args
-    held, dtype = maker.storage(storage)
-    device = maker.check(held, dtype, offset, size, stride)
-    if type(quantizer) is not tuple or not quantizer:
-        raise Wrong("a quantized tensor without a quantizer")
-    if quantizer[0] == maker.torch.per_tensor_affine:
-        if len(quantizer) != 3 or type(quantizer[1]) is not float or type(quantizer[2]) is not int:
-            raise Wrong("a quantized tensor whose scale is not a number")
-        empty: Any = maker.torch._empty_affine_quantized  # noqa: SLF001 - as torch.load does
-        made = empty(size, scale=quantizer[1], zero_point=quantizer[2], dtype=dtype, device=device)
-    else:
-        made = _by_channel(maker, size, quantizer, dtype, device)
-    made.set_(held, offset, size, stride)
-    return maker.finish(made, grad, hooks)
-
-
-def _by_channel(maker: Rebuilder, size: Any, quantizer: Args, dtype: Any, device: Any) -> Any:
-    """(scheme, scales, zero points, axis)."""
+    maker.check(*maker.storage(storage), offset, size, stride)
     torch = maker.torch
-    kinds = {
-        torch.per_channel_affine: (torch.double, torch.long),
-        torch.per_channel_affine_float_qparams: (torch.float, torch.float),
-    }.get(quantizer[0])
-    if kinds is None or len(quantizer) != 4:
+    if type(quantizer) is not tuple or not quantizer or not isinstance(quantizer[0], torch.qscheme):
+        raise Wrong("a quantized tensor without a quantizer")
+    scheme, *numbers = quantizer
+    if scheme == torch.per_tensor_affine:
+        if [type(number) for number in numbers] != [float, int]:
+            raise Wrong("a quantized tensor whose scale is not a number")
+    elif scheme not in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) or len(numbers) != 3:
         raise Wrong("a quantized tensor of no known scheme")
-    axis = quantizer[3]
-    if type(axis) is not int or not 0 <= axis < len(size):
-        raise Wrong("a quantized tensor whose axis is not one of its dimensions")
-    parts: list[Any] = []  # scales and zero points: tensors, or lists as older releases wrote them
-    for part, kind in zip(quantizer[1:3], kinds, strict=True):
-        if type(part) is list and all(type(number) in (int, float) for number in part):
-            parts.append(torch.tensor(part, dtype=kind, device=device))
-        else:
-            parts.append(maker.tensor(part, "a quantized tensor with a scale"))
-    if any(part.numel() != size[axis] for part in parts):
-        raise Wrong("a quantized tensor with more or fewer scales than channels")
-    empty: Any = torch._empty_per_channel_affine_quantized  # noqa: SLF001 - as torch.load does
-    return empty(size, scales=parts[0], zero_points=parts[1], axis=axis, dtype=dtype, device=device)
+    else:
+        *parts, axis = numbers
+        if type(axis) is not int or not 0 <= axis < len(size):
+            raise Wrong("a quantized tensor whose axis is not one of its dimensions")
+        for part in parts:  # tensors, or lists as older releases wrote them
+            is_list = type(part) is list and all(type(number) in (int, float) for number in part)
+            count = len(part) if is_list else maker.tensor(part, "a quantized tensor with a scale").numel()
+            if count != size[axis]:
+                raise Wrong("a quantized tensor with more or fewer scales than channels")
+    made = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
+    return maker.finish(made, grad, hooks)
 
 
 # -- sparse

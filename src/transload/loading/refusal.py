@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError, UnsafeError
@@ -63,8 +64,9 @@ class Wrong(Exception):  # noqa: N818 - the same
 class Allowed:
     """Looks names up. One is made for each load: a program may change what it allows at any time."""
 
-    def __init__(self) -> None:
-        self._user: dict[str, Any] | None = None
+    @cached_property
+    def _by_program(self) -> dict[str, Any]:
+        return _allowed_by_program()
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
@@ -80,26 +82,19 @@ class Allowed:
         spellings = (torch_spelling(node.module, node.name), _full(node))
         if spellings[0].partition(".")[0] in _BLOCKED or spellings[1] in _BLOCKED:
             return None
-        found = self._find(spellings)
+        found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
         if found is None and (module := registrar(spellings[0])):
             from importlib import import_module
 
             with suppress(ImportError, RuntimeError):  # a torch without this part
                 import_module(module)
-            self._user = None
-            found = self._find(spellings)
+            self._by_program = _allowed_by_program()
+            found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
         return found
-
-    def _find(self, spellings: tuple[str, ...]) -> Any:
-        if self._user is None:
-            self._user = _allowed_by_program()
-        return next((self._user[name] for name in spellings if name in self._user), None)
 
     def allows(self, kind: type) -> bool:
         """Whether the program has allowed a class, under whatever name."""
-        if self._user is None:
-            self._user = _allowed_by_program()
-        return any(kind is found for found in self._user.values())
+        return any(kind is found for found in self._by_program.values())
 
     def object_of(self, node: Global) -> Any:
         """What a name stands for, where a file holds the name itself: a dtype, a class, a function."""

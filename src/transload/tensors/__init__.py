@@ -252,13 +252,12 @@ class _File(FileSource):
         return os.path.samestat(os.fstat(self._fd), status) and status.st_size >= self.size
 
 
-class ReopenedFile:
+class ReopenedFile(FileSource):
     """A file of the system that is opened for each reading: there are more of them than a process may have open."""
 
     def __init__(self, path: str) -> None:
-        self.name = path
-        with closing(FileSource(path)) as file:
-            self.size = file.size
+        super().__init__(path)
+        self.close()
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -269,9 +268,6 @@ class ReopenedFile:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
         with closing(FileSource(self.name)) as file:
             return file.readinto(offset, buffer)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 class _Object(ObjectSource):
