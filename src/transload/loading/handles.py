@@ -26,7 +26,6 @@ from transload.errors import (
     DoesNotFitError,
     LandingWarning,
     LoadError,
-    NotACheckpointError,
     UnsafeError,
     UsageError,
 )
@@ -35,6 +34,7 @@ from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called
 from transload.io.memory import view
 from transload.io.sources import Source, SourceLike
+from transload.judge.problems import refuse_broken
 from transload.loading.build import is_fake_mode
 from transload.loading.jobs import LITTLE, Ended, ReadRequest, is_reached
 from transload.loading.placement import DeviceMap, plan_here
@@ -234,9 +234,7 @@ def open_checkpoint(f: SourceLike) -> Opened:
     checkpoint = opened.checkpoint
     if checkpoint.integrity == "not-a-checkpoint":
         opened.close()
-        finding = next((found for found in checkpoint.findings if found.severity == "error"), None)
-        what, fix = (finding.title, "\n".join(finding.fix)) if finding else ("it is not a checkpoint", "")
-        raise NotACheckpointError(what, where=checkpoint.path, fix=fix)
+        refuse_broken(checkpoint)
     return opened
 
 
