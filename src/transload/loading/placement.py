@@ -301,11 +301,10 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         chosen = {tag: _automatic(tag, devices, spread, wide=load.wide) for tag, load in loads.items()}
     elif _is_function(map_location):
         chosen = dict.fromkeys(loads, (UNDECIDED, "function", ""))
-    elif map_location is None or isinstance(map_location, Mapping):
-        wanted = map_location or {}
-        chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
-    elif isinstance(map_location, str | bytes) or _is_torch_device(map_location):
-        wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
+    elif map_location is None or isinstance(map_location, str | bytes | Mapping) or _is_torch_device(map_location):
+        wanted = {} if map_location is None else map_location
+        if not isinstance(wanted, Mapping):  # one for all
+            wanted = dict.fromkeys((tag for tag in loads if tag != "meta"), map_location)
         chosen = {tag: _mapped(tag, wanted, devices, wide=load.wide) for tag, load in loads.items()}
     else:  # torch would not take it either
         chosen = dict.fromkeys(loads, ("", "asked", ""))
@@ -445,11 +444,11 @@ def _shortages(
     """The devices that have too little memory, each with what would fit instead."""
     if all(device.free < 0 for device in devices.available):
         return
-    needed: dict[str, int] = {}
-    slim: dict[str, int] = {}
+    needed: Counter[str] = Counter()
+    slim: Counter[str] = Counter()
     for move in moves:
-        needed[move.device] = needed.get(move.device, 0) + move.nbytes
-        slim[move.device] = slim.get(move.device, 0) + loads[move.tag].slim
+        needed[move.device] += move.nbytes
+        slim[move.device] += loads[move.tag].slim
     total = sum(needed.values())
     for name, nbytes in needed.items():
         device = devices.get(name)
