@@ -826,14 +826,12 @@ class _Loading:
             straight(self._opened, task.tensor, goal, task.part) for task, goal in zip(self._tasks, goals, strict=True)
         ]
         ready = [(index, *way) for index, way in enumerate(found) if way is not None]
-        numbers: dict[int, int] = {}
-        for _, source, _, _ in ready:
-            numbers.setdefault(id(source), len(numbers))
-        sources = list({id(source): source for _, source, _, _ in ready}.values())
+        sources = {id(source): source for _, source, _, _ in ready}
+        numbers = {ident: number for number, ident in enumerate(sources)}
         wants = [want._replace(file=numbers[id(source)]) for _, source, want, _ in ready]
         try:
             if wants:
-                bring(sources, wants, lambda index: ready[index][3], settings=settings, fresh=False)
+                bring(list(sources.values()), wants, lambda index: ready[index][3], settings=settings, fresh=False)
         except Ended as end:
             key = self._tasks[ready[end.want][0]].key
             what = f"the file ends {wants[end.want].nbytes - end.came:,} bytes before {key} does"
