@@ -13,7 +13,7 @@ import transload
 from transload.cli import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import hooks
-from transload.explaining.matching import KnownError, known_errors, subjects, variant
+from transload.explaining.matching import KnownError, known_errors, variant
 from transload.explaining.result import Answer
 
 if TYPE_CHECKING:
@@ -175,16 +175,16 @@ def test_every_section_of_a_page_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         (answer,) = transload.explain(text, checks=False).answers
         assert name in used
         is_complete(answer)
-    assert SECTIONS.keys() == {name for subject in subjects() for name in subject.variants}
+    assert SECTIONS.keys() == {name for known in known_errors() for name, _ in known.sections}
 
 
 def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
-    codes = {known.code for known in known_errors()}
-    for subject in subjects():
-        for name, fields in subject.variants.items():
-            assert name.partition("/")[0] in codes
-            assert fields
-            assert fields.keys() <= {"cause", "fix", "wrong", "doctor"}
+    for known in known_errors():
+        for name, fields in known.sections:
+            assert name.startswith(f"{known.code}/")
+            assert known.hook or "where" in fields
+            assert fields.keys() & {"cause", "fix", "wrong"}
+            assert fields.keys() <= {"cause", "fix", "wrong", "doctor", "where"}
             assert set(fields.get("doctor", ())) <= DOCTOR.keys()
 
 

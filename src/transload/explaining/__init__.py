@@ -7,6 +7,7 @@ named examined (``local``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from transload.errors import UsageError
 if TYPE_CHECKING:
     from transload.explaining.local import LocalChecks
     from transload.explaining.logs import ErrorChain, FlatText
-    from transload.explaining.matching import KnownError, Occurrence
+    from transload.explaining.matching import Occurrence
     from transload.explaining.result import Answer, Explanation, Unexplained
 
 _MOST_UNKNOWN = 5
@@ -145,15 +146,29 @@ class _Blanks(dict[str, str]):
     def __missing__(self, name: str) -> str:
         return ""
 
+    def takes(self, name: str, pattern: str) -> bool:
+        """Whether a pattern is found in a value; then its groups become values."""
+        found = re.search(pattern, self[name])
+        self.update(found.groupdict("") if found else {})
+        return found is not None
+
 
 def _answer(found: Occurrence) -> Answer:
     from transload.explaining import hooks
     from transload.explaining.matching import variant
     from transload.explaining.result import Answer, doctor_steps
 
-    known: KnownError = found.match.known
-    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()})
-    for name in getattr(hooks, known.hook)(values, found.text) if known.hook else ():
+    known = found.match.known
+    values = _Blanks({name: value[:_LONGEST_VALUE] for name, value in found.match.values.items()}, text=found.text)
+    sections = getattr(hooks, known.hook)(values) if known.hook else ()
+    for line in known.value:
+        name, place, pattern, words = line.split(" ", 3)
+        if values.takes(place, pattern):
+            values[name] = words.format_map(values)
+    if not sections:
+        conditions = ((name, fields["where"].split(" ", 1)) for name, fields in known.sections if "where" in fields)
+        sections = next(((name,) for name, where in conditions if values.takes(*where)), ())
+    for name in sections:
         known = known._replace(**variant(name))
     return Answer(
         known.code,
@@ -171,8 +186,6 @@ def _answer(found: Occurrence) -> Answer:
 
 def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
     """The errors that are not known. Without any, the last of the other lines that looks like one, or just the last."""
-    import re
-
     from transload.explaining.matching import nearest
     from transload.explaining.result import Unexplained
 

@@ -18,9 +18,9 @@ The texts are data: ``pages/*.md``, a file per subject, read by ``known_errors``
     ### device-index/variant
 
 The fields are described at ``KnownError``. ``cuda: 209/48 WORDS`` stands for all the ways in which a result of CUDA is
-printed, with its number (and an earlier one). A ``###`` section replaces parts of its page where the page's hook, a
-function in ``hooks``, says so. ``search`` looks for the texts in exceptions and logs; ``nearest`` compares an unknown
-text with all of them.
+printed, with its number (and an earlier one). A ``###`` section replaces parts of its page where its ``where`` applies,
+or the page's hook, a function in ``hooks``, says so. ``search`` looks for the texts in exceptions and logs; ``nearest``
+compares an unknown text with all of them.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ class KnownError(NamedTuple):
     The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
     nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
     where the pattern ``context`` is found around them, and never where ``unless`` is.
+
+    ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
+    groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
+    fields that each replaces. Without a hook that says otherwise, the first applies whose ``where: BLANK PATTERN`` is
+    found. The blank ``text`` is all of the text, from the match on.
     """
 
     code: str
@@ -114,6 +119,9 @@ class KnownError(NamedTuple):
     unless: str = ""
     role: str = "cause"
     hook: str = ""
+    value: tuple[str, ...] = ()
+    where: str = ""
+    sections: tuple[tuple[str, dict[str, Any]], ...] = ()
 
     def fits(self, surroundings: str) -> bool:
         """Whether the words have this meaning where they were found."""
@@ -123,11 +131,10 @@ class KnownError(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A file of pages. ``variants`` are its ``###`` sections, by name: the fields that each of them replaces."""
+    """A file of pages."""
 
     title: str
     errors: tuple[KnownError, ...]
-    variants: dict[str, dict[str, Any]]
 
 
 @cache
@@ -138,13 +145,11 @@ def subjects() -> tuple[Subject, ...]:
     out = []
     for name in _SUBJECTS:
         title, *pages = (pkgutil.get_data(__package__, f"pages/{name}.md") or b"").decode().split("\n## ")
-        errors, variants = [], {}
+        errors = []
         for page in pages:
-            main, *others = page.split("\n### ")
-            errors.append(KnownError(**_section(main)))
-            for fields in map(_section, others):
-                variants[fields.pop("code")] = fields
-        out.append(Subject(title.removeprefix("# ").strip(), tuple(errors), variants))
+            main, *others = map(_section, page.split("\n### "))
+            errors.append(KnownError(**main, sections=tuple((fields.pop("code"), fields) for fields in others)))
+        out.append(Subject(title.removeprefix("# ").strip(), tuple(errors)))
     return tuple(out)
 
 
@@ -155,7 +160,7 @@ def known_errors() -> Iterator[KnownError]:
 
 def variant(name: str) -> dict[str, Any]:
     """The fields of a known error that a ``###`` section replaces."""
-    return next(subject.variants[name] for subject in subjects() if name in subject.variants)
+    return next(fields for known in known_errors() for section, fields in known.sections if section == name)
 
 
 def _section(text: str) -> dict[str, Any]:
@@ -176,6 +181,9 @@ def _section(text: str) -> dict[str, Any]:
             continue
         for line in block.split("\n"):
             name, _, value = line.strip().partition(": ")
+            if name == "value":
+                fields["value"] = (*fields.get("value", ()), value)
+                continue
             forms = [value] if name == "says" else []
             if name == "cuda":
                 numbers, _, words = value.partition(" ")
