@@ -1,8 +1,8 @@
 """What plain ``torch.load(path)`` would do with a file here, and say, without running it.
 
 Both of torch's unpicklers work through the stream from its beginning, and a storage is put on its device when the
-stream comes to it. So the first thing they cannot do decides, and its place in the stream is known. The words are those
-of the releases from 2.1 to 2.15; a test compares them with the real ones.
+stream comes to it. So the first thing they cannot do decides, and its place in the stream is known. The words, those of
+the releases from 2.1 to 2.15, are in ``torch_words.md``; a test compares them with the real ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from transload.checking.needs import raw_bytes
@@ -108,6 +109,31 @@ def torch_says(checkpoint: Checkpoint, torch: Installed) -> Said:
     return said.outcome() if _OLDEST <= said.release[:2] <= _NEWEST else said.unknown()
 
 
+@cache
+def _texts() -> dict[str, list[tuple[Version, str]]]:
+    """By name: the texts, each with the first release that says so; parts of others have none."""
+    import pkgutil
+
+    out: dict[str, list[tuple[Version, str]]] = {}
+    page = (pkgutil.get_data(__package__, "torch_words.md") or b"").decode()
+    for section in page.split("\n## ")[1:]:
+        name, *body = section.split()
+        since = numbers_of(body.pop(0)) if body[0][0].isdigit() else ()
+        words = " ".join(body).replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\e", "\033")
+        out.setdefault(name, []).append((since, words))
+    return out
+
+
+def _words(name: str, release: Version, /, **values: object) -> str:
+    """A text as a release says it.
+
+    >>> _words("no-device-string", (2, 13), tag="cudax")
+    "Invalid device string: 'cudax'"
+    """
+    parts = {part: texts[0][1] for part, texts in _texts().items() if not texts[0][0]}
+    return [words for since, words in _texts()[name] if since <= release][-1].format(**parts, **values)
+
+
 # -- what decides
 
 _WEIGHTS_ONLY = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a\x80.")
@@ -124,6 +150,17 @@ _VARYING = frozenset(
         *(f"torch.distributed._mesh_layout.{name}" for name in ("_FlatLayout", "_MeshLayout")),
     }
 )
+_DTENSOR = frozenset(
+    {
+        "torch.distributed.device_mesh.DeviceMesh",
+        *(f"torch.distributed.tensor._dtensor_spec.{name}" for name in ("DTensorSpec", "TensorMeta")),
+        "torch.distributed.tensor.DTensor",
+        *(f"torch.distributed.tensor.placement_types.{name}" for name in ("Partial", "Replicate", "Shard")),
+    }
+)
+"""Names that ``torch.distributed.tensor`` allows when it is imported."""
+_DIM_RANGE = "torch._dynamo.decorators._DimRange"
+"""A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is as any other."""
 # Before 2.11 a tag that only begins like a device was taken for one.
 _LOOKS_LIKE = re.compile(r"(cuda|hpu|xpu|mtia|privateuseone)(?!:|[0-9]|$)")
 _LONGEST_SCAN = 1 << 24
@@ -145,8 +182,11 @@ class _Prediction:
         self.torch = torch
         self.release = numbers_of(torch.version)
         self.weights_only = torch.weights_only
-        self.records = {record.name for record in checkpoint.records}
+        self.records = {record.name: record for record in checkpoint.records}
         self.intact = checkpoint.integrity in ("whole", "unchecked")
+
+    def words(self, name: str, /, **values: object) -> str:
+        return _words(name, self.release, **values)
 
     def raises(self, error: str, text: str, warnings: tuple[str, ...] = (), *, exact: bool = True) -> Said:
         return Said("raises", error, text, exact, self.torch.version, warnings)
@@ -162,22 +202,22 @@ class _Prediction:
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
         if path.endswith(".safetensors") and self.release >= (2, 13):
             if "safetensors" in self.torch.absent:
-                return self.raises("RuntimeError", _NO_SAFETENSORS)
+                return self.raises("RuntimeError", self.words("no-safetensors"))
             if kind == "safetensors" and self.intact:
                 return Said("loads", exact=True, torch=self.torch.version)
             codes = {problem.code for problem in self.checkpoint.problems} if kind == "safetensors" else set()
-            text = next((_SAFETENSORS[code] for code in _SAFETENSORS if code in codes), "")
-            return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
+            known = next((self.words(code) for code in _texts() if code in codes), "")  # what safetensors 0.8 says
+            return self.raises("SafetensorError", known, exact=False) if known else self.unknown()
         if kind == "torchscript" and "constants.pkl" in self.records:
-            text = _unsafe("TorchScript archives passed to ``torch.load``")
-            return self.raises("RuntimeError", text, (_SCRIPT_WARNING,)) if strict else self.unknown((_SCRIPT_WARNING,))
+            warnings = (self.words("script-warning"),)
+            return self.raises("RuntimeError", self.words("script"), warnings) if strict else self.unknown(warnings)
         if kind in ("torchscript", "torch-export", "aotinductor", "torch-package"):
             # An archive that torch opens and finds no object in. One without a folder it does not even open.
             opens = self.intact and "folder" in dict(self.checkpoint.facts) and "data.pkl" not in self.records
-            return self.raises("RuntimeError", _no_record("data.pkl", self.release)) if opens else self.unknown()
+            text = self.words("no-record", record="data.pkl")
+            return self.raises("RuntimeError", text) if opens else self.unknown()
         if kind == "torch-tar":
-            text = _unsafe("files saved in the legacy .tar format")
-            return self.raises("RuntimeError", text) if strict else self.unknown()
+            return self.raises("RuntimeError", self.words("tar")) if strict else self.unknown()
         return self.stream() if kind in ("torch-zip", "torch-legacy", "pickle") else self.foreign()
 
     def foreign(self) -> Said:
@@ -189,7 +229,7 @@ class _Prediction:
             return self.unknown()
         byte = head[0]
         if self.weights_only:
-            opcodes, text = _WEIGHTS_ONLY, _refusal(f"Unsupported operand {byte}", self.release)
+            opcodes, text = _WEIGHTS_ONLY, self.words("unsupported", message=f"Unsupported operand {byte}")
         else:
             import pickletools
 
@@ -202,8 +242,7 @@ class _Prediction:
         """The first event in the main pickle decides; without one the file loads, if it is intact."""
         main = next((pickle for pickle in self.checkpoint.pickles if pickle.main), None)
         if any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems):
-            text = "PytorchStreamReader failed reading zip archive: failed finding central directory"
-            return self.raises("RuntimeError", text + _miniz(self.release), exact=False)
+            return self.raises("RuntimeError", self.words("no-directory"), exact=False)
         if main is None:
             return self.unknown()
         plain = self.checkpoint.format == "pickle"
@@ -213,9 +252,9 @@ class _Prediction:
         varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
         warnings: tuple[str, ...] = ()
         if self.weights_only and main.protocol > 2:
-            warnings = (_PROTOCOL.format(main.protocol),)
+            warnings = (self.words("protocol-warning", protocol=main.protocol),)
         elif not self.weights_only and (2, 4) <= self.release < (2, 6):
-            warnings = (_IMPLICIT,)
+            warnings = (self.words("default-warning"),)
         first = min(self.events(main), key=lambda event: event.position, default=None)
         if first and first.error:
             return self.raises(first.error, first.text, warnings, exact=first.exact and intact and not varies)
@@ -234,18 +273,8 @@ class _Prediction:
         for (module, name), node in main.globals.items():
             full = torch_spelling(module, name)
             if self.weights_only:
-                owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
-                if owner in ("sys", "os", "posix", "nt"):
-                    message = f"Trying to load unsupported GLOBAL {full} whose module {owner} is blocked."
-                elif full in TORCH_DEFAULT:
-                    continue
-                elif full in _REGISTERED and (self.release < (2, 15) or "_dynamo" not in full):
-                    message = _REGISTERED[full]
-                else:
-                    shown = full.removeprefix("builtins.") if self.release >= (2, 7) else full
-                    # 2.6 advises to allow it by its last part only.
-                    message = _UNSUPPORTED.format(shown, shown if self.release >= (2, 7) else name)
-                yield self.refused(node.position, message)
+                if text := self.refused_name(full, name):
+                    yield self.refused(node.position, text)
             elif full not in TORCH_DEFAULT and "Storage" not in name:
                 # The standard unpickler imports it: what happens then is known only where there is no such package.
                 package = module.partition(".")[0]
@@ -255,6 +284,22 @@ class _Prediction:
         if self.weights_only and main.rare:
             yield self.unknown_opcode(main)
 
+    def refused_name(self, full: str, name: str) -> str:
+        """What weights_only says of a name; nothing of those it allows."""
+        owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
+        if owner in ("sys", "os", "posix", "nt"):
+            return self.words("blocked", name=full, module=owner)
+        if full in TORCH_DEFAULT:
+            return ""
+        if full in _DTENSOR:
+            return self.words("dtensor")
+        if full == _DIM_RANGE and self.release < (2, 15):
+            return self.words("nested")
+        if self.release < (2, 7):  # it advises to allow it by its last part only
+            return self.words("not-allowed", name=full, call=name)
+        shown = full.removeprefix("builtins.")
+        return self.words("not-allowed", name=shown, call=shown)
+
     def stored(self, node: Persistent) -> _Event | None:
         """A storage on a device that is not here, or without its record; or an id that is not a storage's."""
         pid = node.id
@@ -262,11 +307,11 @@ class _Prediction:
             return _Event(node.position, exact=False)
         if _text(pid[0]) != "storage":
             got = type(pid[0]) if self.release >= (2, 10) else pid[0]
-            message = f"Only persistent_load of storage is allowed, but got {got}"
-            return self.refused(node.position, message) if self.weights_only else _Event(node.position, exact=False)
+            text = self.words("unsupported", message=f"Only persistent_load of storage is allowed, but got {got}")
+            return self.refused(node.position, text) if self.weights_only else _Event(node.position, exact=False)
         record = f"data/{_text(pid[2])}"
         if self.checkpoint.format == "torch-zip" and record not in self.records:
-            return _Event(node.position, "RuntimeError", _no_record(record, self.release))
+            return _Event(node.position, "RuntimeError", self.words("no-record", record=record))
         tag = _text(pid[3])
         error, text = _device_error(tag, self.release, self.torch.counts)
         if not error:
@@ -287,137 +332,29 @@ class _Prediction:
             start = sum(pickle.end for pickle in before) + main.start
             data = raw_bytes(self.checkpoint.path, start, min(main.end - main.start, _LONGEST_SCAN))
         else:
-            record = next((each for each in self.checkpoint.records if each.name == main.name), None)
+            record = self.records.get(main.name)
             if record is not None and record.offset is not None and not record.method:
                 data = raw_bytes(self.checkpoint.path, record.offset, min(record.size, _LONGEST_SCAN))
         try:
             for _, _, at in pickletools.genops(data):
                 if at is not None and data[at] not in _WEIGHTS_ONLY:
-                    return self.refused(main.start + at, f"Unsupported operand {data[at]}")
+                    text = self.words("unsupported", message=f"Unsupported operand {data[at]}")
+                    return self.refused(main.start + at, text)
         except ValueError:  # the pickle ends before
             pass
         return _Event(main.start, "UnpicklingError", exact=False)
 
-    def refused(self, position: int, message: str) -> _Event:
-        """What weights_only refuses; the words around it are known from 2.6 on, where it is the default."""
-        return _Event(position, "UnpicklingError", _refusal(message, self.release), self.release >= (2, 6))
+    def refused(self, position: int, text: str) -> _Event:
+        """What weights_only refuses; the words are known from 2.6 on, where it is the default."""
+        return _Event(position, "UnpicklingError", text, self.release >= (2, 6))
 
 
 def _text(value: object) -> str:
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
-# -- torch's words
-
-_SCRIPT_WARNING = (
-    "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' "
-    "(call 'torch.jit.load' directly to silence this warning)"
-)
-_NO_SAFETENSORS = (
-    "Attempting to load a safetensors file but safetensors is not installed. "
-    "Please install safetensors with: pip install safetensors"
-)
-# What safetensors 0.8 says of a file, by the problem found in it.
-_HEADER = "Error while deserializing header:"
-_SAFETENSORS = {
-    "safetensors-header-too-large": f"{_HEADER} header too large",
-    "safetensors-header-cut": f"{_HEADER} invalid header length",
-    "safetensors-truncated": f"{_HEADER} incomplete metadata, file not fully covered",
-    "safetensors-trailing": f"{_HEADER} incomplete metadata, file not fully covered",
-}
-_UNSAFE = (
-    "In PyTorch 2.6, we changed the default value of the `weights_only` argument in `torch.load` from `False` to "
-    "`True`. Re-running `torch.load` with `weights_only` set to `False` will likely succeed, but it can result in "
-    "arbitrary code execution. Do it only if you got the file from a trusted source."
-)
-_OPTIONS = (
-    "Weights only load failed. This file can still be loaded, to do so you have two options, "
-    "\033[1mdo those steps only if you trust the source of the checkpoint\033[0m. "
-    f"\n\t(1) {_UNSAFE}\n\t(2) Alternatively, to load with `weights_only=True` please check the recommended steps in "
-    "the following error message.\n\tWeightsUnpickler error: "
-)
-_DOCS = (
-    "\n\nCheck the documentation of torch.load to learn more about types accepted by default with weights_only "
-    "https://pytorch.org/docs/stable/generated/torch.load.html."
-)
-_ISSUE = (
-    "Please file an issue with the following so that we can make `weights_only=True` compatible with your use case: "
-    "WeightsUnpickler error: "
-)
-_IMPLICIT = (
-    "You are using `torch.load` with `weights_only=False` (the current default value), which uses the default pickle "
-    "module implicitly. It is possible to construct malicious pickle data which will execute arbitrary code during "
-    "unpickling (See https://github.com/pytorch/pytorch/blob/main/SECURITY.md#untrusted-models for more details). In a "
-    "future release, the default value for `weights_only` will be flipped to `True`. This limits the functions that "
-    "could be executed during unpickling. Arbitrary objects will no longer be allowed to be loaded via this mode "
-    "unless they are explicitly allowlisted by the user via `torch.serialization.add_safe_globals`. We recommend you "
-    "start setting `weights_only=True` for any use case where you don't have full control of the loaded file. Please "
-    "open an issue on GitHub for any issues related to this experimental feature."
-)
-_MINIZ = (
-    ". This is an internal miniz error. If you are seeing this error, there is a high likelihood that your checkpoint "
-    "file is corrupted. This can happen if the checkpoint was not saved properly, was transferred incorrectly, or the "
-    "file was modified after saving."
-)
-_TO_CPU = (
-    "If you are running on a CPU-only machine, please use torch.load with map_location=torch.device('cpu') to map your "
-    "storages to the CPU."
-)
-
-_REGISTERED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "torch.distributed.device_mesh.DeviceMesh",
-            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
-            "torch.distributed.tensor._dtensor_spec.TensorMeta",
-            "torch.distributed.tensor.DTensor",
-            "torch.distributed.tensor.placement_types.Partial",
-            "torch.distributed.tensor.placement_types.Replicate",
-            "torch.distributed.tensor.placement_types.Shard",
-        ),
-        "``torch.distributed.tensor`` must be imported to load DTensors",
-    ),
-    "torch._dynamo.decorators._DimRange": (
-        "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)"
-    ),
-}
-"""Names that another module allows when it is imported, and what is said where it was not."""
-_UNSUPPORTED = (
-    "Unsupported global: GLOBAL {0} was not an allowed global by default. Please use "
-    "`torch.serialization.add_safe_globals([{1}])` or the `torch.serialization.safe_globals([{1}])` context manager to "
-    "allowlist this global if you trust this class/function."
-)
-_PROTOCOL = (
-    "Detected pickle protocol {} in the checkpoint, which was not the default pickle protocol used by "
-    "`torch.load` (2). The weights_only Unpickler might not support all instructions implemented by this protocol, "
-    "please file an issue for adding support if you encounter this."
-)
 _SINCE: dict[str, Version] = {"cuda": (2, 1), "privateuseone": (2, 1), "hpu": (2, 1), "xpu": (2, 5), "mtia": (2, 10)}
 """Kinds of devices that storages are restored to, and since when."""
-
-
-def _unsafe(what: str) -> str:
-    """A kind of file that is refused as a whole."""
-    return f"Cannot use ``weights_only=True`` with {what}. {_UNSAFE}"
-
-
-def _refusal(message: str, version: Version) -> str:
-    """The frame torch 2.6 and later put around the unpickler's own words."""
-    if "was not an allowed global by default." in message:
-        return f"{_OPTIONS}{message}{_DOCS}"
-    if re.search(r"(\S+) must be (\S+) to load", message):
-        return f"Weights only load failed. {message}\n {_UNSAFE}\n"
-    asked = "" if "is blocked" in message else _ISSUE
-    gap = "\n\n" if version >= (2, 9) else ""
-    return f"Weights only load failed. {_UNSAFE}\n{asked}{gap}{message}{_DOCS}"
-
-
-def _miniz(version: Version) -> str:
-    return _MINIZ if version >= (2, 11) else ""
-
-
-def _no_record(name: str, version: Version) -> str:
-    return f"PytorchStreamReader failed locating file {name}: file not found{_miniz(version)}"
 
 
 def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[str, str]:
@@ -433,31 +370,23 @@ def _device_error(tag: str, version: Version, counts: dict[str, int]) -> tuple[s
     if tag in ("cpu", "meta") or (tag.startswith("mps") and counts.get("mps")):
         return "", ""
     if tag.startswith("mps"):
-        return "RuntimeError", "torch.UntypedStorage(): Storage device not recognized: mps"
+        return "RuntimeError", _words("no-mps", version)
     known = [kind for kind, since in _SINCE.items() if version >= since]
     if version >= (2, 11):
         kind = next((kind for kind in known if re.match(rf"{kind}(:|[0-9]|\Z)", tag)), "")
     else:
         kind = next((kind for kind in known if tag.startswith(kind)), "")
     if not kind:
-        lost = f"don't know how to restore data location of torch.storage.UntypedStorage (tagged with {tag})"
-        return "RuntimeError", lost
+        return "RuntimeError", _words("no-such-tag", version, tag=tag)
     count = counts.get(kind, 0)
     error = "AssertionError" if version < (2, 4) and kind == "hpu" else "RuntimeError"
     if kind in ("hpu", "privateuseone") and not count:
-        if version >= (2, 4):
-            return error, f"The {kind.upper()} device module is not registered. {_TO_CPU}"
-        return error, "HPU device module is not loaded"
+        return error, _words("no-module", version, kind=kind.upper())
     if not re.fullmatch(rf"{kind}(:(0|[1-9][0-9]*))?", tag):
-        return error, f"Invalid device string: '{tag}'"
+        return error, _words("no-device-string", version, tag=tag)
     if not count:
-        tried = f"Attempting to deserialize object on a {kind.upper()} device"
-        return error, f"{tried} but torch.{kind}.is_available() is False. {_TO_CPU}"
+        return error, _words("no-device", version, kind=kind.upper(), module=kind)
     index = int(tag.partition(":")[2][:4] or 0)
     if index < count:
         return "", ""
-    return error, (
-        f"Attempting to deserialize object on {kind.upper()} device {index} but "
-        f"torch.{kind}.device_count() is {count}. "
-        "Please use torch.load with map_location to map your storages to an existing device."
-    )
+    return error, _words("no-index", version, kind=kind.upper(), module=kind, index=index, count=count)
