@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["NamedTuple", "facts", "replace"]
+__all__ = ["NamedTuple", "Plain", "facts", "replace"]
 
 
 class _Fields:
@@ -31,6 +31,20 @@ class _Fields:
             twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), held))
             self.found = twin.__dataclass_fields__
         return self.found
+
+
+class Plain:
+    """What ``to_dict`` of facts gives: their fields by name, with lists for tuples."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.to_dict() if isinstance(value, Plain) else value
 
 
 class _Shared:

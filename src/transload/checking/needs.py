@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.diagnose.tables import cuda_text, numbers_of, runs_on
 from transload.errors import TransloadError
+from transload.frozen import Plain, facts
 
 if TYPE_CHECKING:
     from transload.checkpoint import Checkpoint
@@ -36,25 +37,18 @@ _OF_THE_SCRIPT = frozenset({"__main__", "__mp_main__"})
 _NO_PACKAGE = frozenset({"__torch__", "__builtin__", "copy_reg", "torch"})
 _LONGEST_FINDER = 1 << 20
 
-# Import name → what pip calls it, of packages that write classes of their own into checkpoints. For a name that is not
-# here no command is given: anybody may have taken it on PyPI.
-_ON_PYPI = {
-    **{name: name for name in ("accelerate", "deepspeed", "diffusers", "lightning", "numpy", "omegaconf", "pandas")},
-    **{name: name for name in ("peft", "safetensors", "scipy", "sentencepiece", "timm", "tokenizers", "torchao")},
-    **{name: name for name in ("torchaudio", "torchvision", "transformers", "ultralytics", "xformers", "yacs")},
-    "flash_attn": "flash-attn",
-    "bitsandbytes": "bitsandbytes",
-    "causal_conv1d": "causal-conv1d",
-    "lightning_fabric": "lightning-fabric",
-    "mamba_ssm": "mamba-ssm",
-    "pytorch_lightning": "pytorch-lightning",
-    "sklearn": "scikit-learn",
-    "torch_geometric": "torch-geometric",
-    "torch_tensorrt": "torch-tensorrt",
-    "transformer_engine": "transformer-engine",
-    "triton": "triton",
-    "yaml": "pyyaml",
-}
+# Packages that write classes of their own into checkpoints. Of any other no command is given: anybody may have taken
+# its name on PyPI.
+_ON_PYPI = frozenset(
+    {
+        *("accelerate", "bitsandbytes", "causal_conv1d", "deepspeed", "diffusers", "flash_attn", "lightning"),
+        *("lightning_fabric", "mamba_ssm", "numpy", "omegaconf", "pandas", "peft", "pytorch_lightning", "safetensors"),
+        *("scipy", "sentencepiece", "sklearn", "timm", "tokenizers", "torch_geometric", "torch_tensorrt", "torchao"),
+        *("torchaudio", "torchvision", "transformer_engine", "transformers", "triton", "ultralytics", "xformers"),
+        *("yacs", "yaml"),
+    }
+)
+_CALLED = {"sklearn": "scikit-learn", "yaml": "pyyaml"}  # by pip; the others have a hyphen for each underscore
 _CUDA_ONLY = frozenset(
     {
         *("apex", "auto_gptq", "awq", "bitsandbytes", "causal_conv1d", "cupy", "diff_gaussian_rasterization"),
@@ -65,8 +59,8 @@ _CUDA_ONLY = frozenset(
 """Packages whose code runs on NVIDIA GPUs alone, or is built to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+@facts(frozen=True)
+class Package(Plain):
     """A package that a loader would import for a file, and the names it is asked for."""
 
     name: str
@@ -85,18 +79,6 @@ class Package:
     def of_the_script(self) -> bool:
         """Whether it is not a package: the names were defined in the script that saved the file."""
         return self.name in _OF_THE_SCRIPT
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "name": self.name,
-            "names": list(self.names),
-            "found": self.found,
-            "missing": self.missing,
-            "on_pypi": self.on_pypi,
-            "cuda_only": self.cuda_only,
-            "problem": self.problem,
-        }
 
 
 def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tuple[Package, ...]:
@@ -127,7 +109,7 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
                 tuple(f"{module}.{attribute}" for module, attribute in uses),
                 found=not missing and name not in _OF_THE_SCRIPT,
                 missing=missing,
-                on_pypi=_ON_PYPI.get(name, ""),
+                on_pypi=_CALLED.get(name, name.replace("_", "-")) if name in _ON_PYPI else "",
                 cuda_only=name in _CUDA_ONLY,
                 problem=f"it needs {lacks[0]}, which is not there" if lacks else "",
             )
@@ -185,8 +167,8 @@ _PTX_MAJOR = {7: 11, 8: 12, 9: 13}
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-@dataclass(frozen=True, slots=True)
-class Compatibility:
+@facts(frozen=True)
+class Compatibility(Plain):
     """An answer with its reason; true where the file can be used here as far as CUDA is concerned.
 
     ``origin`` are the versions that the file records of where it was made; hardly any file records one.
@@ -206,12 +188,7 @@ class Compatibility:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "compatible": self.compatible,
-            "reason": self.reason,
-            "evidence": list(self.evidence),
-            "origin": dict(self.origin),
-        }
+        return {**super().to_dict(), "origin": dict(self.origin)}
 
 
 def is_cuda_compatible(path: str | os.PathLike[str], *, machine: Machine | None = None) -> Compatibility:

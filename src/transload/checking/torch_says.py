@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from transload.checking.needs import raw_bytes
 from transload.devices import split
 from transload.diagnose.tables import numbers_of
+from transload.frozen import Plain, facts
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def installed(
     return Installed(version, dict(counts), sure, environ, absent)
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+@facts(frozen=True)
+class Said(Plain):
     """What ``torch.load`` does: ``loads``, ``raises``, or ``unknown`` where that cannot be predicted.
 
     ``error`` is the class of what it raises and ``text`` its words. ``exact`` says that they are word for word what
@@ -86,17 +87,6 @@ class Said:
     exact: bool = False
     torch: str = ""
     warnings: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "outcome": self.outcome,
-            "error": self.error,
-            "text": self.text,
-            "exact": self.exact,
-            "torch": self.torch,
-            "warnings": list(self.warnings),
-        }
 
 
 _OLDEST, _NEWEST = (2, 1), (2, 15)

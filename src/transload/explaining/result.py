@@ -6,25 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transload.frozen import facts
+from transload.frozen import Plain, facts
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value.to_dict() if isinstance(value, _Result) else value
-
-
-class _Result:
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {name: _plain(value) for name, value in vars(self).items()}
-
-
 @facts(frozen=True)
-class FileHere(_Result):
+class FileHere(Plain):
     """A check of the file that the text names. ``same`` is whether torch.load of it gives the same error."""
 
     path: str
@@ -36,7 +24,7 @@ class FileHere(_Result):
 
 
 @facts(frozen=True)
-class MachineHere(_Result):
+class MachineHere(Plain):
     """The doctor's diagnosis of this machine. ``fits`` is whether it can be the cause of the error."""
 
     status: str
@@ -48,7 +36,7 @@ class MachineHere(_Result):
 
 
 @facts(frozen=True)
-class Answer(_Result):
+class Answer(Plain):
     """One known error. ``said`` is its line of the text, ``line`` the number of that, ``times`` how often it occurs.
 
     ``cause`` is what it means, ``fix`` what to do; lines that begin with ``$ `` are commands, with ``| `` Python.
@@ -81,7 +69,7 @@ class Answer(_Result):
 
 
 @facts(frozen=True)
-class Near(_Result):
+class Near(Plain):
     """A known text that is like an unknown one; ``why`` says what is missing where the words agree."""
 
     code: str
@@ -91,7 +79,7 @@ class Near(_Result):
 
 
 @facts(frozen=True)
-class Unexplained(_Result):
+class Unexplained(Plain):
     """An error of the text that is not known, and the known ones that are most like it."""
 
     said: str
@@ -100,7 +88,7 @@ class Unexplained(_Result):
 
 
 @facts(frozen=True)
-class Explanation(_Result):
+class Explanation(Plain):
     """What a text means: ``answers`` to the errors that are known, and the errors that are ``unknown``.
 
     ``shortened`` is whether only the end of the text was read.
