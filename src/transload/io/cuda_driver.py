@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from transload.errors import LoadError
 
@@ -42,87 +42,93 @@ class _Attributes(ctypes.Structure):
     )
 
 
+def _call(library: Any, name: str, *arguments: Any) -> Callable[..., None]:
+    """A function of the driver that raises where the driver answers with anything but 0."""
+    function = getattr(library, name)
+    function.argtypes = arguments
+
+    def call(*values: Any) -> None:
+        if answer := function(*values):
+            _refuse(answer, name.removesuffix("_v2"))
+
+    return call
+
+
+def _refuse(answer: int, call: str) -> NoReturn:
+    fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
+    raise DriverError(f"the CUDA driver answered {answer} to {call}", fix=fix)
+
+
+def _made(call: Callable[..., None], *arguments: int) -> int:
+    """What a call writes to where its first argument points."""
+    out = ctypes.c_void_p()
+    call(ctypes.byref(out), *arguments)
+    return out.value or 0
+
+
 class Driver:
-    """The calls of libcuda that moving bytes takes. Handles of streams, events and contexts are integers."""
+    """The calls of libcuda that moving bytes takes. Handles of streams, events and contexts are integers.
+
+    ``back`` lets this thread speak to a context; ``unpin`` undoes ``pin``. ``record`` lets an event happen when all
+    that was started on a stream so far is done; ``wait`` waits for an event, ``finish`` for all of a stream.
+    """
 
     def __init__(self, library: Any) -> None:
-        self._library = library
-        self._contexts: dict[int, int] = {}
         handle, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         pointer = ctypes.POINTER(handle)
-        self._primary = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
-        self._get_current = self._function("cuCtxGetCurrent", pointer)
-        self._set_current = self._function("cuCtxSetCurrent", handle)
-        self._attribute = self._function(
-            "cuDeviceGetAttribute", ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
-        )
-        self._stream_create = self._function("cuStreamCreate", pointer, number)
-        self._stream_destroy = self._function("cuStreamDestroy_v2", handle)
-        self._event_create = self._function("cuEventCreate", pointer, number)
-        self._event_destroy = self._function("cuEventDestroy_v2", handle)
-        self._register = self._function("cuMemHostRegister_v2", handle, size, number)
-        self._unregister = self._function("cuMemHostUnregister", handle)
-        self._copy = self._function("cuMemcpyAsync", handle, handle, size, handle)
-        self._record = self._function("cuEventRecord", handle, handle)
-        self._event_wait = self._function("cuEventSynchronize", handle)
-        self._stream_wait = self._function("cuStreamWaitEvent", handle, handle, number)
-        self._stream_finish = self._function("cuStreamSynchronize", handle)
+        self._contexts: dict[int, int] = {}
+        self._primary = _call(library, "cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
+        self._get_current = _call(library, "cuCtxGetCurrent", pointer)
+        self.back = _call(library, "cuCtxSetCurrent", handle)
+        self._stream_create = _call(library, "cuStreamCreate", pointer, number)
+        self._stream_destroy = _call(library, "cuStreamDestroy_v2", handle)
+        self._event_create = _call(library, "cuEventCreate", pointer, number)
+        self._event_destroy = _call(library, "cuEventDestroy_v2", handle)
+        self._register = _call(library, "cuMemHostRegister_v2", handle, size, number)
+        self.unpin = _call(library, "cuMemHostUnregister", handle)
+        self._copy = _call(library, "cuMemcpyAsync", handle, handle, size, handle)
+        self.record = _call(library, "cuEventRecord", handle, handle)
+        self.wait = _call(library, "cuEventSynchronize", handle)
+        self._stream_wait = _call(library, "cuStreamWaitEvent", handle, handle, number)
+        self.finish = _call(library, "cuStreamSynchronize", handle)
+        self._attribute = library.cuDeviceGetAttribute
+        self._attribute.argtypes = (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int)
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync_v2", None)  # since CUDA 13
-
-    def _function(self, name: str, *arguments: Any) -> Any:
-        function = getattr(self._library, name)
-        function.argtypes = arguments
-        return function
 
     def current(self) -> int:
         """What this thread speaks to: a context, to come back to."""
-        out = ctypes.c_void_p()
-        _check(self._get_current(ctypes.byref(out)), "cuCtxGetCurrent")
-        return out.value or 0
+        return _made(self._get_current)
 
     def enter(self, device: int) -> None:
         """Let this thread speak to a device."""
         if device not in self._contexts:
-            self._contexts[device] = self._made(self._primary, device)
+            self._contexts[device] = _made(self._primary, device)
         self.back(self._contexts[device])
-
-    def back(self, context: int) -> None:
-        """Let this thread speak to what it spoke to before."""
-        _check(self._set_current(context), "cuCtxSetCurrent")
-
-    def _made(self, function: Any, argument: int) -> int:
-        out = ctypes.c_void_p()
-        _check(function(ctypes.byref(out), argument), function.__name__)
-        return out.value or 0
 
     def stream(self) -> int:
         """A stream of its own on the device entered."""
-        return self._made(self._stream_create, _NON_BLOCKING)
+        return _made(self._stream_create, _NON_BLOCKING)
 
     def event(self) -> int:
         """An event on the device entered."""
-        return self._made(self._event_create, _NO_TIMING)
+        return _made(self._event_create, _NO_TIMING)
 
     def discard(self, streams: Iterable[int], events: Iterable[int]) -> None:
         """Give streams and events of the device entered back, on which nothing is under way."""
         for stream in streams:
-            _check(self._stream_destroy(stream), "cuStreamDestroy")
+            self._stream_destroy(stream)
         for event in events:
-            _check(self._event_destroy(event), "cuEventDestroy")
+            self._event_destroy(event)
 
     def pin(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         """Lock memory, so that devices can read it by themselves."""
-        _check(self._register(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0)), "cuMemHostRegister")
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``."""
-        _check(self._unregister(address), "cuMemHostUnregister")
+        self._register(address, nbytes, _PORTABLE | (_READ_ONLY if read_only else 0))
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Start copies between pinned memory and the device: (target, source, bytes)."""
         if self._batch is None or len(copies) < _MANY:
             for target, source, nbytes in copies:
-                _check(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
+                self._copy(target, source, nbytes, stream)
             return
         columns = [array("Q", column) for column in zip(*copies, strict=True)]
         targets, sources, sizes = (ctypes.c_void_p(column.buffer_info()[0]) for column in columns)
@@ -131,34 +137,17 @@ class Driver:
             targets, sources, sizes, ctypes.c_size_t(len(copies)),
             ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
         )  # fmt: skip
-        _check(answer, "cuMemcpyBatchAsync")
-
-    def record(self, event: int, stream: int) -> None:
-        """Let an event happen when all that was started on a stream so far is done."""
-        _check(self._record(event, stream), "cuEventRecord")
-
-    def wait(self, event: int) -> None:
-        """Wait until an event has happened."""
-        _check(self._event_wait(event), "cuEventSynchronize")
+        if answer:
+            _refuse(answer, "cuMemcpyBatchAsync")
 
     def follow(self, stream: int, event: int) -> None:
         """Let what is started on a stream from now on wait for an event."""
-        _check(self._stream_wait(stream, event, 0), "cuStreamWaitEvent")
-
-    def finish(self, stream: int) -> None:
-        """Wait until all that was started on a stream is done."""
-        _check(self._stream_finish(stream), "cuStreamSynchronize")
+        self._stream_wait(stream, event, 0)
 
     def can_pin_read_only(self, device: int) -> bool:
         """Whether pages of a file can be pinned without a right to write them."""
         out = ctypes.c_int()
         return self._attribute(ctypes.byref(out), _CAN_REGISTER_READ_ONLY, device) == 0 and bool(out.value)
-
-
-def _check(answer: int, call: str) -> None:
-    if answer:
-        fix = "`transload doctor` looks for the cause; map_location='cpu' leaves the device alone."
-        raise DriverError(f"the CUDA driver answered {answer} to {call}", fix=fix)
 
 
 @cache

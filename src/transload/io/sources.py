@@ -21,7 +21,7 @@ class Source(Protocol):
 
     ``read`` gives exactly the bytes that exist in ``[offset, offset + count)``: fewer than asked at the end,
     none beyond it. It never allocates for bytes that are not there, whatever a file claims, and may be
-    called from several threads.
+    called from several threads. ``close`` gives back what was opened here; most have opened nothing.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Source(Protocol):
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a writable buffer of bytes from ``offset`` on; how many there were."""
-        ...
+        return copied(self, offset, buffer)
 
     def close(self) -> None:
         """Give back what was opened here."""
-        ...
+        return
 
 
-class FileSource:
+class FileSource(Source):
     """A file opened by path, read through one descriptor: what is judged is what is read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -117,7 +117,7 @@ class FileSource:
             self.close()
 
 
-class BytesSource:
+class BytesSource(Source):
     """A buffer in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview, name: str = "<bytes>") -> None:
@@ -135,11 +135,8 @@ class BytesSource:
         buffer[: len(part)] = part
         return len(part)
 
-    def close(self) -> None:
-        """Nothing to give back."""
 
-
-class ObjectSource:
+class ObjectSource(Source):
     """A seekable binary file object. It is read from its beginning and left where it stood."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -173,17 +170,13 @@ class ObjectSource:
             except (OSError, ValueError) as error:
                 raise _cannot_read(self.name, error) from error
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
-        return copied(self, offset, buffer)
-
     def close(self) -> None:
         """Put the position back; the object stays the caller's."""
         if not getattr(self._file, "closed", False):  # not every object that reads and seeks has it
             self._file.seek(self._home)
 
 
-class Slice:
+class Slice(Source):
     """A part of another source, as a source of its own: a checkpoint inside a package."""
 
     def __init__(self, base: Source, offset: int, size: int, name: str) -> None:
@@ -199,9 +192,6 @@ class Slice:
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a buffer from ``offset`` on; how many bytes there were."""
         return self._base.readinto(self._offset + offset, buffer[: max(0, self.size - offset)])
-
-    def close(self) -> None:
-        """Nothing to give back: the base is closed by its owner."""
 
 
 def copied(source: Source, offset: int, buffer: memoryview) -> int:
@@ -268,7 +258,7 @@ class Part(NamedTuple):
     length: int
 
 
-class Assembly:
+class Assembly(Source):
     """Parts one after the other, as a source. Their sources are closed by whoever opened them."""
 
     def __init__(self, parts: Iterable[Part], name: str) -> None:
@@ -295,13 +285,6 @@ class Assembly:
             offset += len(data)
             index += inside + len(data) == part.length
         return found[0] if len(found) == 1 else b"".join(found)
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; how many bytes there were."""
-        return copied(self, offset, buffer)
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 _LONGEST_NAME = 200  # file systems take names of 255 bytes
