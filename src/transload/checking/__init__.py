@@ -85,9 +85,9 @@ class Check:
 
     def __str__(self) -> str:
         """The report as ``transload check`` prints it, without colour."""
-        from transload.render.lines import Style, layout, plain
+        from transload.render.lines import as_text
 
-        return "\n".join(plain(line) for line in layout(report(self), Style()))
+        return as_text(report(self))
 
 
 def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:

@@ -301,7 +301,7 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
         for line in stream:
             parser.feed(line)
         parser.end()
-        chains += parser.chains
+        chains += map(ErrorChain, parser.chains)
         loose.append(FlatText(parser.loose))
     chains.sort(key=lambda chain: chain.raised[0].lines[0].number)
     return chains[-_MOST_CHAINS:], loose
@@ -312,7 +312,7 @@ class _Parser:
 
     def __init__(self) -> None:
         self.loose: list[Line] = []
-        self.chains: list[ErrorChain] = []
+        self.chains: list[list[RaisedError]] = []
         self.current: RaisedError | None = None
         self.link: Link = ""
 
@@ -359,7 +359,6 @@ class _Parser:
         if not current.lines:  # its end is missing, or is inside a frame drawn around it
             self.loose += current.frames
         elif not current.link or not self.chains:
-            self.chains.append(ErrorChain([current]))
+            self.chains.append([current])
         else:
-            chain = self.chains[-1].raised
-            chain.insert(0 if current.link == "inside" else len(chain), current)
+            self.chains[-1].insert(0 if current.link == "inside" else len(self.chains[-1]), current)

@@ -59,23 +59,19 @@ class _Branch:
     ``form`` is a number for the structure below: branches of equal form differ in nothing that is shown.
     """
 
-    __slots__ = ("children", "form", "nbytes", "separator", "tensors", "text", "total")
+    __slots__ = ("children", "form", "separator", "tensors", "text")
 
     def __init__(self, step: str) -> None:
         self.separator = step[:1] if step.startswith(("/", ".")) else ""
         self.text = step[len(self.separator) :]
         self.tensors: list[Tensor] = []
         self.children: dict[str, _Branch] = {}
-        self.total = 0
-        self.nbytes = 0
         self.form = 0
 
     def measure(self, forms: dict[object, int]) -> None:
-        """Fill in totals and form, the deepest first."""
+        """Fill in the form, the deepest first."""
         for child in self.children.values():
             child.measure(forms)
-        self.total = len(self.tensors) + sum(child.total for child in self.children.values())
-        self.nbytes = sum(t.nbytes for t in self.tensors) + sum(child.nbytes for child in self.children.values())
         looks = tuple((t.dtype, t.shape, t.device, t.kind, t.cls) for t in self.tensors)
         form = (looks, tuple((step, child.form) for step, child in self.children.items()))
         self.form = forms.setdefault(form, len(forms))
@@ -99,7 +95,12 @@ def tensor_tree(tensors: Iterable[Tensor]) -> Twig:
             branch = below
         branch.tensors.append(tensor)
     root.measure({})
-    return Twig("", None, _twigs(root), root.total, root.nbytes)
+    return _branch("", _twigs(root))
+
+
+def _branch(label: str, children: tuple[Twig, ...], copies: int = 1) -> Twig:
+    tensors, nbytes = sum(child.tensors for child in children), sum(child.nbytes for child in children)
+    return Twig(label, None, children, copies * tensors, copies * nbytes, copies)
 
 
 def _twigs(branch: _Branch) -> tuple[Twig, ...]:
@@ -126,8 +127,7 @@ def _twig(group: list[_Branch]) -> Iterator[Twig]:
     if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
         yield replace(children[0], label=label + children[0].label)
     elif children:
-        total = copies * (first.total - len(first.tensors))
-        yield Twig(label, None, children, total, copies * sum(child.nbytes for child in children), copies)
+        yield _branch(label, children, copies)
 
 
 def _label(names: list[str]) -> str:
