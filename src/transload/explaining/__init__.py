@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300
-_WHY_NO_CUDA = frozenset(
-    {"driver-too-old", "no-driver", "cuda-unknown-error", "no-cuda-build", "driver-start", "system-not-ready"}
-    | {"driver-mix", "forward-compatibility", "stub-library", "mps-daemon", "driver-insufficient", "library-missing"}
-    | {"os-call-failed", "smi-mismatch", "smi-unknown", "smi-no-driver", "no-hip-gpus"}
-)
 
 
 def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
@@ -124,8 +119,12 @@ def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChec
         key = (answer.code, answer.cause, answer.fix)
         first, source = merged.get(key, (replace(answer, times=0), each))
         merged[key] = replace(first, times=first.times + 1), source
+
+    def rank(pair: tuple[Answer, Occurrence]) -> tuple[bool, bool, int]:
+        return pair[0].kind == "remark", not pair[1].match.known.first, pair[0].line
+
     answers = []
-    for answer, each in merged.values():
+    for answer, each in sorted(merged.values(), key=rank):
         needs = each.match.known.needs if local and answer.kind != "remark" else ()
         if local and "machine" in needs:
             answer = replace(answer, machine=local.machine(answer.causes, each.surroundings))  # noqa: PLW2901
@@ -135,8 +134,6 @@ def _answers(found: Sequence[Occurrence], files: Sequence[str], local: LocalChec
             path = next(iter((*files, *files_in(each.near))), "")
             answer = replace(answer, file=local.file(path, each.text) if path else None)  # noqa: PLW2901
         answers.append(answer)
-    # Why there is no CUDA comes before what fails because of it, and remarks come last.
-    answers.sort(key=lambda answer: (answer.kind == "remark", answer.code not in _WHY_NO_CUDA, answer.line))
     return tuple(answers)
 
 

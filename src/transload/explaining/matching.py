@@ -99,7 +99,8 @@ class KnownError(NamedTuple):
 
     The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, and is reported only where
     nothing else is known; or ``remark`` for a message that is not an error. Words that many programs print count only
-    where the pattern ``context`` is found around them, and never where ``unless`` is.
+    where the pattern ``context`` is found around them, and never where ``unless`` is. ``first`` says why there is no
+    CUDA, and comes before what fails because of that.
 
     ``value: NAME BLANK PATTERN WORDS`` makes the words the value of a name where the pattern is found in a blank, whose
     groups become values, too; a later line replaces an earlier one. ``sections`` are the ``###`` sections, by name: the
@@ -118,6 +119,7 @@ class KnownError(NamedTuple):
     context: str = ""
     unless: str = ""
     role: str = "cause"
+    first: str = ""
     hook: str = ""
     value: tuple[str, ...] = ()
     where: str = ""

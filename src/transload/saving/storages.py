@@ -28,7 +28,7 @@ _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks o
 _T = TypeVar("_T")
 _Span = tuple[Any, int, int]  # some bytes of a storage: where they begin, and how many there are
 
-bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+bytes_at: Callable[[int, int], bytes] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 """A copy of the bytes at an address."""
@@ -137,8 +137,7 @@ def records_of(storages: Sequence[Stored], rings: dict[str, Ring]) -> Iterator[R
 
 
 def _host_bytes(stored: Stored) -> bytes:
-    data: bytes = bytes_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
-    return data
+    return bytes_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
 
 
 class CudaFetcher:
@@ -316,8 +315,7 @@ def fetch_all(fetcher: CudaFetcher, pairs: Sequence[tuple[Copy, Stored]]) -> Non
 
 def _fetched(ready: Callable[[], object], address: int, nbytes: int) -> bytes:
     ready()
-    data: bytes = bytes_at(address, nbytes)
-    return data
+    return bytes_at(address, nbytes)
 
 
 # -- storages of which little is used
