@@ -188,6 +188,19 @@ def test_what_a_section_replaces_is_a_part_of_its_page() -> None:
             assert set(fields.get("doctor", ())) <= DOCTOR.keys()
 
 
+def test_patterns_of_a_page_look_into_its_blanks() -> None:
+    for known in known_errors():
+        blanks = {"text", *(name for wording in known.says for _, name, _, _ in wording.parts if name)}
+        for line in known.value:
+            name, blank, pattern, _ = line.split(" ", 3)
+            assert known.hook or blank in blanks
+            blanks |= {name, *re.compile(pattern).groupindex}
+        for _, fields in known.sections:
+            blank, pattern = fields.get("where", "text .").split(" ", 1)
+            assert known.hook or blank in blanks
+            re.compile(pattern)
+
+
 def test_what_is_said_is_whole() -> None:
     """Every blank of a sentence is filled, and there is something to do about every fault."""
     for_each(WORDINGS, is_whole)
