@@ -2,15 +2,19 @@
 
 Three lists decide. ``TORCH_DEFAULT`` is what ``torch.load(weights_only=True)`` lets through in torch 2.13; only these
 can be part of a file that is nothing but data, and only in the shapes that ``judge.safety`` allows. ``_HARMLESS`` are
-common names outside that list. The dangerous ones run code, read files, or reach further names. Everything else is
-unknown, and unknown is never safe: a name that begins with ``torch.`` or ``numpy.`` earns no trust, since both packages
-contain functions that evaluate text.
+common names outside that list. The dangerous ones run code, read files, or reach further names: by the rules here, and
+by the words of ``judge.callables``. Everything else is unknown, and unknown is never safe.
+
+A line that allows an unknown name is printed only for what may be a part of a model (``can_be_allowed``): a class of a
+stranger's module, and of the standard library, torch and numpy only what is known to be data. A name that begins with
+``torch.`` or ``numpy.`` earns no trust, since both packages contain functions that evaluate text.
 """
 
 from __future__ import annotations
 
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from functools import cache
 
 from transload.dtypes import ITEMSIZE, QUANTIZED, STORAGES
 
@@ -147,21 +151,25 @@ _FAMILIES = _each(
 _DANGEROUS_PACKAGES = _each(
     {
         "reaches the operating system": "os posix nt posixpath ntpath commands popen2",
-        "starts processes": "subprocess _posixsubprocess _winapi pty multiprocessing",
+        "starts processes": "subprocess _posixsubprocess _winapi pty multiprocessing execnet paramiko pexpect plumbum "
+        "ptyprocess",
         "changes or searches the running interpreter": "sys gc signal atexit site",
-        "imports or runs modules": "importlib imp runpy pkgutil zipimport _imp modulefinder pydoc pyclbr antigravity "
-        "turtle tkinter this",
+        "imports or runs modules": "importlib _frozen_importlib _frozen_importlib_external imp runpy pkgutil zipimport "
+        "_imp modulefinder pydoc pyclbr antigravity turtle turtledemo tkinter _tkinter this zipapp",
         "runs Python source": "code codeop pdb bdb cmd doctest timeit trace profile cProfile pstats idlelib lib2to3 "
-        "_pyrepl test",
-        "runs what it is given": "threading _thread py_compile compileall _interpreters _xxsubinterpreters concurrent "
-        "asyncio sched",
+        "_pyrepl rlcompleter test unittest _testcapi _testinternalcapi _testmultiphase",
+        "runs what it is given": "threading _thread py_compile compileall _interpreters _xxsubinterpreters "
+        "_xxinterpchannels _interpchannels concurrent asyncio _asyncio asyncore asynchat sched",
         "installs packages": "pip ensurepip venv setuptools distutils pkg_resources",
-        "loads another pickle": "pickle _pickle cPickle marshal dill cloudpickle shelve",
+        "loads another pickle": "pickle _pickle cPickle marshal dill cloudpickle jsonpickle shelve",
         "reaches raw memory and native code": "ctypes _ctypes cffi _cffi_backend",
         "talks to the network": "socket _socket ssl _ssl urllib urllib2 http httplib ftplib smtplib poplib imaplib "
-        "nntplib telnetlib xmlrpc requests aiohttp httpx webbrowser socketserver select",
-        "reads or writes files": "shutil tempfile glob fileinput linecache sqlite3 dbm",
-        "runs commands of the system": "_osx_support _aix_support platform sysconfig",
+        "nntplib telnetlib xmlrpc requests aiohttp httpx webbrowser socketserver select smtpd wsgiref",
+        "reads or writes files": "shutil tempfile glob fileinput linecache sqlite3 _sqlite3 dbm _dbm _gdbm zipfile "
+        "tarfile gzip bz2 _bz2 lzma _lzma mailbox mmap _pyio genericpath fcntl nis spwd msilib winreg _winreg msvcrt "
+        "_posixshmem",
+        "runs commands of the system": "_osx_support _aix_support _bootsubprocess platform sysconfig pipes mailcap cgi "
+        "cgitb webbrowser",
     }
 )
 _DANGEROUS_NAMES = _each(
@@ -184,6 +192,7 @@ _DANGEROUS_NAMES = _each(
         "makes code": "types.CodeType",
         "makes functions out of code": "types.FunctionType types.LambdaType",
         "binds functions to objects": "types.MethodType",
+        "makes classes": "collections.namedtuple dataclasses.make_dataclass enum._simple_enum types.new_class",
         "makes modules": "types.ModuleType",
         "runs commands of the system": "uuid._get_command_stdout",
     }
@@ -193,8 +202,11 @@ _DANGEROUS_PREFIXES = _each(
         "runs Python source": "numpy.f2py. torch.utils.bottleneck.",
         "runs what it is given": "numpy.testing.",
         "runs commands of the system": "numpy.distutils. torch.utils.collect_env.",
-        "compiles or evaluates source": "torch._dynamo. torch._inductor. torch._jit_internal.",
-        "evaluates source": "torch.fx.experimental.symbolic_shapes. torch.jit.unsupported_tensor_ops.",
+        "compiles or evaluates source": "torch._dynamo. torch._inductor. torch._jit_internal. torch._functorch.",
+        "evaluates source": "torch.fx.experimental. torch.jit.unsupported_tensor_ops. torch.utils.benchmark.",
+        "runs Python source that the file holds": "torch.fx.graph_module. torch.fx._lazy_graph_module. "
+        "torch.fx._graph_pickler. torch.fx.GraphModule torch.fx.graph.",
+        "runs what it is given, or commands of the system": "torch.testing._internal. torch._numpy.testing.",
         "downloads and runs code": "torch.hub.",
         "loads another pickle": "torch.utils._config_module. joblib.externals.",
         "compiles and loads native code": "torch.utils.cpp_extension.",
@@ -228,10 +240,106 @@ _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
 
+# Packages of the standard library: a module below any other name of it is somebody's own.
+_STDLIB_PACKAGES = _names(
+    "asyncio collections compression concurrent ctypes curses dbm distutils email encodings ensurepip html http "
+    "idlelib importlib json lib2to3 logging msilib multiprocessing os pathlib pydoc_data re sqlite3 string "
+    "sysconfig tkinter tomllib turtledemo unittest urllib venv wsgiref xml xmlrpc zipfile zoneinfo _pyrepl"
+)
+
+# Libraries whose functions no model is made of. Their classes may be a part of somebody's configuration.
+_LIBRARIES = _names(
+    "IPython PIL _pytest absl accelerate asteval bokeh boto3 botocore bs4 celery cv2 Cython dask datasets "
+    "diffusers docker docutils dotenv fabric fire flask fsspec git google gradio h5py huggingface_hub hydra "
+    "hypothesis imageio invoke ipykernel jax jinja2 joblib keras lightning lightning_fabric lxml mako matplotlib "
+    "mlflow mpmath msgpack nbformat networkx nltk numba numexpr omegaconf onnx onnxruntime optuna orjson paddle "
+    "pandas peft plotly polars psutil py pyarrow pydantic pytest pytorch_lightning ray rich ruamel safetensors "
+    "scipy seaborn sh simplejson skimage sklearn spacy sqlalchemy stable_baselines3 statsmodels streamlit sympy "
+    "tables tensorboard tensorflow timm tokenizers torchaudio torchvision tornado tqdm traitlets transformers "
+    "triton typer ultralytics wandb werkzeug wheel xarray xgboost yaml zarr zmq"
+)
+# Those of them that models are made of: the names of their functions are no reason for an alarm.
+_MODEL_LIBRARIES = _names(
+    "accelerate datasets diffusers lightning lightning_fabric peft pytorch_lightning stable_baselines3 timm "
+    "torchaudio torchvision transformers ultralytics"
+)
+# How the name of a function of the others begins if it reads, runs or fetches something.
+_VERBS = (
+    *("call", "check_output", "compile", "construct", "cython_inline", "decode", "download", "dump", "eval", "exec"),
+    *(
+        "fetch",
+        "from_file",
+        "full_load",
+        "getoutput",
+        "hf_hub",
+        "import",
+        "inline",
+        "install",
+        "lambdify",
+        "load",
+        "open",
+    ),
+    *("parse_expr", "popen", "query", "read", "render", "run", "safe_load", "save", "shell", "snapshot", "spawn"),
+    *("sympify", "system", "to_", "unsafe_", "urlopen", "write"),
+)
+
+# Parts of torch and numpy whose classes a model, an optimizer or its data consists of.
+_CLASSES = (
+    *("torch.nn.", "torch.optim.", "torch.ao.", "torch.quantization.", "torch.distributions.", "torch.nested."),
+    *("torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.device_mesh."),
+    *("torch.distributed._mesh_layout.", "torch.distributed._shard.sharded_tensor.", "torch.distributed.fsdp."),
+    *("torch.distributed._shard.metadata.", "torch.distributed._shard.sharding_spec."),
+    *("torch.distributed.checkpoint.metadata.", "torch.distributed.algorithms.", "torch.distributed._composable."),
+    *("torch.utils.data.dataset.", "torch.utils.data.sampler.", "torch.utils.hooks.", "torch.amp.grad_scaler."),
+    *("torch.cuda.amp.grad_scaler.", "torch.storage.", "torch.masked.", "torch.sparse.", "torch._subclasses."),
+    *("torch.distributed._functional_collectives.", "torch.fx.immutable_collections.", "torch.utils._python_dispatch."),
+    *("ipaddress.", "enum.", "numpy.dtypes.", "numpy.ma.core.", "numpy.random."),
+)
+# Functions that only compute.
+_COMPUTES = (
+    *(
+        "math.",
+        "torch.nn.functional.",
+        "torch.nn.init.",
+        "torch._C._nn.",
+        "torch._C._special.",
+        "torch._C._VariableFunctions.",
+    ),
+    *("torch._utils._rebuild_", "torch._tensor._rebuild_from_type", "timm.layers.activations.", "torchvision.ops."),
+    *("transformers.activations.", "ultralytics.nn.modules.", "numpy.random._pickle.", "torchvision.transforms."),
+)
+_NOT_COMPUTES = _names(
+    "torch.nn.functional.boolean_dispatch torch.nn.functional.handle_torch_function torch.nn.functional._overload "
+    "torch.nn.functional._add_docstr torch.nn.functional._jit_unused torch.nn.init._make_deprecate"
+)
+# What they may have among them: modules that they import.
+_MODULES = sys.stdlib_module_names | _names("torch np grad _VF _Reduction")
+# Single names of either kind.
+_PARTS = _names(
+    "_io.BytesIO _io.StringIO io.BytesIO io.StringIO array.array array._array_reconstructor collections.ChainMap "
+    "collections.UserDict collections.UserList collections.UserString functools.partial logging.getLogger "
+    "random.Random re._compile re.RegexFlag statistics.NormalDist string.Template types.GenericAlias "
+    "types.MappingProxyType types.NoneType typing.Any typing.Optional typing.Union uuid.SafeUUID "
+    "zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle zoneinfo._unpickle zoneinfo._czoneinfo.ZoneInfo "
+    "torch.Generator torch.dtype torch.layout torch.memory_format torch.contiguous_format torch.channels_last "
+    "torch.channels_last_3d torch.preserve_format torch._C._from_dlpack torch.torch_version.TorchVersion "
+    "torch.ScriptObject torch._C._VariableFunctionsClass torchvision.models.optical_flow.raft._pass_through_h"
+)
+_TORCH_FUNCTIONS = _names(
+    "abs celu clamp cos dropout elu erf exp gelu hardshrink identity leaky_relu log log1p log_softmax maximum "
+    "mean minimum mish neg prelu reciprocal relu relu_ rrelu rsqrt selu sigmoid sign silu sin softmax softplus "
+    "softsign sqrt square sum tan tanh"
+)
+_NUMPY_SCALARS = _names(
+    "bool_ bool float16 float32 float64 float128 longdouble int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+    "longlong ulonglong intc uintc intp uintp complex64 complex128 complex256 clongdouble str_ bytes_ object_ "
+    "void datetime64 timedelta64 number integer floating generic"
+)
+
 # Packages of which it is known that their classes are written as classes are, and their modules as modules.
 _KNOWN = sys.stdlib_module_names | _names("torch numpy joblib pandas dill cloudpickle requests")
 # Modules with capital letters, and names under which others have modules: a class is hardly called so.
-_CAPITAL_MODULES = _names("ET F N NX T TF _C _Reduction _VF")
+_CAPITAL_MODULES = _names("ET F FPGM_pruner N NX T TF _C _Reduction _VF")
 _REACHES = "reaches another module through this one"
 _MAX_NESTED = 100  # no class is inside so many others, and a file can have a name of a hundred million dots
 
@@ -285,8 +393,94 @@ def classify(module: str, name: str) -> tuple[str, str]:
     return "unknown", _DATA.get(full, family)
 
 
+def can_be_allowed(module: str, name: str) -> bool:
+    """Whether a line may be printed that makes ``torch.load`` accept a name.
+
+    Not for what is dangerous, for what is reached through something that is not a class, for functions of libraries,
+    and of the standard library, torch and numpy for all that is not known to be data or a part of a model.
+
+    >>> can_be_allowed("torch.nn.modules.linear", "Linear"), can_be_allowed("torch.hub", "load")
+    (True, False)
+    """
+    full = f"{module}.{name}"
+    if "." not in name and (full in _DATA or full in _HARMLESS):
+        return True
+    if not is_class_path(name) or is_dangerous(module, name):
+        return False
+    if _is_own(module):
+        return module == "builtins" or _is_part(module, name)
+    if module.partition(".")[0] in _LIBRARIES:
+        # ultralytics has classes with small letters
+        return _is_class(name.rpartition(".")[2]) or _is_part(module, name)
+    return True
+
+
+def may_be_trusted(module: str, name: str) -> bool:
+    """Whether calling what a file finds inside a class is a matter of trust, and not an alarm."""
+    return can_be_allowed(module, name) if _is_own(module) else not is_dangerous(module, name)
+
+
+def _is_own(module: str) -> bool:
+    """Whether a module belongs to the standard library, to torch or to numpy."""
+    package, dot, _ = module.partition(".")
+    if package in ("torch", "numpy", "functorch"):
+        return True
+    return package in sys.stdlib_module_names and (not dot or package in _STDLIB_PACKAGES)
+
+
+def _is_part(module: str, name: str) -> bool:
+    """Whether a name of a known package is a part of a model, or only computes."""
+    full = f"{module}.{name}"
+    last = name.rpartition(".")[2]
+    if full in _PARTS or (full.startswith(_COMPUTES) and full not in _NOT_COMPUTES and last not in _MODULES):
+        return True
+    if module in ("torch", "numpy"):
+        return name in (_TORCH_FUNCTIONS if module == "torch" else _NUMPY_SCALARS)
+    return full.startswith(_CLASSES) and _is_class(last) and not _word(module, last)
+
+
+def _word(module: str, last: str) -> str:
+    package = module.partition(".")[0]
+    return known_words().get(package if package in ("torch", "numpy") else "stdlib", {}).get(last, "")
+
+
+@cache
+def known_words() -> dict[str, dict[str, str]]:
+    """The table of ``judge.callables``: by package, why a name with this end is dangerous."""
+    from transload.judge import callables
+
+    reasons = {
+        "runs code, or imports what it is given": callables.RUNS_CODE,
+        "opens, reads or writes files": callables.OPENS_FILES,
+        "reaches further names": callables.REACHES_NAMES,
+    }
+    table: dict[str, dict[str, str]] = {}
+    for said, packages in reasons.items():
+        for package, words in packages.items():
+            for word in words.split():
+                table.setdefault(package, {}).setdefault(word, said)
+    return table
+
+
 def is_dangerous(module: str, name: str) -> str:
     """Why a name is on the list that nothing excuses, or an empty text.
+
+    >>> is_dangerous("torch.testing", "assert_close"), is_dangerous("numpy", "fromfile")
+    ('', 'opens files')
+    """
+    if danger := is_listed(module, name):
+        return danger
+    last = name.rpartition(".")[2]
+    if _is_own(module):
+        if _is_part(module, name) or f"{module}.{name}" in _HARMLESS or f"{module}.{name}" in _DATA:
+            return ""
+        return _word(module, last)
+    library = module.partition(".")[0] in _LIBRARIES - _MODEL_LIBRARIES
+    return "reads, runs or fetches what it is given" if library and last.lstrip("_").startswith(_VERBS) else ""
+
+
+def is_listed(module: str, name: str) -> str:
+    """Why a name is dangerous by the rules of this module alone.
 
     A name that passes through a module is judged by where it ends, as far as that can be told: ``random`` has the
     module ``os`` as ``_os``. A pickler writes dots for what is in a class, and for nothing else.
@@ -305,6 +499,8 @@ def is_dangerous(module: str, name: str) -> str:
         alias, rest = parts[at].lstrip("_"), ".".join(parts[at + 1 :])
         if alias in _KNOWN and rest and (danger := _listed(alias, rest)):
             return danger
+        if alias in _LIBRARIES and rest and not _is_class(parts[-1]):
+            return _REACHES
     return _REACHES if never or module.partition(".")[0] in _KNOWN else ""
 
 

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from transload.checkpoint import GlobalUse
 from transload.findings import Finding, Safety, Severity, worst_safety
 from transload.formats import pickle_machine
-from transload.judge.names import TORCH_DEFAULT, canonical, classify, is_class_path, torch_spelling
+from transload.judge.names import (
+    TORCH_DEFAULT,
+    can_be_allowed,
+    canonical,
+    classify,
+    is_class_path,
+    may_be_trusted,
+    torch_spelling,
+)
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
 
 Complaint = tuple[Safety, str] | None
@@ -220,6 +228,7 @@ MAX_DEPTH = 3
 """Pickles in pickles in pickles; each level costs a run over the bytes of the one outside."""
 
 _GETATTR = ("builtins", "getattr")
+_MAX_NESTED = 10  # classes within classes
 _MAX_ARGUMENTS = 8  # enough for any loader; a million, shared by a million calls, would be too many
 _MAX_EVIDENCE = 20
 _MAX_WORDING = 300  # a name in it may be a megabyte
@@ -266,7 +275,7 @@ class _Judge:
     def __init__(self) -> None:
         self.uses: dict[tuple[str, str], _Use] = {}
         self.complaints: dict[str, tuple[Safety, str]] = {}
-        self.inner_classes: set[tuple[str, str]] = set()
+        self.inner_names: set[tuple[str, str]] = set()
         self.unloadable = ""
         self.kept: list[Pickle] = []  # so that the ids below stay those of their objects
         self.looked_through: dict[int, bool] = {}
@@ -345,8 +354,9 @@ class _Judge:
         """A call of something that is not a name in the file."""
         if _is_newobj_ex(callee):
             self.unloadable = self.unloadable or "makes objects with keyword arguments"
-        elif call.kind in ("newobj", "newobj_ex") and (inner := _inner_class(callee)):
-            self.inner_classes.add(inner)
+        elif inner := _inner_name(callee):
+            # A class within a class, or a method that makes one: from_dict(…), which a class may be pickled by.
+            self.inner_names.add(inner)
         elif call.kind == "stack_global":
             self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
         elif type(callee) in (Call, Extension):
@@ -456,9 +466,21 @@ class _Judge:
                     "If you trust its author, load it with weights_only=False and save it again as a state dict.",
                 )
             elif not dangerous:
-                fixes = safe_globals_lines(trust, sorted(self.inner_classes))
+                fixes = safe_globals_lines(trust, sorted(self.inner_names)) or _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings))
+
+
+def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
+    """What to do where no line can be given for some names."""
+    closed = [use.full_name for use in uses if not _is_allowed(use.module, use.name)]
+    if not closed:
+        return ()
+    more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
+    return (
+        f"No line is given that allows {closed[0][:_MAX_WORDING]}{more}: not known to be data or part of a model.",
+        "If you trust its author, load it with weights_only=False and save it again as a state dict.",
+    )
 
 
 def _cut(lines: list[str]) -> tuple[str, ...]:
@@ -516,33 +538,51 @@ def _class_of(node: Persistent) -> object:
     """The class in a persistent id of the older formats: a name, or one found inside a named class."""
     if type(node.id) is not tuple or node.id[:1] in (("storage",), (b"storage",)):
         return None
-    return module_class(node) or next((part for part in node.id[:2] if _inner_class(part)), None)
+    return module_class(node) or next((part for part in node.id[:2] if _inner_name(part)), None)
 
 
 def _plain_getattr(call: Call) -> bool:
-    """``getattr(Colour, "RED")`` or ``getattr(thing, "method")``: one step from something the file names."""
+    """``getattr(Colour, "RED")``, ``getattr(thing, "method")``: one step from something the file names or makes.
+
+    Or several, through classes in a class that it names.
+    """
     if type(call.args) is not tuple or len(call.args) != 2 or call.states:
         return False
     owner, name = call.args
-    if type(owner) is Call and full_name(owner.callee) == "builtins.getattr":
-        return False
     if type(name) is not str or type(owner) not in (Global, Call):
         return False
+    if type(owner) is Call and full_name(owner.callee) == "builtins.getattr":
+        return _attribute(call) is not None
     return not name.startswith("__") or (name == "__new__" and type(owner) is Global)
 
 
 def _attribute(node: object) -> tuple[Global, str] | None:
-    """The class and the name of ``getattr(cls, "name")``, of a class that the file names."""
-    if type(node) is not Call or full_name(node.callee) != "builtins.getattr" or not _plain_getattr(node):
+    """The class and the name of ``getattr(cls, "name")``, of a class that the file names; ``A.b`` if it is nested."""
+    names: list[str] = []
+    while type(node) is Call and full_name(node.callee) == "builtins.getattr" and len(names) < _MAX_NESTED:
+        args: Any = node.args
+        if type(args) is not tuple or len(args) != 2 or type(args[1]) is not str or node.states:
+            return None
+        node = args[0]
+        names.insert(0, args[1])
+    if type(node) is not Global or not names:
         return None
-    args: Any = node.args
-    return (args[0], args[1]) if type(args[0]) is Global else None
+    path = ".".join(names)
+    plain = path == "__new__" or not any("." in name or name.startswith("__") for name in names)
+    return (node, path) if plain and is_class_path(path) else None
 
 
-def _inner_class(node: object) -> tuple[str, str] | None:
-    """The module and name of ``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another."""
+def _inner_name(node: object) -> tuple[str, str] | None:
+    """The module and name of ``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another.
+
+    ``None`` for what cannot be left to the trust of somebody: a function in a module, or in a class of Python or torch.
+    """
     found = _attribute(node)
-    return (found[0].module, f"{found[0].name}.{found[1]}") if found and found[1] != "__new__" else None
+    if not found or found[1] == "__new__":
+        return None
+    module, name = canonical(found[0].module, found[0].name)
+    inner = f"{name}.{found[1]}"
+    return (module, inner) if is_class_path(inner) and may_be_trusted(module, inner) else None
 
 
 def _is_newobj_ex(callee: object) -> bool:
@@ -563,6 +603,11 @@ def _is_newobj_ex(callee: object) -> bool:
 # -- the lines for people who trust a file
 
 _MAX_LINES = 500  # names nobody will read one by one
+
+
+def _is_allowed(module: str, name: str) -> bool:
+    """Whether a line may allow a name. With ``getattr`` only where all uses of it were found to be plain."""
+    return (module, name) == _GETATTR or can_be_allowed(module, name)
 
 
 def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = ()) -> tuple[str, ...]:
@@ -589,7 +634,7 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     parts = [part for key in spelled for text in key for part in text.split(".")]
     if len(spelled) > _MAX_LINES or not all(map(str.isidentifier, parts)):
         return ()
-    if not all(is_class_path(name) for _, name in spelled):
+    if not all(_is_allowed(*key) for key in spelled):
         return ()
     imports: list[str] = []
     entries: list[str] = []

@@ -236,10 +236,14 @@ class _Builder:
         if type(node.args) is not tuple:
             raise Wrong("a call whose arguments are not a tuple")
         callee = node.callee if type(node.callee) is Global else module_class(node.callee)
-        if type(callee) is not Global:
+        name = (self._names.get(callee) or name_of(callee)) if type(callee) is Global else ""
+        if type(node.callee) is Call:  # getattr(Outer, "Inner"), which is looked up first
+            target, *found = yield (node.callee, *node.args)
+            kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
+            made = self._call_found(target, node.kind, tuple(found), kwargs)
+        elif type(callee) is not Global:
             raise Wrong("a call of something that is not a name")
-        name = self._names.get(callee) or name_of(callee)
-        if name in _FROM_TYPE:
+        elif name in _FROM_TYPE:
             # The function is only named there, and is one of ours where torch has it no more.
             made = self._from_type(node.args, (yield node.args[1:]))
         else:
@@ -298,7 +302,18 @@ class _Builder:
                 raise Wrong(f"a call of {name}, as no checkpoint has")
             kind = self._object_of(callee)  # torch.FloatTensor(): empty, to be given its state
             return self._run(name, kind.__new__, (kind,))
-        # What the program has allowed is called as pickle would call it.
+        return self._invoke(name, target, how, args, kwargs)
+
+    def _call_found(self, target: Any, how: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call of what was found by ``getattr``, if the program has allowed that, too."""
+        name = f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__name__)}"
+        if not self._allowed.allows(target):
+            fix = "Only if you trust its author, allow it by torch.serialization.add_safe_globals."
+            raise UnsafeError(f"it calls {name}, which nobody has allowed", where=self._where, fix=fix)
+        return self._invoke(name, target, how, args, kwargs)
+
+    def _invoke(self, name: str, target: Any, how: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What the program has allowed is called as pickle would call it."""
         if how == "reduce" or target is None:
             return self._run(name, target, args)
         if not isinstance(target, type):

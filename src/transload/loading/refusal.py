@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import cached_property
+from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError, UnsafeError
@@ -47,6 +48,7 @@ _OURS = frozenset(
 """What torch refuses and need not: the same as today's functions under older names, and values that later protocols of
 pickle write without any name. The plain classes are what a ``defaultdict`` makes."""
 
+_METHODS = (BuiltinMethodType, MethodType)
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | _OURS
 
@@ -92,9 +94,13 @@ class Allowed:
             found = next((self._by_program[name] for name in spellings if name in self._by_program), None)
         return found
 
-    def allows(self, kind: type) -> bool:
-        """Whether the program has allowed a class, under whatever name."""
-        return any(kind is found for found in self._by_program.values())
+    def allows(self, found: object) -> bool:
+        """Whether the program has allowed a class or function, under whatever name.
+
+        A method is a new object each time that it is looked up, so these are compared.
+        """
+        same = [each for each in self._by_program.values() if each is found or type(each) is type(found)]
+        return any(each is found or (isinstance(found, _METHODS) and each == found) for each in same)
 
     def object_of(self, node: Global) -> Any:
         """What a name stands for, where a file holds the name itself: a dtype, a class, a function."""

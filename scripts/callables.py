@@ -1,0 +1,380 @@
+"""Write the table of callables that run code, open files or reach further names: ``src/transload/judge/callables.py``.
+
+    python scripts/callables.py            add what this Python, torch and numpy have to the table, and print counts
+    python scripts/callables.py --check    print the counts, and fail if a callable with a reason gets an allow line
+
+Every module of the standard library, of torch and of numpy that can be imported here is imported. Each name in it that
+can be called is looked up: functions, classes, methods of classes, and what is there only because the module imported
+it. A callable has a reason if it is on the list of sinks below, or if its bytecode, or that of a Python function that
+it calls, refers to a sink. That is a guess on the safe side, not a proof: what has no reason earns no trust by that,
+see ``judge.names``.
+
+The table holds the last component of each name, once for each package. Names are added and never removed, so that a
+table that was written with several releases knows those of all. Imports print and warn: run it in a scratch directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import dis
+import functools
+import importlib
+import inspect
+import io
+import os
+import pkgutil
+import signal
+import sys
+import textwrap
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "src" / "transload" / "judge" / "callables.py"
+KINDS = {"code": "RUNS_CODE", "files": "OPENS_FILES", "names": "REACHES_NAMES"}
+PACKAGES = ("stdlib", "torch", "numpy")
+
+# Modules that do something when they are imported, and tests, which classify() knows by their package.
+SKIPPED = ("__main__", "antigravity", "idlelib", "test", "this", "turtledemo", "torch.utils.bottleneck.__main__")
+TESTS = frozenset({"test", "tests", "__main__", "gen_pyi"})
+TIMEOUT = 30
+
+# -- sinks: modules of which every function counts, single functions, and attributes of whatever object
+
+CODE_MODULES = """
+    _pickle code codeop ctypes imp importlib importlib._bootstrap importlib._bootstrap_external importlib.machinery
+    importlib.util marshal pickle pkgutil pty runpy subprocess zipimport _posixsubprocess"""
+FILE_MODULES = """
+    _io bz2 dbm fileinput glob gzip http.client io linecache lzma mmap shelve shutil socket sqlite3 ssl tarfile tempfile
+    urllib.request zipfile"""
+IN_MEMORY = """
+    BufferedIOBase BufferedReader BufferedWriter BytesIO IOBase RawIOBase StringIO TextIOBase TextIOWrapper
+    UnsupportedOperation _BufferedIOBase _IOBase _RawIOBase _TextIOBase text_encoding"""
+HARMLESS_OS = """
+    PathLike WEXITSTATUS cpu_count fsdecode fsencode fspath get_terminal_size getcwd getenv getpid getppid strerror
+    register_at_fork sched_getaffinity urandom"""
+SINGLE = {
+    "code": """
+        builtins.__import__ builtins.compile builtins.eval builtins.exec numpy.load torch.jit.load torch.load
+        torch._C.import_ir_module torch._C.import_ir_module_from_buffer torch._C.PyTorchFileReader""",
+    "files": """
+        builtins.breakpoint builtins.input builtins.open numpy.fromfile numpy.genfromtxt numpy.loadtxt numpy.memmap
+        numpy.save numpy.savetxt numpy.savez numpy.savez_compressed torch.from_file torch.save
+        torch._C.PyTorchFileWriter""",
+    "names": "builtins.globals",
+}
+ATTRIBUTES = {
+    "code": "LoadLibrary _load_from_bytes exec_module lambdify load_dynamic load_library load_module parse_expr "
+    "sympify",
+    "files": "mkdir open read_bytes read_text rmdir rmtree unlink write_bytes write_text",
+    "names": "__globals__ __subclasses__ f_builtins",
+}
+IMPORTERS = frozenset({"import_module", "__import__", "find_spec"})  # of a fixed name they are harmless
+# What loading an object of a class can call.
+CALLED = "__new__ __init__ __post_init__ __setstate__ __del__ __setattr__ __setitem__ __hash__ __eq__ append extend"
+
+Chain = tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """A name that can be called, with the reasons against it."""
+
+    module: str
+    name: str
+    kind: str
+    why: frozenset[str]
+
+
+class _TooLongError(Exception):
+    pass
+
+
+def _import(name: str) -> types.ModuleType | None:
+    def stop(*_: object) -> None:
+        raise _TooLongError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIMEOUT)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return importlib.import_module(name)
+    except BaseException:  # noqa: BLE001 - modules for another system, or that exit
+        return None
+    finally:
+        signal.alarm(0)
+
+
+def _walk(name: str) -> Iterator[str]:
+    """Import a module and all below it; those that cannot be imported are given back."""
+    module = _import(name)
+    if module is None:
+        yield name
+        return
+    for info in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
+        if TESTS.isdisjoint(info.name.split(".")) and not info.name.startswith(SKIPPED):
+            yield from _walk(info.name)
+
+
+def package_of(module: str) -> str:
+    """The package whose part of the table a module belongs to."""
+    package = module.partition(".")[0]
+    return package if package in PACKAGES else "stdlib"
+
+
+# -- why a callable is one of them
+
+
+class Sinks:
+    """Objects that run code, open files or reach names, by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, str]] = {}
+        for kind, text in (("code", CODE_MODULES), ("files", FILE_MODULES)):
+            for name in text.split():
+                self._module(name, kind)
+        for name in ("os", "posix", "nt"):
+            for each, found in vars(sys.modules.get(name, builtins)).items():
+                if name in sys.modules and inspect.isroutine(found) and not each.startswith("_"):
+                    runs = each.startswith(("exec", "fork", "popen", "posix_spawn", "spawn", "startfile", "system"))
+                    if each not in HARMLESS_OS.split():
+                        self._add(found, "code" if runs else "files")
+        for kind, text in SINGLE.items():
+            for full in text.split():
+                module, _, name = full.rpartition(".")
+                self._add(getattr(sys.modules.get(module), name, None), kind)
+
+    def _module(self, name: str, kind: str) -> None:
+        for each, found in vars(sys.modules[name]).items() if name in sys.modules else ():
+            home = getattr(found, "__module__", name)
+            own = home == name or home == name.partition(".")[0] or str(home).startswith(("_frozen", f"_{name}"))
+            value = isinstance(found, type) and issubclass(found, BaseException | tuple | int)
+            if callable(found) and own and not value and each not in IN_MEMORY.split() and not each.startswith("__"):
+                self._add(found, kind)
+
+    def _add(self, found: object, kind: str) -> None:
+        if found is not None:
+            self._known.setdefault(id(found), (found, kind))
+
+    def kind(self, found: object) -> str:
+        """The reason against an object, or an empty text."""
+        known = self._known.get(id(found))
+        return known[1] if known and known[0] is found else ""
+
+
+def _function(found: Any) -> types.FunctionType | None:
+    """The Python function behind a callable."""
+    for _ in range(10):
+        if isinstance(found, staticmethod | classmethod | types.MethodType):
+            found = found.__func__
+        elif isinstance(found, functools.partial):
+            found = found.func
+        elif isinstance(found, types.FunctionType) and "__wrapped__" in vars(found):
+            found = found.__wrapped__
+    return found if isinstance(found, types.FunctionType) else None
+
+
+@functools.cache
+def _chains(code: types.CodeType) -> tuple[Chain, ...]:
+    """What a function refers to: ``("global", "os", "system")``, ``("import", "os", "path")``, ``("attribute", …)``."""
+    out: list[Chain] = []
+    chain: list[str] = []
+    imported: dict[str, Chain] = {}
+    for step in dis.get_instructions(code):
+        if step.opname in ("CACHE", "PRECALL", "PUSH_NULL"):
+            continue
+        name = str(step.argval)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = [*(chain or ["attribute"]), name]
+            if chain[0] != "attribute":
+                continue
+        if chain:
+            fixed = chain[-1] in IMPORTERS and step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+            out += [] if fixed else [tuple(chain)]
+            chain = []
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain = ["global", name]
+        elif step.opname == "IMPORT_NAME":
+            chain = ["import", name]
+        elif step.opname == "IMPORT_FROM":
+            module = next((each for each in reversed(out) if each[0] == "import"), ("import", ""))
+            out.append((*module[:2], name))
+        elif step.opname.startswith("STORE_") and out and out[-1][0] == "import":
+            imported[name] = out[-1]
+        elif step.opname in ("LOAD_FAST", "LOAD_DEREF") and name in imported:
+            chain = [*imported[name]]
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            out += _chains(inner)
+    return tuple(dict.fromkeys(out))
+
+
+def _resolved(chain: Chain, namespace: dict[str, Any]) -> Iterator[Any]:
+    """The objects on the way of a chain, as far as modules and classes lead."""
+    kind, first, *rest = chain
+    if kind == "attribute":
+        return
+    found = namespace.get(first, getattr(builtins, first, None)) if kind == "global" else sys.modules.get(first)
+    yield found
+    for name in rest:
+        if isinstance(found, types.ModuleType):
+            found = vars(found).get(name)
+        elif isinstance(found, type):
+            found = inspect.getattr_static(found, name, None)
+        else:
+            return
+        yield found
+
+
+class Reasons:
+    """Says why a callable is dangerous."""
+
+    def __init__(self) -> None:
+        self._sinks = Sinks()
+        self._attributes = {name: kind for kind, names in ATTRIBUTES.items() for name in names.split()}
+        self._direct: dict[types.FunctionType, tuple[frozenset[str], list[types.FunctionType]]] = {}
+
+    def _of_bytecode(self, function: types.FunctionType) -> tuple[frozenset[str], list[types.FunctionType]]:
+        if function not in self._direct:
+            why: set[str] = set()
+            called = []
+            for chain in _chains(function.__code__):
+                why |= {self._attributes[name] for name in chain[1:] if name in self._attributes and len(chain) > 1}
+                for found in _resolved(chain, function.__globals__):
+                    why.add(self._sinks.kind(found))
+                    inner = _function(found)
+                    if inner is not None:
+                        called.append(inner)
+            self._direct[function] = frozenset(why - {""}), called
+        return self._direct[function]
+
+    def of(self, found: Any) -> frozenset[str]:
+        """The reasons against a function or class: its own, and of functions those of what they call."""
+        if isinstance(found, type):
+            parts = [inspect.getattr_static(found, name, None) for name in CALLED.split()]
+            inherited = (frozenset({self._sinks.kind(base)} - {""}) for base in found.__mro__)
+            functions = (_function(part) for part in parts)
+            return frozenset().union(*inherited, *(self.of(each) for each in functions if each is not None))
+        own = frozenset({self._sinks.kind(found)} - {""})
+        function = _function(found)
+        if own or function is None:
+            return own
+        why, called = self._of_bytecode(function)
+        return why or frozenset().union(*(self._of_bytecode(each)[0] for each in called))
+
+
+def callables(roots: Iterable[str], wanted: Callable[[str, str], bool] | None = None) -> Iterator[Found]:
+    """Every name that can be called in the modules that are imported, and every module that a module has.
+
+    Only those that are ``wanted``, by module and name.
+    """
+    known, reasons = set(roots), Reasons()
+    for module, found in sorted(sys.modules.items()):
+        if module.partition(".")[0] not in known or not isinstance(found, types.ModuleType):
+            continue
+        for name, kind, each in _called(module, found):
+            if wanted is None or wanted(module, name):
+                why = frozenset({"names"}) if kind == "module" else reasons.of(each)
+                yield Found(module, name, kind, why)
+
+
+def _called(module: str, found: types.ModuleType) -> Iterator[tuple[str, str, Any]]:
+    for name, each in list(vars(found).items()):
+        if isinstance(each, types.ModuleType):
+            yield name, "module", each
+        elif isinstance(each, type):
+            yield name, "class", each
+            for inner, part in list(vars(each).items()) if each.__module__ == module else ():
+                method = _function(part)
+                if method is not None and inner not in CALLED.split():
+                    yield f"{name}.{inner}", "method", method
+        elif inspect.isroutine(each) or isinstance(each, functools.partial):
+            yield name, "function", each
+
+
+# -- the table
+
+
+def written() -> dict[str, dict[str, set[str]]]:
+    """The table as it stands."""
+    namespace: dict[str, Any] = {}
+    if TABLE.exists():
+        exec(TABLE.read_text(encoding="utf-8"), namespace)  # noqa: S102 - our own file
+    return {
+        kind: {package: set(namespace.get(name, {}).get(package, "").split()) for package in PACKAGES}
+        for kind, name in KINDS.items()
+    }
+
+
+def write(table: dict[str, dict[str, set[str]]], releases: str) -> None:
+    """Put the table into its module."""
+    lines = [
+        '"""Names that run code, open files or reach further names, by package and by their last component.',
+        "",
+        f"Written by scripts/callables.py, last with {releases}.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+    ]
+    for kind, name in KINDS.items():
+        lines += ["", f"{name} = {{"]
+        for package in PACKAGES:
+            words = textwrap.wrap(" ".join(sorted(table[kind][package])), 110, break_on_hyphens=False)
+            lines += [f'    "{package}": """', *(f"        {line}" for line in words), '    """,']
+        lines.append("}")
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Walk, count, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    sys.argv = sys.argv[:1]
+    warnings.simplefilter("ignore")
+    roots = sorted({*sys.stdlib_module_names, "torch", "numpy", "functorch"} - set(SKIPPED))
+    missing = [name for root in roots for name in _walk(root)]
+    found = list(callables(roots))
+
+    sys.path.insert(0, str(ROOT / "src"))
+    from transload.judge import names
+
+    if not check:
+        table = written()
+        for each in found:
+            last = each.name.rpartition(".")[2]
+            if each.kind != "module" and not last.startswith("__") and not names.is_listed(each.module, each.name):
+                for kind in each.why:
+                    table[kind][package_of(each.module)].add(last)
+        numpy, torch = (sys.modules[name].__version__ for name in ("numpy", "torch"))
+        write(table, f"Python {sys.version.partition(' ')[0]}, torch {torch} and numpy {numpy}")
+        names.known_words.cache_clear()
+    counts = Counter((package_of(each.module), each.kind) for each in found)
+    judged: Counter[tuple[str, str, str]] = Counter()
+    wrong = []
+    for each in found:
+        if each.why:
+            verdict = names.classify(each.module, each.name)[0]
+            line = verdict != "dangerous" and names.can_be_allowed(each.module, each.name)
+            kind = "module" if each.kind == "module" else "callable"
+            judged[package_of(each.module), kind, "with an allow line" if line else verdict] += 1
+            wrong += [f"{each.module}.{each.name} ({', '.join(sorted(each.why))})"] if line else []
+    print(f"{len(found)} names in {len(sys.modules)} modules; {len(missing)} modules cannot be imported here")
+    for package in PACKAGES:
+        kinds = ", ".join(f"{counts[package, kind]} {kind}" for kind in ("function", "class", "method", "module"))
+        print(f"{package}: {kinds}")
+        for kind, reason in (("callable", "run code, open files or reach names"), ("module", "modules in modules")):
+            words = [f"{count} {said}" for (*of, said), count in sorted(judged.items()) if of == [package, kind]]
+            print(f"  {reason}: {', '.join(words)}")
+    print("\n".join(["with an allow line though there is a reason:", *wrong]) if wrong else "none gets an allow line")
+    sys.stdout.flush()
+    os._exit(1 if wrong else 0)  # threads and hooks of what was imported are not waited for
+
+
+if __name__ == "__main__":
+    main()

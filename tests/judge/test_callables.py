@@ -1,0 +1,123 @@
+"""No line allows what runs code, opens files or reaches further names; one allows what models are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests import forge
+from tests.each import each
+
+import transload
+from transload.checkpoint import GlobalUse
+from transload.judge.names import can_be_allowed, classify
+from transload.judge.safety import safe_globals_lines
+
+ROOT = Path(__file__).parent.parent.parent
+
+DANGEROUS = [
+    *(("torch.fx.graph_module", "_exec_with_source"), ("torch.fx.graph_module", "reduce_graph_module")),
+    *(("_frozen_importlib", "__import__"), ("_frozen_importlib_external", "FileLoader")),
+    *(("torch.ops", "load_library"), ("torch.classes", "load_library"), ("torch._ops", "_Ops.load_library")),
+    *(("torch.testing._internal.common_utils", "shell"), ("unittest.mock", "_importer"), ("unittest.mock", "patch")),
+    *(("torch.distributed.distributed_c10d", "_tensor_to_object"), ("torch.distributed", "recv_object_list")),
+    *(
+        ("numpy._core", "_ufunc_reconstruct"),
+        ("typing", "ForwardRef"),
+        ("torch.nested._internal.ops", "ForwardRef"),
+        ("pathlib", "Path.write_text"),
+    ),
+    *(("torch.utils.benchmark", "Timer"), ("zipfile", "ZipFile"), ("tarfile", "open"), ("logging.config", "listen")),
+    *(("dataclasses", "make_dataclass"), ("collections", "namedtuple"), ("site", "main")),
+    *(("yaml", "unsafe_load"), ("yaml", "load"), ("sympy", "sympify"), ("sympy.parsing.sympy_parser", "parse_expr")),
+    *(("pandas", "eval"), ("PIL.Image", "open"), ("jsonpickle", "decode"), ("mymodel", "yaml.unsafe_load")),
+]
+CLOSED = [
+    *(("torch", "vmap"), ("torch.some.thing", "evaluate"), ("torch", "Tensor.backward"), ("operator", "itemgetter")),
+    *(("torch.nn.modules.module", "Module.apply"), ("torch.nn.functional", "torch"), ("torch.nn.functional", "math")),
+    *(("torch.nn.functional", "handle_torch_function"), ("torch.nn.functional", "boolean_dispatch")),
+    *(("numpy", "vectorize"), ("numpy", "frompyfunc"), ("itertools", "starmap"), ("inspect", "getsource")),
+    *(("timm", "create_model"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module")),
+]
+OPEN = [
+    *(("torch.nn.modules.linear", "Linear"), ("torch.optim.adamw", "AdamW"), ("torch.optim.lr_scheduler", "StepLR")),
+    *(
+        ("torch.nn.functional", "relu"),
+        ("torch.nn.init", "xavier_uniform_"),
+        ("torch._C._nn", "gelu"),
+        ("torch", "relu"),
+    ),
+    *(("torch.ao.nn.quantized.dynamic.modules.linear", "Linear"), ("torch.distributions.normal", "Normal")),
+    *(("functools", "partial"), ("typing", "Any"), ("math", "cos"), ("builtins", "len"), ("builtins", "ValueError")),
+    *(("zoneinfo", "ZoneInfo"), ("numpy", "float64"), ("numpy.random._pickle", "__randomstate_ctor")),
+    *(
+        ("omegaconf.dictconfig", "DictConfig"),
+        ("torchvision.models.resnet", "ResNet"),
+        ("timm.layers.activations", "gelu"),
+    ),
+    *(
+        ("ultralytics.nn.modules.head", "v10Detect"),
+        ("mymodel", "Net"),
+        ("mymodel", "schedule"),
+        ("__main__", "Net.Block"),
+    ),
+    *(("code.models", "Net"), ("profile.config", "Config"), ("types.nets", "Net"), ("test.models", "Net")),
+]
+
+
+@each(("module", "name"), DANGEROUS)
+def test_what_runs_code_or_opens_files_is_dangerous(module: str, name: str) -> None:
+    assert classify(module, name)[0] == "dangerous"
+
+
+@each(("module", "name"), [*DANGEROUS, *CLOSED])
+def test_no_line_allows_it(module: str, name: str) -> None:
+    assert not can_be_allowed(module, name)
+    body = forge.text(module) + forge.text(name) + b"\x93"  # STACK_GLOBAL
+    data = forge.checkpoint(forge.pickled(forge.dictionary({"w": body}), 4))
+    shown = [line for finding in transload.inspect(data).findings for line in finding.fix]
+    assert not any("safe_globals" in line for line in shown)
+    with pytest.raises(transload.TransloadError) as caught:
+        transload.load(data)
+    assert "safe_globals" not in str(caught.value)
+
+
+@each(("module", "name"), CLOSED)
+def test_what_is_not_known_is_no_alarm_and_the_reason_is_said(module: str, name: str) -> None:
+    assert classify(module, name)[0] == "unknown"
+    data = forge.checkpoint(forge.pickled(f"c{module}\n{name}\n".encode()))
+    (fix,) = (finding.fix for finding in transload.inspect(data).findings if finding.code == "needs-trust")
+    assert fix[0].startswith(f"No line is given that allows {module}.{name}")
+
+
+@each(("module", "name"), OPEN)
+def test_a_line_allows_what_models_are_made_of(module: str, name: str) -> None:
+    assert classify(module, name)[0] in ("unknown", "harmless")
+    assert safe_globals_lines([GlobalUse(module, name, "unknown", "")])
+
+
+# What `import torch` has imported, and modules that do much.
+IMPORTED = """
+import json, runpy, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.utils.data, torch.distributed, torch.fx, numpy
+import argparse, logging.config, random, shutil, sqlite3, tarfile, unittest.mock, uuid, xml.etree.ElementTree, zipfile
+from transload.judge.names import can_be_allowed
+script = runpy.run_path(sys.argv[1])
+found = list(script["callables"]({*sys.stdlib_module_names, "torch", "numpy"}, can_be_allowed))
+json.dump([len(found), [each[:3] for each in found if each.why]], sys.stdout)
+"""
+
+
+def test_none_that_can_be_allowed_runs_code_or_opens_files() -> None:
+    """As ``scripts/callables.py --check`` does for every module there is."""
+    command = [sys.executable, "-c", IMPORTED, str(ROOT / "scripts" / "callables.py")]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=env)
+    allowed, wrong = json.loads(done.stdout)
+    assert allowed > 500
+    assert wrong == []

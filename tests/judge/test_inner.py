@@ -1,0 +1,135 @@
+"""What a file finds inside a class by ``getattr``: nested classes, and methods that make objects."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import sys
+import zoneinfo
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests import forge
+from tests.release import needs_torch
+
+import transload
+
+pytestmark = needs_torch(2, 6)
+
+
+class Outer:
+    class Inner:
+        def __init__(self) -> None:
+            self.x = 1
+
+        class Innermost:
+            y = 2
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    @classmethod
+    def make(cls, value: int) -> Outer:
+        return cls(value)
+
+    def __reduce__(self) -> Any:
+        return Outer.make, (self.value,)
+
+
+WHEN = dt.datetime(2024, 1, 2, 3, 4, tzinfo=zoneinfo.ZoneInfo("UTC"))
+CASES: dict[str, tuple[Any, list[Any]]] = {
+    "nested": (Outer.Inner(), [Outer, Outer.Inner]),
+    "twice": (Outer.Inner.Innermost(), [Outer, Outer.Inner.Innermost]),
+    "made": (Outer(3), [Outer, Outer.make]),
+    "zone": (WHEN, [dt.datetime, zoneinfo.ZoneInfo, zoneinfo.ZoneInfo._unpickle]),  # type: ignore[attr-defined]
+    "in a state dict": (
+        {"w": torch.ones(2), "when": WHEN},
+        [dt.datetime, zoneinfo.ZoneInfo, zoneinfo.ZoneInfo._unpickle],
+    ),  # type: ignore[attr-defined]
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = torch.serialization.get_safe_globals()
+    sys.modules.setdefault(__name__, sys.modules[Outer.__module__])
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+def saved(name: str) -> bytes:
+    out = io.BytesIO()
+    torch.save(CASES[name][0], out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_a_matter_of_trust_and_no_alarm(name: str) -> None:
+    checkpoint = transload.inspect(saved(name))
+    assert checkpoint.safety == "needs-trust"
+    with pytest.raises(transload.UnsafeError, match="nobody has allowed"):
+        transload.load(saved(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_program_has_allowed_is_loaded(name: str) -> None:
+    torch.serialization.add_safe_globals([getattr, *CASES[name][1]])
+    expected = torch.load(io.BytesIO(saved(name)), weights_only=True)
+    found = transload.load(saved(name))
+    assert type(found) is type(expected)
+    assert getattr(found, "__dict__", 0) == getattr(expected, "__dict__", 0)
+    if name == "zone":
+        assert found == expected == WHEN
+
+
+@pytest.mark.parametrize("name", ["nested", "twice", "made", "zone"])
+def test_getattr_alone_is_not_enough(name: str) -> None:
+    """What it finds must be allowed itself, as torch has it."""
+    torch.serialization.add_safe_globals([getattr, *CASES[name][1][:-1]])
+    with pytest.raises(Exception, match=r"not in allowed|Trying to call|create new object"):
+        torch.load(io.BytesIO(saved(name)), weights_only=True)
+    with pytest.raises(transload.UnsafeError, match="which nobody has allowed"):
+        transload.load(saved(name))
+
+
+@pytest.mark.parametrize("name", ["nested", "twice", "made", "zone"])
+def test_the_printed_lines_are_enough(name: str) -> None:
+    (fix,) = (finding.fix for finding in transload.inspect(saved(name)).findings if finding.code == "needs-trust")
+    lines = [line for line in fix if not line.startswith(("$", "This takes"))]
+    exec("\n".join(lines), {})  # noqa: S102 - what we print for people to paste
+    torch.load(io.BytesIO(saved(name)), weights_only=True)
+    transload.load(saved(name))
+
+
+def getattr_of(module: str, name: str, *attributes: str) -> bytes:
+    """``getattr(getattr(module.name, …), …)``."""
+    body = f"c{module}\n{name}\n".encode()
+    for attribute in attributes:
+        body = b"cbuiltins\ngetattr\n" + body + forge.text(attribute) + b"\x86R"
+    return body
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "attributes"),
+    [
+        ("mymodel", "np", ("load",)),
+        ("mymodel", "Net", ("__init__", "__globals__")),
+        ("mymodel", "Net", ("forward", "call")),
+        ("mymodel", "Net", ("__class__",)),
+        ("mymodel", "Net", ("_os.system",)),
+        ("builtins", "str", ("format",)),
+        ("torch.nn.modules.module", "Module", ("apply",)),
+        ("pathlib", "Path", ("write_text",)),
+        ("zoneinfo", "ZoneInfo", ("from_file",)),
+        ("pandas", "DataFrame", ("to_pickle",)),
+        ("mymodel", "Net", ("A",) * 12),
+    ],
+)
+def test_a_call_of_anything_else_that_is_found_is_dangerous(
+    module: str, name: str, attributes: tuple[str, ...]
+) -> None:
+    data = forge.checkpoint(forge.pickled(getattr_of(module, name, *attributes) + b")R"))
+    assert transload.inspect(data).safety == "dangerous"
