@@ -51,6 +51,10 @@ _NEWEST_VERSION = 63  # "version needed to extract": zipfile refuses an archive 
 _DOS_DIRECTORY = 0x10
 _UNICODE_PATH = 0x7075
 _SECRET_FLAGS = 0x2061  # encrypted, patch data, strong encryption, masked header: torch refuses them in the directory
+_ENCRYPTED = (
+    "the archive is protected by a password",
+    ("Unpack it with its password (unzip and 7z ask for it), and zip the folder that was in it again without one.",),
+)
 _WINDOW = 4096
 _WIDE_WINDOW = 256 << 10
 _NARROW = 8 << 10  # bytes between headers below which they are read many at a time
@@ -337,14 +341,17 @@ def _read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, i
             problems.add("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}")
         if lacking:
             size, stored, header = widen(extra, size, stored, header)
-    if disk or flags & _SECRET_FLAGS:
-        problems.add("zip-unreadable-entry", name, "an encrypted or split entry; torch refuses it")
+    secret = flags & _SECRET_FLAGS
+    if secret:
+        problems.append(Problem("zip-unreadable-entry", name, "encrypted; torch refuses it", *_ENCRYPTED))
+    elif disk:
+        problems.add("zip-unreadable-entry", name, "in another part of a split archive; torch refuses it")
     if needed & 0xFF > _NEWEST_VERSION:
         problems.add("zip-one-reader", name, f"zipfile refuses it: it wants zip version {(needed & 0xFF) / 10}")
     if size and (marks & _DOS_DIRECTORY or raw_name[-1:] == b"/"):
         detail = "marked as a directory: torch reads nothing and takes whatever lies in memory, zipfile reads its bytes"
         problems.add("zip-directory-record", name, detail)
-    if stored != size and (not method or not stored):
+    if stored != size and (not method or not stored) and not (secret and stored > size):  # 12 bytes say if a key fits
         problems.add("zip-headers-differ", name, f"{stored} bytes are stored as they are, but the entry says {size}")
     entry = Entry(raw_name, flags, method, crc, stored, size, header)
     return entry, name_at + n_name + n_extra + n_comment

@@ -169,6 +169,8 @@ def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:
         return "may load it without a word, and something else than another program reads from the same file"
+    if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
+        return "fails: the archive is protected by a password, and torch has no way to give one"
     if noticed == {"sparse-outside"}:
         return (
             "refuses it, or loads it, and using it crashes: that depends on the release (2.6 and 2.15 refuse, "

@@ -173,7 +173,7 @@ RULES: dict[str, Rule] = {
     "zip-directory-broken": _loss("the archive's directory is damaged"),
     "zip-count": _loss("the archive miscounts its records"),
     "zip-multi-disk": _loss("the archive claims to be split"),
-    "zip-unreadable-entry": _loss("a record is encrypted"),
+    "zip-unreadable-entry": _loss("a record is encrypted, or in another part of a split archive"),
     "zip-no-local-header": _loss("a record's header is gone"),
     "zip-no-descriptor": _damage("the end of a record is overwritten"),
     "zip-record-cut": _damage("a record is cut off"),
@@ -393,6 +393,19 @@ RULES: dict[str, Rule] = {
 
 # Problems that say nothing once another is told.
 _EXPLAINS = {
+    "zip-unreadable-entry": frozenset(
+        {
+            *("crc-mismatch", "pickle-broken", "pickle-unreadable", "record-unreadable", "record-unseen"),
+            *(
+                "record-unused",
+                "zip-bad-byteorder",
+                "zip-bad-note",
+                "zip-bad-version",
+                "zip-compressed",
+                "zip-no-version",
+            ),
+        }
+    ),
     "zip-no-directory": frozenset({"zip-no-version", "zip-walked"}),
     "not-a-checkpoint": frozenset({"zip-no-folder", "zip-two-folders"}),
 }
