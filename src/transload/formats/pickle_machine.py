@@ -406,7 +406,70 @@ def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
         out.ambiguous.extend((end, "an opcode crosses the end of a frame") for end in sorted(crossed)[:MAX_IRREGULAR])
         if not out.broken and vm.frames[-1] > out.end:
             out.ambiguous.append((out.end, "STOP comes before the end of its frame"))
+        if out.ambiguous:  # both readings of it count
+            _add(out, run(_read_by_frames(data, start), name=name))
     return out
+
+
+def _add(into: Pickle, other: Pickle) -> None:
+    """Add what another pickle would import, call and change."""
+    for key, node in other.globals.items():
+        into.globals.setdefault(key, node)
+    into.calls += other.calls
+    into.built += other.built
+    into.extensions += other.extensions
+
+
+def _read_by_frames(data: bytes, start: int) -> bytes:
+    """The pickle at ``start`` without its frames, as CPython's C unpickler reads it from a file that cannot peek.
+
+    It keeps a whole frame in its buffer. For an argument that does not lie in there whole it reads anew from behind the
+    frame, and what was left in the buffer is lost (python/cpython#154848). So ``cmac`` in a frame and ``os`` behind it
+    are the module ``os``, where a reader that does not heed frames finds ``macos``.
+    """
+    out = bytearray()
+    position = end = start  # end of the buffer
+
+    def read(count: int) -> bytes:
+        nonlocal position, end
+        if position + count > end:
+            position, end = end, end + count
+        raw = data[position : position + count]
+        position += count
+        out.extend(raw)
+        return raw
+
+    while code := read(1):
+        if code == b".":
+            break
+        op = code[0]
+        if op == 0x95:  # FRAME
+            length = int.from_bytes(read(8), "little")
+            del out[-9:]
+            if position + length > end:
+                position, end = end, end + length
+            if end > len(data):
+                break  # which it does not begin to read
+        elif op in _LINES:
+            for _ in range(_LINES[op]):
+                stop = data.find(b"\n", position, end)
+                if stop < 0:
+                    position = end
+                    stop = data.find(b"\n", position)
+                    end = stop + 1 or len(data)
+                read((stop + 1 or len(data)) - position)
+        elif op in _COUNTED:
+            length = int.from_bytes(read(_WIDTHS[op]), "little", signed=op in b"T\x8b")
+            if not 0 <= length <= len(data):
+                break
+            if op in b"BC\x8e\x96":  # bytes are put together from both places
+                end = max(end, position + length)
+            read(length)
+        elif op in _STEPS:
+            read(_STEPS[op] - 1)
+        else:
+            break
+    return bytes(out)
 
 
 def run_at(source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM) -> tuple[Pickle, int]:
@@ -442,11 +505,7 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
             into.python2 |= pickle.python2
             into.undecoded += pickle.undecoded
             into.rare |= pickle.rare
-            for key, node in pickle.globals.items():
-                into.globals.setdefault(key, node)
-            into.calls += pickle.calls
-            into.built += pickle.built
-            into.extensions += pickle.extensions
+            _add(into, pickle)
             into.persistent += pickle.persistent
             into.irregular += pickle.irregular[: MAX_IRREGULAR - len(into.irregular)]
             into.ambiguous += pickle.ambiguous[: MAX_IRREGULAR - len(into.ambiguous)]

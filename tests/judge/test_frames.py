@@ -1,0 +1,154 @@
+"""Streams whose frames are irregular: the names that each of CPython's unpicklers asks for are in the list."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests import forge
+
+import transload
+from transload.formats import pickle_machine
+
+
+class _Stub:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def frame(length: int, body: bytes = b"") -> bytes:
+    return b"\x95" + length.to_bytes(8, "little") + body
+
+
+def asked(unpickler: Any, file: Any) -> set[tuple[str, str]]:
+    """The names that an unpickler of CPython asks for, before any error."""
+    names = set()
+
+    class Recorder(unpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> type[_Stub]:
+            names.add((module, name))
+            return _Stub
+
+        def persistent_load(self, _: object) -> _Stub:
+            return _Stub()
+
+    with suppress(Exception):  # what it says of a broken stream does not matter
+        Recorder(file).load()
+    return names
+
+
+class _Unbuffered(io.RawIOBase):
+    """A file that cannot peek."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._file.readline(size)
+
+    def readinto(self, buffer: Any) -> int:
+        return self._file.readinto(buffer)
+
+
+def listed(data: bytes) -> set[tuple[str, str]]:
+    return set(pickle_machine.run(data).globals)
+
+
+def check(data: bytes) -> None:
+    files = [io.BytesIO(data), _Unbuffered(data), io.BufferedReader(io.BytesIO(data))]  # type: ignore[arg-type]
+    for file in files:
+        assert asked(pickle.Unpickler, file) <= listed(data)
+    assert asked(pickle._Unpickler, io.BytesIO(data)) <= listed(data)  # type: ignore[attr-defined]
+
+
+STREAMS = {
+    "a name": (b"\x80\x05" + frame(4) + b"cmacos\nsystem\n.", {("macos", "system"), ("os", "system")}),
+    "the second line": (b"\x80\x05" + frame(6) + b"cos\nmysystem\n.", {("os", "mysystem"), ("os", "system")}),
+    "a text": (
+        b"\x80\x05" + frame(4) + b"\x8c\x02os\x8c\x06system\x93.",
+        {("os", "system")},
+    ),
+    "a frame in a frame": (
+        b"\x80\x05" + frame(20) + frame(4) + b"cmacos\nsystem\n" + bytes(9) + b".",
+        {("macos", "system")},
+    ),
+    "an instance": (b"\x80\x05(" + frame(4) + b"imacos\nsystem\n.", {("macos", "system"), ("os", "system")}),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_both_readings_are_listed(name: str) -> None:
+    data, names = STREAMS[name]
+    assert names <= listed(data)
+    check(data)
+
+
+def test_what_only_one_reading_has_is_shown(tmp_path: Path) -> None:
+    checkpoint = transload.inspect(forge.checkpoint(STREAMS["a name"][0]))
+    assert checkpoint.safety == "dangerous"
+    assert {"os.system", "macos.system"} <= {use.full_name for use in checkpoint.globals}
+    (tmp_path / "x.pkl").write_bytes(STREAMS["a name"][0])
+    assert "os.system" in {use.full_name for use in transload.inspect(tmp_path / "x.pkl").globals}
+
+
+def test_bytes_are_put_together_from_both_sides() -> None:
+    check(b"\x80\x05" + frame(4) + b"C\x04abcdcos\nsystem\n.")
+
+
+OPCODES = [
+    *(
+        b"cmacos\nsystem\n",
+        b"cos\nsystem\n",
+        b"(",
+        b"t",
+        b"N",
+        b"0",
+        b"R",
+        b")",
+        b"K\x01",
+        b"\x8c\x02os",
+        b"\x8c\x06system",
+    ),
+    *(
+        b"\x93",
+        b"C\x03abc",
+        b"X\x02\0\0\0os",
+        b"I12\n",
+        b"Vos\n",
+        b"\x94",
+        b"h\0",
+        b"]",
+        b"a",
+        b"imacos\nsystem\n",
+        b".",
+    ),
+    *(b"B\x02\0\0\0ab", b"\x8a\x01\x05", b"S'os'\n", b"J\1\0\0\0", b"2", b"1"),
+]
+
+
+@given(
+    st.lists(
+        st.one_of(st.sampled_from(OPCODES), st.integers(0, 40).map(frame)),
+        max_size=25,
+    )
+)
+def test_frames_of_any_length_anywhere(parts: list[bytes]) -> None:
+    check(b"\x80\x05" + b"".join(parts) + b".")
+
+
+def test_the_second_reading_costs_no_more_than_the_first() -> None:
+    data = b"\x80\x05" + (frame(3) + b"cmacos\nsystem\n") * 20_000 + b"."
+    found = pickle_machine.run(data)
+    assert {("macos", "system"), ("acos", "system")} & set(found.globals)
