@@ -240,11 +240,15 @@ _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
 
 
 class Judgement(NamedTuple):
-    """The safety verdict on some pickles, every global they name, and why."""
+    """The safety verdict on some pickles, every global they name, and why.
+
+    ``inside`` are what they find inside classes that they name, by module and name.
+    """
 
     safety: Safety
     globals: tuple[GlobalUse, ...]
     findings: tuple[Finding, ...]
+    inside: tuple[tuple[str, str], ...]
 
 
 def judge_pickles(pickles: Iterable[Pickle]) -> Judgement:
@@ -468,7 +472,7 @@ class _Judge:
             elif not dangerous:
                 fixes = safe_globals_lines(trust, sorted(self.inner_names)) or _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
-        return Judgement(worst_safety(*levels), names, tuple(findings))
+        return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)))
 
 
 def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:

@@ -203,7 +203,8 @@ def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
 def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     """Raise, with all of them named at once, if the file asks for names that nobody has allowed; or is an attack."""
     pickles = loaded_pickles(checkpoint)
-    refused = {canonical(node.module, node.name) for node in allowed.refused(pickles)}
+    nodes = allowed.refused(pickles)
+    refused = {canonical(node.module, node.name) for node in nodes}
     if not refused and checkpoint.safety != "dangerous":
         return
     judgement = judge_pickles(pickles)
@@ -215,23 +216,28 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     if dangerous or attacks:
         lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]
         what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
-        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=_DO_NOT)
+        raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=_DO_NOT)
     if uses:
         what = f"it asks for {len(uses)} {'name' if len(uses) == 1 else 'names'} that nobody has allowed"
         lines = [f"{use.full_name}: {use.purpose}" for use in uses]
         from torch import serialization
 
         fix = "Only if you trust its author: "
-        allowing = safe_globals_lines(uses) if hasattr(serialization, "add_safe_globals") else ()
+        allowing = safe_globals_lines(uses, judgement.inside) if hasattr(serialization, "add_safe_globals") else ()
         if allowing:
             fix = "\n".join(["Only if you trust its author, allow them:", *(f"  {line}" for line in allowing), "or "])
         fix += "pass weights_only=False, which runs whatever the file says."
-        raise UnsafeError(_listed(what, lines), where=checkpoint.path, fix=fix + _without_code(checkpoint))
+        raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=fix + _without_code(checkpoint))
 
 
-def _listed(what: str, lines: list[str]) -> str:
+def _listed(what: str, lines: list[str], refused: list[Global]) -> str:
+    """All of it, in the phrases of torch that programs look for: it names the first name, as torch would."""
     shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-    return "\n  ".join([f"{what}:", *shown])
+    text = "\n  ".join([f"Weights only load failed: {what}:", *shown])
+    if refused:
+        name = torch_spelling(refused[0].module, refused[0].name).removeprefix("builtins.")
+        text += f"\nUnsupported global: GLOBAL {name} was not an allowed global by default."
+    return text
 
 
 def _without_code(checkpoint: Checkpoint) -> str:
