@@ -175,7 +175,7 @@ def _function(found: Any) -> types.FunctionType | None:
         elif isinstance(found, functools.partial):
             found = found.func
         elif isinstance(found, types.FunctionType) and "__wrapped__" in vars(found):
-            found = found.__wrapped__
+            found = vars(found)["__wrapped__"]
     return found if isinstance(found, types.FunctionType) else None
 
 

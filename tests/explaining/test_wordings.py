@@ -123,6 +123,7 @@ SECTIONS = {
     ),
     "name-not-allowed/getattr": GLOBAL.format("getattr"),
     "name-not-allowed/dangerous": GLOBAL.format("builtins.eval"),
+    "name-not-allowed/not-data": GLOBAL.format("torch.some.thing.evaluate"),
     "name-not-allowed/cut-off": GLOBAL.format("collections.OrderedDic"),
     "state-dict-keys/prefix-in-file": KEYS.format("a", "module.a"),
     "state-dict-keys/prefix-in-model": KEYS.format("net.a", "a"),

@@ -33,7 +33,7 @@ def asked(unpickler: Any, file: Any) -> set[tuple[str, str]]:
     """The names that an unpickler of CPython asks for, before any error."""
     names = set()
 
-    class Recorder(unpickler):  # type: ignore[misc]
+    class Recorder(unpickler):
         def find_class(self, module: str, name: str) -> type[_Stub]:
             names.add((module, name))
             return _Stub
@@ -67,10 +67,10 @@ def listed(data: bytes) -> set[tuple[str, str]]:
 
 
 def check(data: bytes) -> None:
-    files = [io.BytesIO(data), _Unbuffered(data), io.BufferedReader(io.BytesIO(data))]  # type: ignore[arg-type]
+    files = [io.BytesIO(data), _Unbuffered(data), io.BufferedReader(io.BytesIO(data))]
     for file in files:
         assert asked(pickle.Unpickler, file) <= listed(data)
-    assert asked(pickle._Unpickler, io.BytesIO(data)) <= listed(data)  # type: ignore[attr-defined]
+    assert asked(pickle._Unpickler, io.BytesIO(data)) <= listed(data)
 
 
 STREAMS = {

@@ -39,15 +39,13 @@ class Outer:
 
 
 WHEN = dt.datetime(2024, 1, 2, 3, 4, tzinfo=zoneinfo.ZoneInfo("UTC"))
+ZONED = [dt.datetime, zoneinfo.ZoneInfo, getattr(zoneinfo.ZoneInfo, "_unpickle")]  # noqa: B009 - not in the stubs
 CASES: dict[str, tuple[Any, list[Any]]] = {
     "nested": (Outer.Inner(), [Outer, Outer.Inner]),
     "twice": (Outer.Inner.Innermost(), [Outer, Outer.Inner.Innermost]),
     "made": (Outer(3), [Outer, Outer.make]),
-    "zone": (WHEN, [dt.datetime, zoneinfo.ZoneInfo, zoneinfo.ZoneInfo._unpickle]),  # type: ignore[attr-defined]
-    "in a state dict": (
-        {"w": torch.ones(2), "when": WHEN},
-        [dt.datetime, zoneinfo.ZoneInfo, zoneinfo.ZoneInfo._unpickle],
-    ),  # type: ignore[attr-defined]
+    "zone": (WHEN, ZONED),
+    "in a state dict": ({"w": torch.ones(2), "when": WHEN}, ZONED),
 }
 
 
@@ -125,6 +123,7 @@ def getattr_of(module: str, name: str, *attributes: str) -> bytes:
         ("pathlib", "Path", ("write_text",)),
         ("zoneinfo", "ZoneInfo", ("from_file",)),
         ("pandas", "DataFrame", ("to_pickle",)),
+        ("transformers", "AutoModel", ("from_pretrained",)),
         ("mymodel", "Net", ("A",) * 12),
     ],
 )

@@ -60,7 +60,7 @@ def class_name(values: Values) -> Sections:
 
 def refused_name(values: Values) -> Sections:
     """A name is dangerous, or was cut off with the file, or the user has to decide."""
-    from transload.judge.names import classify
+    from transload.judge.names import can_be_allowed, classify
 
     full = values["name"]
     if full in ("getattr", "builtins.getattr", "__builtin__.getattr"):
@@ -71,6 +71,8 @@ def refused_name(values: Values) -> Sections:
         return ("name-not-allowed/dangerous",)
     if _cut_off(full):
         return ("name-not-allowed/cut-off",)
+    if not can_be_allowed(module or "builtins", name):
+        return ("name-not-allowed/not-data",)
     values["purpose"] = f" ({purpose})" if purpose and not purpose.startswith("not known") else ""
     values["call"] = full if all(part.isidentifier() for part in full.split(".")) else "TheClass"
     return ()

@@ -321,9 +321,10 @@ _PARTS = _names(
     "random.Random re._compile re.RegexFlag statistics.NormalDist string.Template types.GenericAlias "
     "types.MappingProxyType types.NoneType typing.Any typing.Optional typing.Union uuid.SafeUUID "
     "zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle zoneinfo._unpickle zoneinfo._czoneinfo.ZoneInfo "
-    "torch.Generator torch.dtype torch.layout torch.memory_format torch.contiguous_format torch.channels_last "
-    "torch.channels_last_3d torch.preserve_format torch._C._from_dlpack torch.torch_version.TorchVersion "
-    "torch.ScriptObject torch._C._VariableFunctionsClass torchvision.models.optical_flow.raft._pass_through_h"
+    "torch.nn.backends.thnn._get_thnn_function_backend torch.Generator torch.dtype torch.layout "
+    "torch.memory_format torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format "
+    "torch._C._from_dlpack torch.torch_version.TorchVersion torch.ScriptObject torch._C._VariableFunctionsClass "
+    "torchvision.models.optical_flow.raft._pass_through_h"
 )
 _TORCH_FUNCTIONS = _names(
     "abs celu clamp cos dropout elu erf exp gelu hardshrink identity leaky_relu log log1p log_softmax maximum "
@@ -413,11 +414,6 @@ def can_be_allowed(module: str, name: str) -> bool:
         # ultralytics has classes with small letters
         return _is_class(name.rpartition(".")[2]) or _is_part(module, name)
     return True
-
-
-def may_be_trusted(module: str, name: str) -> bool:
-    """Whether calling what a file finds inside a class is a matter of trust, and not an alarm."""
-    return can_be_allowed(module, name) if _is_own(module) else not is_dangerous(module, name)
 
 
 def _is_own(module: str) -> bool:

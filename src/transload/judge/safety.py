@@ -18,7 +18,6 @@ from transload.judge.names import (
     canonical,
     classify,
     is_class_path,
-    may_be_trusted,
     torch_spelling,
 )
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
@@ -579,14 +578,18 @@ def _attribute(node: object) -> tuple[Global, str] | None:
 def _inner_name(node: object) -> tuple[str, str] | None:
     """The module and name of ``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another.
 
-    ``None`` for what cannot be left to the trust of somebody: a function in a module, or in a class of Python or torch.
+    Also that of ``getattr(Net, "make")``, by which a class may pickle its objects. ``None`` for what is no matter of
+    trust: a function in a module, or a method of a class of Python, torch or a known library.
     """
     found = _attribute(node)
     if not found or found[1] == "__new__":
         return None
     module, name = canonical(found[0].module, found[0].name)
     inner = f"{name}.{found[1]}"
-    return (module, inner) if is_class_path(inner) and may_be_trusted(module, inner) else None
+    trusted = can_be_allowed(module, inner) or (
+        is_class_path(f"{inner}.x") and classify(module, inner)[0] != "dangerous"
+    )
+    return (module, inner) if trusted else None
 
 
 def _is_newobj_ex(callee: object) -> bool:
