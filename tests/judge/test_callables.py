@@ -41,6 +41,7 @@ CLOSED = [
     *(("torch.nn.modules.module", "Module.apply"), ("torch.nn.functional", "torch"), ("torch.nn.functional", "math")),
     *(("torch.nn.functional", "handle_torch_function"), ("torch.nn.functional", "boolean_dispatch")),
     *(("numpy", "vectorize"), ("numpy", "frompyfunc"), ("itertools", "starmap"), ("inspect", "getsource")),
+    *(("transformers.models.bert.modeling_bert", "load_tf_weights_in_bert"), ("torchvision.models", "get_model")),
     *(("timm", "create_model"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module")),
 ]
 OPEN = [
@@ -65,6 +66,8 @@ OPEN = [
         ("mymodel", "schedule"),
         ("__main__", "Net.Block"),
     ),
+    *(("transformers.models.xlstm.modeling_xlstm", "xLSTMBlock"), ("transformers.models.x.configuration_x", "xConfig")),
+    *(("transformers.models.llama.modeling_llama", "rotate_half"), ("torch._C._fft", "fft_fftn")),
     *(("code.models", "Net"), ("profile.config", "Config"), ("types.nets", "Net"), ("test.models", "Net")),
 ]
 

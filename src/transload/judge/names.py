@@ -306,6 +306,7 @@ _COMPUTES = (
         "torch._C._VariableFunctions.",
     ),
     *("torch._utils._rebuild_", "torch._tensor._rebuild_from_type", "timm.layers.activations.", "torchvision.ops."),
+    *("torch._C._fft.", "torch._C._linalg.", "transformers.modeling_rope_utils."),
     *("transformers.activations.", "ultralytics.nn.modules.", "numpy.random._pickle.", "torchvision.transforms."),
 )
 _NOT_COMPUTES = _names(
@@ -411,8 +412,8 @@ def can_be_allowed(module: str, name: str) -> bool:
     if _is_own(module):
         return module == "builtins" or _is_part(module, name)
     if module.partition(".")[0] in _LIBRARIES:
-        # ultralytics has classes with small letters
-        return _is_class(name.rpartition(".")[2]) or _is_part(module, name)
+        last = name.rpartition(".")[2]
+        return _is_class(last) or last[1:2].isupper() or _is_part(module, name)  # xLSTMBlock
     return True
 
 
@@ -430,6 +431,8 @@ def _is_part(module: str, name: str) -> bool:
     last = name.rpartition(".")[2]
     if full in _PARTS or (full.startswith(_COMPUTES) and full not in _NOT_COMPUTES and last not in _MODULES):
         return True
+    if module.startswith("transformers.models.") and ".modeling_" in module:
+        return not last.lstrip("_").startswith(_VERBS)
     if module in ("torch", "numpy"):
         return name in (_TORCH_FUNCTIONS if module == "torch" else _NUMPY_SCALARS)
     return full.startswith(_CLASSES) and _is_class(last) and not _word(module, last)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
+from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, Unknown, Wrong, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
@@ -357,7 +358,9 @@ class _Builder:
         name = f"{kind.__module__}.{kind.__qualname__}"
         what = f"values {how} an object of {name}, which nobody has allowed"
         fix = f"Only if you trust its author: torch.serialization.add_safe_globals([{name}])"
-        raise UnsafeError(what, where=self._where, fix=fix)
+        raise UnsafeError(
+            what, where=self._where, fix=fix if can_be_allowed(kind.__module__, kind.__qualname__) else ""
+        )
 
 
 def _send(steps: _Steps, values: list[Any]) -> Any:
