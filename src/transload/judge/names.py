@@ -266,21 +266,9 @@ _MODEL_LIBRARIES = _names(
 # How the name of a function of the others begins if it reads, runs or fetches something.
 _VERBS = (
     *("call", "check_output", "compile", "construct", "cython_inline", "decode", "download", "dump", "eval", "exec"),
-    *(
-        "fetch",
-        "from_file",
-        "full_load",
-        "getoutput",
-        "hf_hub",
-        "import",
-        "inline",
-        "install",
-        "lambdify",
-        "load",
-        "open",
-    ),
-    *("parse_expr", "popen", "query", "read", "render", "run", "safe_load", "save", "shell", "snapshot", "spawn"),
-    *("sympify", "system", "to_", "unsafe_", "urlopen", "write"),
+    *("fetch", "from_file", "full_load", "getoutput", "hf_hub", "import", "inline", "install", "lambdify", "load"),
+    *("open", "parse_expr", "popen", "query", "read", "render", "run", "safe_load", "save", "shell", "snapshot"),
+    *("spawn", "sympify", "system", "to_", "unsafe_", "urlopen", "write"),
 )
 
 # Parts of torch and numpy whose classes a model, an optimizer or its data consists of.
@@ -297,17 +285,10 @@ _CLASSES = (
 )
 # Functions that only compute.
 _COMPUTES = (
-    *(
-        "math.",
-        "torch.nn.functional.",
-        "torch.nn.init.",
-        "torch._C._nn.",
-        "torch._C._special.",
-        "torch._C._VariableFunctions.",
-    ),
-    *("torch._utils._rebuild_", "torch._tensor._rebuild_from_type", "timm.layers.activations.", "torchvision.ops."),
-    *("torch._C._fft.", "torch._C._linalg.", "transformers.modeling_rope_utils."),
-    *("transformers.activations.", "ultralytics.nn.modules.", "numpy.random._pickle.", "torchvision.transforms."),
+    *("math.", "numpy.random._pickle.", "torch.nn.functional.", "torch.nn.init.", "torch._C._VariableFunctions."),
+    *("torch._C._fft.", "torch._C._linalg.", "torch._C._nn.", "torch._C._special.", "torch._utils._rebuild_"),
+    *("torch._tensor._rebuild_from_type", "timm.layers.activations.", "torchvision.ops.", "torchvision.transforms."),
+    *("transformers.activations.", "transformers.modeling_rope_utils.", "ultralytics.nn.modules."),
 )
 _NOT_COMPUTES = _names(
     "torch.nn.functional.boolean_dispatch torch.nn.functional.handle_torch_function torch.nn.functional._overload "
@@ -321,10 +302,10 @@ _PARTS = _names(
     "collections.UserDict collections.UserList collections.UserString functools.partial logging.getLogger "
     "random.Random re._compile re.RegexFlag statistics.NormalDist string.Template types.GenericAlias "
     "types.MappingProxyType types.NoneType typing.Any typing.Optional typing.Union uuid.SafeUUID "
-    "zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle zoneinfo._unpickle zoneinfo._czoneinfo.ZoneInfo "
+    "zoneinfo.ZoneInfo zoneinfo.ZoneInfo._unpickle zoneinfo._czoneinfo.ZoneInfo "
     "torch.nn.backends.thnn._get_thnn_function_backend torch.Generator torch.dtype torch.layout "
     "torch.memory_format torch.contiguous_format torch.channels_last torch.channels_last_3d torch.preserve_format "
-    "torch._C._from_dlpack torch.torch_version.TorchVersion torch.ScriptObject torch._C._VariableFunctionsClass "
+    "torch.torch_version.TorchVersion torch.ScriptObject torch._C._VariableFunctionsClass "
     "torchvision.models.optical_flow.raft._pass_through_h"
 )
 _TORCH_FUNCTIONS = _names(
