@@ -481,7 +481,7 @@ def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
         return ()
     more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
     return (
-        f"No line is given that allows {closed[0][:_MAX_WORDING]}{more}: not known to be data or part of a model.",
+        f"No line is given to allow {closed[0][:_MAX_WORDING]}{more}: it is not known as data or as part of a model.",
         "If you trust its author, load it with weights_only=False and save it again as a state dict.",
     )
 
