@@ -42,6 +42,7 @@ CLOSED = [
     *(("torch.nn.functional", "handle_torch_function"), ("torch.nn.functional", "boolean_dispatch")),
     *(("numpy", "vectorize"), ("numpy", "frompyfunc"), ("itertools", "starmap"), ("inspect", "getsource")),
     *(("transformers.models.bert.modeling_bert", "load_tf_weights_in_bert"), ("torchvision.models", "get_model")),
+    *(("torch.fx.graph_module", "reduce_package_graph_module"), ("torch.jit._script", "unpackage_script_module")),
     *(("timm", "create_model"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module")),
 ]
 OPEN = [

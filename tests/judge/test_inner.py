@@ -64,7 +64,7 @@ def saved(name: str) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "made"])
 def test_it_is_a_matter_of_trust_and_no_alarm(name: str) -> None:
     checkpoint = transload.inspect(saved(name))
     assert checkpoint.safety == "needs-trust"
@@ -93,7 +93,7 @@ def test_getattr_alone_is_not_enough(name: str) -> None:
         transload.load(saved(name))
 
 
-@pytest.mark.parametrize("name", ["nested", "twice", "made", "zone"])
+@pytest.mark.parametrize("name", ["nested", "twice", "zone"])
 def test_the_printed_lines_are_enough(name: str) -> None:
     (fix,) = (finding.fix for finding in transload.inspect(saved(name)).findings if finding.code == "needs-trust")
     lines = [line for line in fix if not line.startswith(("$", "This takes"))]
@@ -114,6 +114,7 @@ def getattr_of(module: str, name: str, *attributes: str) -> bytes:
     ("module", "name", "attributes"),
     [
         ("mymodel", "np", ("load",)),
+        ("mymodel", "Net", ("make",)),
         ("mymodel", "Net", ("__init__", "__globals__")),
         ("mymodel", "Net", ("forward", "call")),
         ("mymodel", "Net", ("__class__",)),

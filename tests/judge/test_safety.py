@@ -60,8 +60,7 @@ TRUSTED = {
 }
 DANGEROUS = {
     "N3 a chain": getattr_of(getattr_of(CLASS, "a"), "b"),
-    "N3 a call of a method": getattr_of(name("torch.nn.modules.module", "Module"), "apply") + b")R",
-    "N3 a call of a function": getattr_of(name("nobody", "module"), "function") + b")R",
+    "N3 a call of a method": getattr_of(CLASS, "method") + b")R",
     "N3 a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
     "N3 a double underscore": getattr_of(CLASS, "__globals__"),
     "N3 a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),
@@ -69,7 +68,7 @@ DANGEROUS = {
     "N3 a default": name("builtins", "getattr") + CLASS + text("a") + b"N\x87R",
     "N3 of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
     "N3 a state": getattr_of(CLASS, "a") + b"}b",
-    "N3 OBJ": b"(" + getattr_of(name("nobody", "module"), "Inner") + b"o",
+    "N3 OBJ": b"(" + getattr_of(CLASS, "Inner") + b"o",
     "N3 NEWOBJ of a chain": getattr_of(getattr_of(CLASS, "a"), "B") + b")\x81",
     "N3 a call of a partial": name("functools", "partial") + CLASS + b"\x85R)R",
     "N3 keyword arguments with another function in the state": name("functools", "partial")

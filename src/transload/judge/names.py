@@ -240,6 +240,9 @@ _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
 
+# What torch.package writes for programs in a package. They run code of the package, which is code by nature.
+_OF_PACKAGES = _names("torch.fx.graph_module.reduce_package_graph_module torch.jit._script.unpackage_script_module")
+
 # Packages of the standard library: a module below any other name of it is somebody's own.
 _STDLIB_PACKAGES = _names(
     "asyncio collections compression concurrent ctypes curses dbm distutils email encodings ensurepip html http "
@@ -398,6 +401,11 @@ def can_be_allowed(module: str, name: str) -> bool:
     return True
 
 
+def is_known_part(module: str, name: str) -> bool:
+    """Whether something in a class of Python, torch or numpy is known to be data: ``ZoneInfo._unpickle``."""
+    return _is_own(module) and can_be_allowed(module, name)
+
+
 def _is_own(module: str) -> bool:
     """Whether a module belongs to the standard library, to torch or to numpy."""
     package, dot, _ = module.partition(".")
@@ -452,9 +460,9 @@ def is_dangerous(module: str, name: str) -> str:
         return danger
     last = name.rpartition(".")[2]
     if _is_own(module):
-        if _is_part(module, name) or f"{module}.{name}" in _HARMLESS or f"{module}.{name}" in _DATA:
-            return ""
-        return _word(module, last)
+        full = f"{module}.{name}"
+        known = _is_part(module, name) or full in _OF_PACKAGES or full in _HARMLESS or full in _DATA
+        return "" if known else _word(module, last)
     library = module.partition(".")[0] in _LIBRARIES - _MODEL_LIBRARIES
     return "reads, runs or fetches what it is given" if library and last.lstrip("_").startswith(_VERBS) else ""
 
@@ -487,8 +495,8 @@ def is_listed(module: str, name: str) -> str:
 def _listed(module: str, name: str) -> str:
     """Why a name is dangerous as it stands."""
     full = f"{module}.{name}"
-    if full in _DANGEROUS_NAMES:
-        return _DANGEROUS_NAMES[full]
+    if full in _DANGEROUS_NAMES or full in _OF_PACKAGES:
+        return _DANGEROUS_NAMES.get(full, "")
     package, dot, _ = module.partition(".")
     if package == "test":
         listed = not dot or module.startswith(_STDLIB_TESTS)

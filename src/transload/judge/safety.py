@@ -18,6 +18,7 @@ from transload.judge.names import (
     canonical,
     classify,
     is_class_path,
+    is_known_part,
     torch_spelling,
 )
 from transload.nodes import REBUILD_ARGUMENTS, Call, Dict, Extension, Global, Persistent, Pickle, module_class
@@ -250,9 +251,12 @@ class Judgement(NamedTuple):
     inside: tuple[tuple[str, str], ...]
 
 
-def judge_pickles(pickles: Iterable[Pickle]) -> Judgement:
-    """Judge streams by what a loader would import, call and set: nothing that any of them asks for is left out."""
-    judge = _Judge()
+def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False) -> Judgement:
+    """Judge streams by what a loader would import, call and set: nothing that any of them asks for is left out.
+
+    Where a program has allowed ``getattr``, its loader looks at what is found by it: then a call of that is no alarm.
+    """
+    judge = _Judge(getattr_allowed)
     for pickle in pickles:
         judge.nested_left += MAX_DEPTH * (pickle.end - pickle.start)
         judge.read(pickle)
@@ -275,7 +279,8 @@ class _Use:
 class _Judge:
     """Collects names, uses and complaints over several streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, getattr_allowed: bool) -> None:
+        self.getattr_allowed = getattr_allowed
         self.uses: dict[tuple[str, str], _Use] = {}
         self.complaints: dict[str, tuple[Safety, str]] = {}
         self.inner_names: set[tuple[str, str]] = set()
@@ -357,8 +362,9 @@ class _Judge:
         """A call of something that is not a name in the file."""
         if _is_newobj_ex(callee):
             self.unloadable = self.unloadable or "makes objects with keyword arguments"
-        elif inner := _inner_name(callee):
-            # A class within a class, or a method that makes one: from_dict(…), which a class may be pickled by.
+        elif (inner := _inner_name(callee)) and (
+            call.kind in ("newobj", "newobj_ex") or self.getattr_allowed or is_known_part(*inner)
+        ):
             self.inner_names.add(inner)
         elif call.kind == "stack_global":
             self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
@@ -469,7 +475,9 @@ class _Judge:
                     "If you trust its author, load it with weights_only=False and save it again as a state dict.",
                 )
             elif not dangerous:
-                fixes = safe_globals_lines(trust, sorted(self.inner_names)) or _unallowed(trust)
+                fixes = safe_globals_lines(trust, sorted(self.inner_names))
+                if not fixes and not any(pickle.broken for pickle in self.kept):
+                    fixes = _unallowed(trust)
             findings.append(Finding("needs-trust", "warning", title, _cut(evidence), fixes))
         return Judgement(worst_safety(*levels), names, tuple(findings), tuple(sorted(self.inner_names)))
 
@@ -477,7 +485,7 @@ class _Judge:
 def _unallowed(uses: Iterable[GlobalUse]) -> tuple[str, ...]:
     """What to do where no line can be given for some names."""
     closed = [use.full_name for use in uses if not _is_allowed(use.module, use.name)]
-    if not closed:
+    if not closed or not all(map(str.isidentifier, closed[0].split("."))):
         return ()
     more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
     return (
@@ -578,18 +586,15 @@ def _attribute(node: object) -> tuple[Global, str] | None:
 def _inner_name(node: object) -> tuple[str, str] | None:
     """The module and name of ``getattr(Net, "Block")``: how protocol 2 writes a class that stands in another.
 
-    Also that of ``getattr(Net, "make")``, by which a class may pickle its objects. ``None`` for what is no matter of
-    trust: a function in a module, or a method of a class of Python, torch or a known library.
+    Also that of a method, ``getattr(ZoneInfo, "_unpickle")``, by which a class may pickle its objects. ``None`` for
+    what is dangerous, and for what is in something that is not a class.
     """
     found = _attribute(node)
     if not found or found[1] == "__new__":
         return None
     module, name = canonical(found[0].module, found[0].name)
     inner = f"{name}.{found[1]}"
-    trusted = can_be_allowed(module, inner) or (
-        is_class_path(f"{inner}.x") and classify(module, inner)[0] != "dangerous"
-    )
-    return (module, inner) if trusted else None
+    return (module, inner) if classify(module, inner)[0] != "dangerous" and is_class_path(inner) else None
 
 
 def _is_newobj_ex(callee: object) -> bool:

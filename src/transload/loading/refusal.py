@@ -207,7 +207,7 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
     refused = {canonical(node.module, node.name) for node in nodes}
     if not refused and checkpoint.safety != "dangerous":
         return
-    judgement = judge_pickles(pickles)
+    judgement = judge_pickles(pickles, getattr_allowed=allowed.allows(getattr))
     uses = [use for use in judgement.globals if (use.module, use.name) in refused]
     attacks = [finding for finding in judgement.findings if finding.code == "dangerous-use"]
     forced = {code for code in codes_of(checkpoint) if rule_of(code).safety == "dangerous"}
