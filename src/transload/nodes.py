@@ -130,7 +130,8 @@ class Pickle:
     ``irregular`` are things that some loaders refuse; ``ambiguous`` ones that make loaders see different streams in
     the same bytes. ``calls`` are all calls in the order a loader would make them, also those whose result was thrown
     away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
-    does not know; ``undecoded`` counts texts of Python 2 that are not UTF-8. ``path`` leads to its root where it is a
+    does not know; ``python2_texts`` are the ids of texts of Python 2, which may be wanted as bytes, and ``undecoded``
+    counts those that are not UTF-8. ``path`` leads to its root where it is a
     part of a checkpoint of many pickles.
     """
 
@@ -142,6 +143,7 @@ class Pickle:
         self.path: tuple[str | int, ...] = ()
         self.protocol = 0
         self.python2 = False
+        self.python2_texts: set[int] = set()
         self.undecoded = 0
         self.root: object = None
         self.globals: dict[tuple[str, str], Global] = {}

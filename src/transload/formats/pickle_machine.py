@@ -503,6 +503,7 @@ def run_all(data: bytes, name: str = "", limit: int = 1000) -> list[Pickle]:
             into.end, into.broken, into.cut = pickle.end, pickle.broken, pickle.cut
             into.protocol = max(into.protocol, pickle.protocol)
             into.python2 |= pickle.python2
+            into.python2_texts |= pickle.python2_texts
             into.undecoded += pickle.undecoded
             into.rare |= pickle.rare
             _add(into, pickle)
@@ -892,7 +893,9 @@ def _python2_text(vm: Machine, raw: bytes) -> None:
     """A ``str`` of Python 2: text for torch, which decodes it as UTF-8; bytes where that cannot be."""
     vm.out.python2 = True
     try:
-        vm.stack.append(raw.decode())
+        text = raw.decode()
+        vm.out.python2_texts.add(id(text))
+        vm.stack.append(text)
     except UnicodeDecodeError:
         vm.out.undecoded += 1
         vm.stack.append(raw)

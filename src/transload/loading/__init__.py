@@ -50,7 +50,7 @@ def load(
     map_location: Any = "auto",
     pickle_module: Any = None,
     *,
-    weights_only: bool | None = True,
+    weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = False,
     progress: Progressing = None,
@@ -68,7 +68,8 @@ def load(
     With ``weights_only`` nothing in the file is run: it is read into a tree, and the tree is built into tensors and
     plain objects through a fixed table. Other names are refused, all of them at once, unless the program has allowed
     them with ``torch.serialization.add_safe_globals``. ``weights_only=False`` gives the file to ``pickle``: only for
-    files of people you trust. ``None`` is ``True`` unless a ``pickle_module`` is given, as in torch.
+    files of people you trust. ``None`` is ``True`` unless a ``pickle_module`` is given. The environment variables
+    ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` mean what they mean to torch.
 
     ``mmap`` maps the file instead of reading it where its bytes lie as they will lie in memory. ``verify`` compares
     every checksum there is while reading, which torch never does. ``progress`` is ``True`` for a line on the terminal,
@@ -85,9 +86,17 @@ def load(
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
     # torch's rule, with its two environment variables.
+    forced, freed = map(_is_set, ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"))
+    if forced and freed:
+        what = "TORCH_FORCE_WEIGHTS_ONLY_LOAD and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD are both set"
+        raise LoadError(what, fix="Unset one of them.")
     if weights_only is None:
-        weights_only = pickle_module is None and not _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    trusted = not (weights_only or _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD"))
+        weights_only = pickle_module is None and not freed
+        if freed:
+            import warnings
+
+            warnings.warn("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set: the file may run code", stacklevel=2)
+    trusted = not (weights_only or forced)
     _check_arguments(pickle_load_args, pickle_module, trusted=trusted)
     mapped = _is_mapped(f, mmap)
     settings = check_settings(threads, pinned_mb, direct)

@@ -6,14 +6,14 @@ here; all others, and rarer values, by a ``Rebuilder``, which is imported when i
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
 from transload.judge.names import can_be_allowed
-from transload.loading.refusal import Allowed, Unknown, Wrong, name_of
+from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def build_object(
         position = getattr(reason.node, "position", None)
         place = where if position is None else f"{where} › byte {position}"
         raise BrokenFileError(f"it holds {reason}", where=place, fix=_GET_AGAIN) from reason
+    except NeedsTrust as reason:
+        fix = "Only if you trust its author: pass weights_only=False, which runs whatever the file says."
+        raise UnsafeError(f"it holds {reason}, which is more than plain data", where=where, fix=fix) from reason
     except Unknown as name:
         what = f"it holds {name}, which this torch does not have"
         raise LoadError(what, where=where, fix="A newer torch may have it.") from name
@@ -97,8 +100,9 @@ class _Builder:
         self._where = where
         self._encoding = encoding
         self._built = pickle.built
-        # Bytes in a pickle of Python 2 are text that the reader could not decode.
-        self._atoms = _ATOMS - {bytes} if pickle.undecoded else _ATOMS
+        # Bytes in a pickle of Python 2 are text that the reader could not decode, and its texts may be wanted as bytes.
+        self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
+        self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
         self._allowed = Allowed()
         self._names = {node: name_of(node) for node in pickle.globals.values()}
@@ -196,6 +200,8 @@ class _Builder:
             made[ident] = node
         elif kind is bytes:
             made[ident] = self._text(node)
+        elif kind is str:
+            made[ident] = node.encode() if ident in self._texts else node
         elif kind is Global:
             made[ident] = self._object_of(node)
         elif kind is Persistent:
@@ -254,7 +260,7 @@ class _Builder:
         self.made[id(node)] = made
         if node.appended:
             values = yield node.appended
-            self._check_type(made, (list, set), "are appended to")
+            self._check_type(made, (list, set, deque), "are appended to")
             add = getattr(made, "extend", None) or getattr(made, "update", None)
             self._run(f"appending to {type(made).__name__}", add, (values,))
         if node.items:
@@ -297,6 +303,11 @@ class _Builder:
                 return OrderedDict()
             if self._rebuilder.has(name):
                 return self._rebuilder.make(name, args)
+            if self._allowed.is_known(callee):
+                from transload.loading import values
+
+                if values.has(name):
+                    return values.make(name, args)
         target = self._allowed.user(callee)
         if target is None and self._allowed.is_known(callee):
             if args or not name.endswith("Tensor"):
@@ -340,13 +351,18 @@ class _Builder:
             if not isinstance(state, Mapping):
                 raise Wrong("an OrderedDict that is given a state which names no attributes")
             for name in state:
-                if type(name) is not str or hasattr(OrderedDict, name):
+                text = name.decode("latin-1") if type(name) is bytes else name  # bytes by encoding="bytes", as in torch
+                if type(text) is not str or hasattr(OrderedDict, text):
                     what = f"an OrderedDict that is given the attribute {str(name)[:60]!r}, which it has already"
                     raise Wrong(what)
             vars(made).update(state)
         elif type(made) in (torch.Tensor, torch.nn.Parameter):
             self._rebuilder.build(made, state)
         else:
+            from transload.loading.values import set_state
+
+            if set_state(made, state):
+                return
             self._check_type(made, (), "are given as state to")
             self._run(f"the state of {type(made).__name__}", _give_state, (made, state))
 

@@ -63,6 +63,10 @@ class Wrong(Exception):  # noqa: N818 - the same
     node: object = None
 
 
+class NeedsTrust(Exception):  # noqa: N818 - the same
+    """A value that may hold any object; the text says what it is."""
+
+
 class Allowed:
     """Looks names up. One is made for each load: a program may change what it allows at any time."""
 
@@ -72,7 +76,7 @@ class Allowed:
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
-        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN
+        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _is_value(_full(node))
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
         """The names in some pickles that nobody has allowed."""
@@ -107,7 +111,7 @@ class Allowed:
         from importlib import import_module
 
         full = name_of(node)
-        if full not in _KNOWN:
+        if full not in _KNOWN and full != "numpy.ndarray":
             return self.user(node)
         module, _, name = full.rpartition(".")
         if name.endswith("Storage") and name not in ("TypedStorage", "UntypedStorage"):
@@ -131,6 +135,13 @@ def name_of(node: Global) -> str:
 
 def _full(node: Global) -> str:
     return ".".join(canonical(node.module, node.name))
+
+
+def _is_value(full: str) -> bool:
+    """Whether it is one of the values beside tensors that we make and torch refuses."""
+    from transload.loading.values import NAMES
+
+    return full in NAMES
 
 
 def registrar(full: str) -> str:

@@ -342,8 +342,9 @@ def load_trusted(
     except (UnpicklingError, EOFError) as error:
         raise BrokenFileError(f"its pickle breaks off: {error}", where=path) from error
     except Exception as error:
-        what = f"code that the file calls failed with {type(error).__name__}: {error}"
-        raise LoadError(what, where=path) from error
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"{path}: code that the file calls raised this; weights_only=False runs it")
+        raise
 
 
 def _main_pickle(source: Source, checkpoint: Checkpoint) -> bytes:

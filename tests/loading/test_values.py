@@ -1,0 +1,203 @@
+"""Values beside the weights: numpy arrays, dates, paths, arguments. They load as data; what may hold code does not."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import decimal
+import fractions
+import io
+import os
+import pathlib
+import pickle
+import random
+import types
+import uuid
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.each import each, for_each
+from tests.loading.equal import same
+
+import transload
+from transload.loading import values
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:pickle_load_args only works if", "ignore:.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+)
+
+ARRAYS: dict[str, Any] = {
+    "matrix": np.arange(6, dtype="f4").reshape(2, 3),
+    "column by column": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "the other byte order": np.arange(3, dtype=">i4"),
+    "text": np.array(["ab", "c"]),
+    "bytes": np.array([b"ab", b"c"]),
+    "truth values": np.array([True, False]),
+    "complex numbers": np.array([1j]),
+    "empty": np.empty((0, 3)),
+    "no dimensions": np.array(3.5),
+    "number": np.float32(1.5),
+    "integer": np.int64(7),
+    "truth value": np.bool_(1),
+    "dtype": np.dtype("<f8"),
+    "random state": np.random.RandomState(3).get_state(),
+    "the same twice": [np.arange(3)] * 2,
+}
+PLAIN: dict[str, Any] = {
+    "random state": random.Random(3).getstate(),  # noqa: S311 - as training runs save it
+    "date": dt.date(2020, 1, 2),
+    "time": dt.time(1, 2, 3),
+    "date and time": dt.datetime(2020, 1, 2, 3, 4, 5),  # noqa: DTZ001 - those without a zone are saved, too
+    "with a zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone.utc),
+    "with a named zone": dt.datetime(2020, 1, 2, tzinfo=dt.timezone(dt.timedelta(hours=2), "x")),
+    "span": dt.timedelta(1, 2, 3),
+    "path": pathlib.Path("/a/b"),
+    "path of Windows": pathlib.PureWindowsPath("c:/x"),
+    "decimal": decimal.Decimal("1.5"),
+    "fraction": fractions.Fraction(1, 3),
+    "identifier": uuid.UUID(int=5),
+    "arguments": argparse.Namespace(a=1, b=[torch.ones(2)]),
+    "namespace": types.SimpleNamespace(q=2),
+    "slice": slice(1, None, 2),
+    "range": range(1, 9, 3),
+    "queue": deque([1, torch.ones(1)], maxlen=3),
+}
+REFUSED: dict[str, Any] = {
+    "objects": np.array([1, None], dtype=object),
+    "structured": np.zeros(2, dtype=[("a", "f4")]),
+    "masked": np.ma.array([1]),
+    "dates": np.array(["2020-01-01"], dtype="M8[D]"),
+    "a record": np.zeros(2, dtype=[("a", "f4")]).view(np.recarray),
+}
+
+
+def saved(value: Any, protocol: int) -> bytes:
+    held = io.BytesIO()
+    torch.save({"w": torch.ones(2), "value": value}, held, pickle_protocol=protocol)
+    return held.getvalue()
+
+
+def test_they_load_as_torch_loads_them_with_trust() -> None:
+    def check(case: tuple[Any, int]) -> None:
+        data = saved(*case)
+        theirs, ours = torch.load(io.BytesIO(data), weights_only=False), transload.load(data)
+        if isinstance(case[0], pathlib.PurePath):
+            assert theirs["value"] == ours["value"]
+        else:
+            same(theirs, ours)
+
+    for_each([(value, n) for value in (*ARRAYS.values(), *PLAIN.values()) for n in (2, 3, 4, 5)], check)
+
+
+@each("name", REFUSED)
+def test_what_may_hold_more_than_data_is_refused(name: str) -> None:
+    for protocol in (2, 4, 5):
+        with pytest.raises(transload.UnsafeError):
+            transload.load(saved(REFUSED[name], protocol))
+
+
+def test_check_says_that_it_loads(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rng_state.pth"
+    torch.save({"python": random.getstate(), "numpy": np.random.RandomState(1).get_state()}, path)
+    assert transload.check(path).ok
+
+
+def test_a_path_of_the_other_system_is_a_pure_one() -> None:
+    other, pure = ("WindowsPath", pathlib.PureWindowsPath) if os.name != "nt" else ("PosixPath", pathlib.PurePosixPath)
+    assert values.make(f"pathlib.{other}", ("a", "b")) == pure("a", "b")
+
+
+ODD: dict[str, Any] = {
+    "a shape that is none": (np.ndarray, (0,), b"b", (1, (-1,), np.dtype("f4"), False, b"")),
+    "too few bytes": (np.ndarray, (0,), b"b", (1, (4,), np.dtype("f4"), False, b"1234")),
+    "a list of objects": (np.ndarray, (0,), b"b", (1, (1,), np.dtype("f4"), False, [1])),
+    "a state of two": (np.ndarray, (0,), b"b", (1, (1,))),
+    "another class": (list, (0,), b"b", None),
+}
+
+
+class Crafted:
+    def __init__(self, case: tuple[Any, ...]) -> None:
+        self.case = case
+
+    def __reduce__(self) -> Any:
+        *args, state = self.case
+        function = np._core.multiarray._reconstruct if hasattr(np, "_core") else np.core.multiarray._reconstruct
+        return (function, tuple(args), state) if state is not None else (function, tuple(args))
+
+
+@each("name", ODD)
+def test_arrays_that_numpy_does_not_write_are_refused(name: str) -> None:
+    with pytest.raises((transload.BrokenFileError, transload.UnsafeError)):
+        transload.load(saved(Crafted(ODD[name]), 2))
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    with pytest.raises(Exception, match="nobody writes"):
+        values.make("datetime.datetime", ("2020",))
+    with pytest.raises(Exception, match="nobody writes"):
+        values.make("builtins.range", (1, 2, 3, 4))
+    with pytest.raises(Exception, match="fails"):
+        values.make("decimal.Decimal", ("x",))
+
+
+# -- arguments of load
+
+
+def test_texts_of_python_2_as_bytes(data: pathlib.Path) -> None:
+    for path in sorted((data / "torch-releases").glob("*py2.7*/state_dict*cpu*.pt")):
+        theirs = torch.load(path, weights_only=True, encoding="bytes")
+        same(theirs, transload.load(path, "cpu", encoding="bytes"))
+        assert any(type(key) is bytes for key in theirs)
+
+
+@each(
+    ("names", "weights_only", "trusts"),
+    [
+        (("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",), None, True),
+        (("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",), True, False),
+        (("TORCH_FORCE_WEIGHTS_ONLY_LOAD",), False, False),
+        ((), None, False),
+        ((), False, True),
+    ],
+)
+def test_the_variables_of_torch(
+    names: tuple[str, ...], weights_only: bool | None, trusts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = saved(torch.nn.Linear(2, 2), 2)
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setenv(name, "1")
+        for load in (torch.load, transload.load):
+            if trusts:
+                assert isinstance(load(io.BytesIO(held), weights_only=weights_only)["value"], torch.nn.Linear)
+            else:
+                with pytest.raises(pickle.UnpicklingError):
+                    load(io.BytesIO(held), weights_only=weights_only)
+
+
+def test_both_variables_are_an_error_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    for load in (torch.load, transload.load):
+        with pytest.raises(RuntimeError, match="both"):
+            load(io.BytesIO(saved(1, 2)))
+
+
+class Raises:
+    def __setstate__(self, state: Any) -> None:
+        raise KeyError("mine")
+
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+
+def test_an_error_of_the_code_of_a_trusted_file_is_its_own() -> None:
+    with pytest.raises(KeyError, match="mine") as caught:
+        transload.load(saved(Raises(), 2), weights_only=False)
+    assert not isinstance(caught.value, transload.TransloadError)
+    notes = getattr(caught.value, "__notes__", [])  # from Python 3.11 on
+    assert not notes or "code that the file calls" in notes[0]
