@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import forks
 from tests.block_files import Net, clear, lay_out
 from tests.blocks import PAGES, ROOT, Block, blocks_of, steps_of
 from tests.diagnose.machines import healthy
@@ -57,10 +58,11 @@ EXITS = {("verify.md", "transload verify model.pt"): "1"}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to be in, with ``transload`` and ``python`` on the path."""
+    """An empty folder to be in, with ``transload`` and ``python``, which has imported torch, on the path."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, call in (("python", ""), ("python3", ""), ("transload", " -m transload")):
+    served = f' -S "{forks.__file__}" ask {forks.server("torch")}' if forks.FORKS else ""
+    for name, call in (("python", served), ("python3", ""), ("transload", " -m transload")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     environment = tmp_path / "here" / ".venv" / "bin"

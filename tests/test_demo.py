@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from tests import forks
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "model_cuda0.pt"
@@ -69,7 +70,7 @@ def test_wrong_values_fail(tmp_path: Path) -> None:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     record["files"][0]["tensors"][0]["sha256"] = "0" * 64
     (tmp_path / "examples" / RECORD.name).write_text(json.dumps(record), encoding="utf-8")
-    done = demo(tmp_path)
+    done = forks.run("examples/demo.py", cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 1
     assert "the values differ from examples/model_cuda0.json in conv.weight." in done.stdout
 

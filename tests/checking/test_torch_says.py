@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save as safetensors_of
-from tests import forge
+from tests import forge, forks
 from tests.each import for_each
 from tests.release import RELEASE
 
@@ -66,8 +64,8 @@ def told(paths: list[Path]) -> dict[str, list[object]]:
     """What torch does with each file, in a process of its own, without a GPU."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     names = json.dumps([str(path) for path in paths])
-    command = [sys.executable, "-c", LOADER]
-    done = subprocess.run(command, input=names, capture_output=True, text=True, check=True, timeout=300, env=env)
+    done = forks.run("-c", LOADER, stdin=names, env=env)
+    assert done.returncode == 0, done.stderr
     answer: dict[str, list[object]] = json.loads(done.stdout)
     return answer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import forge
+from tests import forge, forks
 from tests.forge import (
     Entry,
     Tail,
@@ -59,6 +59,14 @@ print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told
                   "shown": [len(text) for text in shown], "tensors": len(told.tensors),
                   "seconds": time.process_time()}))
 """
+READER_IMPORTS = (
+    "transload.judge.origin",
+    "transload.formats.torch_legacy",
+    "transload.formats.torch_zip",
+    "transload.formats.verify",
+    "transload.render.checkpoint",
+    "transload.render.html",
+)
 
 
 def zeros_packed(size: int) -> bytes:
@@ -212,14 +220,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 
 
 def cost(path: Path, memory: int = MEMORY) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(path), str(memory)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE,
-        env={"PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1"},
-    )
+    done = forks.run("-c", READER, path, str(memory), env={"PYTHONPATH": str(SOURCE)}, imports=READER_IMPORTS)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -3,14 +3,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests import forks
 from tests.shared import once
 
 import transload
@@ -72,8 +71,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     def ask(_: Path) -> object:
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         names = json.dumps([str(path) for path in FILES])
-        command = [sys.executable, "-c", ALONE]
-        done = subprocess.run(command, input=names, capture_output=True, text=True, check=True, timeout=300, env=env)
+        done = forks.run("-c", ALONE, stdin=names, env={**env, "PYTHONPATH": str(forks.SOURCE)})
+        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     return Alone(*once(tmp_path_factory, "alone", ask)[1])

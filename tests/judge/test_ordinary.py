@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests import forks
 from tests.each import each
 from tests.quantized import working_engine
 from tests.release import RELEASE, needs_torch
@@ -191,9 +191,8 @@ def loaded(folder: Path, judged: dict[str, Checkpoint], tmp_path_factory: pytest
 
     def ask(_: Path) -> Any:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-        command = [sys.executable, "-c", LOADER, str(folder), ENGINE]
-        halves = json.dumps([plain, marked])
-        done = subprocess.run(command, input=halves, capture_output=True, text=True, check=True, timeout=300, env=env)
+        done = forks.run("-c", LOADER, folder, ENGINE, stdin=json.dumps([plain, marked]), env=env)
+        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     answer: dict[str, str] = once(tmp_path_factory, "loaded", ask)[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import forks
 from tests.loading.zoo import QUIET, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
@@ -78,11 +78,12 @@ def test_torch_has_nothing_to_warn_of(tmp_path: Path) -> None:
     """It warns of sparse tensors once in a process, so it takes a fresh one."""
     torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse.pt")
     code = "import sys, transload\nfor only in (True, False): transload.load(sys.argv[1], weights_only=only)"
-    command = [sys.executable, "-W", "error:Sparse", "-c", code, str(tmp_path / "sparse.pt")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, check=False)
-    if b"implicitly disabled" in done.stderr and subprocess.run([*command[:4], EXPLICIT], check=False).returncode:
+    strict = "import warnings; warnings.filterwarnings('error', 'Sparse')\n"
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = forks.run("-c", strict + code, tmp_path / "sparse.pt", env=env)
+    if "implicitly disabled" in done.stderr and forks.run("-c", strict + EXPLICIT).returncode:
         pytest.skip("this torch warns though it is told")
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 EXPLICIT = "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests import forks
 
 import transload
 
@@ -51,7 +52,7 @@ def test_the_checkpoints_are_of_another_machine(checkpoints: Path) -> None:
 @pytest.mark.parametrize("script", EXPECTED)
 def test_it_fails_under_python_and_works_under_us(python: Python, checkpoints: Path, script: str) -> None:
     arguments, last = EXPECTED[script]
-    without = python(SCRIPTS / script, *arguments, cwd=checkpoints)
+    without = forks.run(SCRIPTS / script, *arguments, cwd=checkpoints)
     assert without.returncode == 1
     assert "Error: " in without.stderr.splitlines()[-1]
     ours = python("-m", "transload", "run", SCRIPTS / script, *arguments, cwd=checkpoints)

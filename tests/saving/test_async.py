@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import forks
 from torch import nn
 
 from transload.errors import NoDirectoryError, SaveError, SaveWarning, UsageError
@@ -242,11 +243,7 @@ def test_no_thread_stays(tmp_path: Path) -> None:
 
 
 def run(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    source = str(Path(module.__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, "-c", program, str(path)],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "PYTHONPATH": source},
-    )  # fmt: skip
+    return forks.run("-c", program, path, env={**os.environ, "PYTHONPATH": str(forks.SOURCE)})
 
 
 ENDING = """
@@ -264,7 +261,11 @@ atexit.register(lambda: save_async({"w": torch.full((2_000_000,), 2.0)}, sys.arg
 
 @pytest.mark.parametrize("program", [ENDING, AT_EXIT], ids=["that ends", "while it ends"])
 def test_what_a_program_saves_is_there_when_it_has_ended(program: str, tmp_path: Path) -> None:
-    done = run(program, tmp_path / "a.pt")
+    source = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "a.pt")],
+        capture_output=True, text=True, check=False, timeout=120, env=source,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert float(torch.load(tmp_path / "a.pt")["w"][-1]) == 2.0
 

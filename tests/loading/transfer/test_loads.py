@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests import forks
 from tests.loading.equal import same
 from torch import nn
 
@@ -346,7 +345,5 @@ work_really = engine.work  # before a test puts another in its place
 
 
 def test_it_works_without_what_only_linux_has(saved: Path) -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(saved)], capture_output=True, text=True, timeout=120, check=False
-    )
+    made = forks.run("-c", ELSEWHERE, saved)
     assert made.stdout == "loaded\n", made.stderr

@@ -1,0 +1,221 @@
+"""Programs in processes of their own, which begin with their imports done.
+
+To import torch takes two seconds, and to fork a process that has imported it some milliseconds. So a server imports
+once and forks for every program. What it makes is a process like any other: its arguments, folder, environment and
+streams are its own. When it ends, its threads are waited for and what it registered is called, but its modules are not
+torn down, which for torch takes half a second. What tests the start or the end of Python, or the import itself, takes
+``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, NoReturn
+
+SOURCE = Path(__file__).parent.parent / "src"
+FORKS = sys.platform == "linux"
+"""Elsewhere libraries may not survive a fork, and every program is started."""
+PATIENCE = 300.0
+
+
+def run(
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    imports: tuple[str, ...] = ("torch",),
+) -> subprocess.CompletedProcess[str]:
+    """What ``python SCRIPT``, ``python -m MODULE`` or ``python -c CODE`` does where these modules are imported."""
+    command = [str(argument) for argument in arguments]
+    environ = {**(os.environ if env is None else env), "PYTHONUTF8": "1"}
+    if not FORKS:
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=environ,
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=PATIENCE,
+            check=False,
+        )
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as told:
+        given.write(stdin.encode())
+        given.seek(0)
+        streams = [each.fileno() for each in (given, printed, told)]
+        code = ask(server(*imports), Request(command, str(cwd or Path.cwd()), environ), streams)
+        texts = []
+        for each in (printed, told):
+            each.seek(0)
+            texts.append(each.read().decode())
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+class Request(NamedTuple):
+    """A program to run."""
+
+    arguments: list[str]
+    cwd: str
+    environ: dict[str, str]
+
+
+@functools.cache
+def server(*imports: str) -> str:
+    """The address of a server that has imported these; it ends with this process."""
+    folder = tempfile.mkdtemp(prefix="forks")  # an address has room for a hundred characters
+    address = f"{folder}/socket"
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    child = subprocess.Popen(
+        [sys.executable, __file__, "serve", address, *imports],
+        env={**kept, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # no threads: it forks
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+
+    def leave() -> None:
+        child.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(leave)
+    assert child.stdout.readline() == b"ready\n"
+    return address
+
+
+def ask(address: str, request: Request, streams: list[int]) -> int:
+    """Have a server run a program with these for its standard streams; its exit code, or minus the signal."""
+    with asked(address, request, streams) as connection, connection.makefile() as answer:
+        return int(answer.readline())
+
+
+def asked(address: str, request: Request, streams: list[int]) -> socket.socket:
+    """The connection over which the answer will come. A program is killed when its connection is closed."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(PATIENCE)
+    connection.connect(address)
+    socket.send_fds(connection, [b"\n"], streams)
+    connection.sendall(json.dumps(request).encode() + b"\n")
+    return connection
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def serve(address: str, imports: list[str]) -> Request:
+    """Serve until the standard input ends. Only in the process of a program does it return, and what it is to run."""
+    sys.path[0] = str(SOURCE)
+    for module in imports:
+        importlib.import_module(module)
+    del sys.path[0]
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # that it has threads; no program sees it
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    os.write(1, b"ready\n")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for those that have ended
+    while True:
+        ready, _, _ = select.select([0, listener.fileno()], [], [])
+        if 0 in ready:
+            os._exit(0)
+        connection, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return attended(connection)
+        connection.close()
+
+
+def attended(connection: socket.socket) -> Request:
+    """Start the program, wait for it and tell its end; or kill it when nobody waits any more."""
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile() as lines:
+        request = Request(*json.loads(lines.readline()))
+    program = os.fork()
+    if not program:
+        connection.close()
+        os.setsid()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        return request
+    while True:
+        left, _, _ = select.select([connection], [], [], 0.005)
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+            os._exit(0)
+        if left:
+            os.killpg(program, signal.SIGKILL)
+            os.waitpid(program, 0)
+            os._exit(0)
+
+
+def become(request: Request) -> None:
+    """Run the program as the main module of this process."""
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    kind, *rest = request.arguments
+    given = [path for path in request.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = "" if kind in ("-c", "-m") else str(Path(kind).resolve().parent)
+    sys.path[:] = [first, *given, *sys.path]
+    if kind == "-m":
+        sys.argv[:] = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if kind == "-c":
+        text, *words = rest
+        sys.argv[:] = ["-c", *words]
+        code = compile(text, "<string>", "exec")
+    else:
+        sys.argv[:] = [kind, *rest]
+        main.__file__ = kind
+        code = compile(Path(kind).read_bytes(), kind, "exec")
+    exec(code, main.__dict__)  # noqa: S102
+
+
+def end(program: Callable[[], None]) -> NoReturn:
+    """Run it, and end the process as Python does, as far as programs can tell."""
+    code: object = None
+    try:
+        program()
+    except SystemExit as left:
+        code = left.code
+    except BaseException:  # noqa: BLE001 - this is the last
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)  # noqa: T201 - as Python does
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+if __name__ == "__main__":
+    verb, address, *more = sys.argv[1:]
+    if verb == "serve":
+        end(functools.partial(become, serve(address, more)))
+    else:  # as ``python MORE`` in a shell
+        sys.exit(ask(address, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)
