@@ -2,7 +2,7 @@
 # is touched. Use another interpreter with `make test PYTHON=python3.13`.
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 CUDA_VENV := .venv-cuda
 MATRIX := 2.1 2.6 2.15
@@ -48,11 +48,15 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 	@if ! $(call has_torch,$(PYTHON)) && $(VENV_READY); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
 
+# Types are checked while the tests run, and the answer comes after theirs. Tests wait for disks and for one another, so
+# there is one process more than two cores have use for.
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict
-	$(BIN)/pytest -q -n $(JOBS)
+	@echo '$(BIN)/mypy --strict & $(BIN)/pytest -q -n $(JOBS)'; \
+	$(BIN)/mypy --strict >$(VENV)/types.txt 2>&1 & types=$$!; \
+	$(BIN)/pytest -q -n $(JOBS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.txt; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 	$(BIN)/pytest -q --gpu tests/gpu
 	@$(BIN)/python scripts/metrics.py
 
@@ -116,8 +120,9 @@ $(DEMO_STAMP): | $(VENV_STAMP)
 	@rm -f $(VENV)/.stamp-demo-*
 	@touch $@
 
+# Of torch's thousands of modules the tests import some: these are compiled then.
 $(TEST_STAMP): | $(VENV_STAMP)
-	$(PIP) install -r $(REQUIREMENTS) -e .
+	$(PIP) install --no-compile -r $(REQUIREMENTS) -e .
 	@rm -f $(VENV)/.stamp-test-*
 	@touch $@
 

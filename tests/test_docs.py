@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import jsonschema
 import pytest
+from tests.schema import validate
 from tests.test_packaging import ROOMS
 
 import transload
@@ -107,17 +107,17 @@ def test_the_readme_begins_with_two_commands_that_exist() -> None:
     "name", ["h200/train_cuda0.ckpt", "h200/aoti_cuda0.pt2", "h200/torchscript_cuda0.pt", "README.md"]
 )
 def test_json_is_what_the_schema_promises(data: Path, name: str) -> None:
-    schema = json.loads((ROOT / "docs" / "inspect.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(inspect(data / name).to_dict(), schema)
+    schema = ROOT / "docs" / "inspect.schema.json"
+    validate(inspect(data / name).to_dict(), schema)
 
 
 def test_the_schema_allows_nothing_more() -> None:
-    schema = json.loads((ROOT / "docs" / "inspect.schema.json").read_text(encoding="utf-8"))
+    schema = ROOT / "docs" / "inspect.schema.json"
     made = inspect(b"").to_dict()
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**made, "surprise": 1}, schema)
+        validate({**made, "surprise": 1}, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**made, "safety": "fine"}, schema)
+        validate({**made, "safety": "fine"}, schema)
 
 
 def test_every_format_is_in_the_manual() -> None:

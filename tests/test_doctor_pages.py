@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
 from tests.each import each
+from tests.schema import validate
 from tests.test_docs import ROOT, load_script
 
 from transload.diagnose import judge_machine
@@ -51,13 +52,13 @@ def test_links_of_the_pages_lead_somewhere() -> None:
 
 @each("machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)])
 def test_json_is_what_the_schema_promises(machine: Machine) -> None:
-    schema = json.loads((ROOT / "docs" / "doctor.schema.json").read_text(encoding="utf-8"))
+    schema = ROOT / "docs" / "doctor.schema.json"
     made = json.loads(json.dumps(judge_machine(machine).to_dict()))
-    jsonschema.validate(made, schema)
+    validate(made, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**made, "surprise": 1}, schema)
+        validate({**made, "surprise": 1}, schema)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**made, "machine": {**made["machine"], "taken": 1}}, schema)
+        validate({**made, "machine": {**made["machine"], "taken": 1}}, schema)
 
 
 def test_the_manual_names_every_option() -> None:

@@ -10,12 +10,12 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import jsonschema
 import pytest
 import torch
 from tests import forge
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
 from tests.each import for_each, grouped
+from tests.schema import validate
 
 from transload.checking import Check, check
 from transload.diagnose.probes import probe
@@ -41,7 +41,7 @@ def codes(result: Check) -> list[str]:
 
 
 def valid(result: Check) -> Check:
-    jsonschema.validate(result.to_dict(), json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(result.to_dict(), SCHEMA)
     json.dumps(result.to_dict(), allow_nan=False)
     return result
 

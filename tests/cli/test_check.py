@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
-import jsonschema
 import pytest
 from tests.each import each
+from tests.schema import validate
 
 import transload
 from transload.cli.main import main
@@ -28,7 +28,7 @@ NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "url
 
 def valid(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(document, SCHEMA)
     return document
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.each import each
+from tests.schema import validate
 
 from transload.cli.main import main
 from transload.judge import inspect
@@ -29,7 +30,7 @@ NOT_FOR_IT = {"asyncio", "importlib.metadata", "logging", "numpy", "torch", "url
 
 def valid(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(document, SCHEMA)
     return document
 
 

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
 from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
 from tests.each import each
+from tests.schema import validate
 
 import transload
 from transload.cli import doctor as command
@@ -53,7 +53,7 @@ def saved(tmp_path: Path) -> Saved:
 
 def valid(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(document, SCHEMA)
     return document
 
 

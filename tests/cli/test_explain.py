@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import jsonschema
 import pytest
 from tests import forge
+from tests.schema import validate
 
 from transload.cli.main import main
 
@@ -137,7 +137,7 @@ def test_a_text_with_some_junk_is_a_text(data: bytes, tmp_path: Path) -> None:
 def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--json", str(log)]) == 0
     told = json.loads(capsys.readouterr().out)
-    jsonschema.validate(told, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(told, SCHEMA)
     assert [answer["code"] for answer in told["answers"]] == ["archive-cut-off"]
 
 

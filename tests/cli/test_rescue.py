@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
+from tests.schema import validate
 
 from transload.cli.main import main
 
@@ -43,7 +43,7 @@ def half(whole: bytes, tmp_path: Path) -> Path:
 
 def valid(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(document, SCHEMA)
     return document
 
 

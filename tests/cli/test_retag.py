@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
 import torch
 from tests.loading.zoo import tagged
+from tests.schema import validate
 
 from transload.cli.main import main
 from transload.judge import inspect
@@ -31,7 +31,7 @@ def path(data: Path, tmp_path: Path) -> Path:
 
 def valid(text: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(text)
-    jsonschema.validate(document, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validate(document, SCHEMA)
     return document
 
 

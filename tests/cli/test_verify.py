@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
+from tests.schema import validate
 
 from transload.cli.main import main
 from transload.judge import inspect
@@ -35,10 +35,9 @@ def flip(path: Path, name: str) -> None:
 
 def valid(text: str) -> Any:
     document = json.loads(text)
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for each in document if isinstance(document, list) else [document]:
         if "error" not in each:
-            jsonschema.validate(each, schema)
+            validate(each, SCHEMA)
     return document
 
 

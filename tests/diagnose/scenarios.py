@@ -35,11 +35,28 @@ ABSENT = b""
 
 
 def libcuda(**options: object) -> Forged:
-    return Forged(lambda machine: fake_libcuda(machine=machine, **options))  # type: ignore[arg-type]
+    return forged(fake_libcuda, options)
 
 
 def libnvml(**options: object) -> Forged:
-    return Forged(lambda machine: fake_nvml(machine=machine, **options))  # type: ignore[arg-type]
+    return forged(fake_nvml, options)
+
+
+def forged(make: Callable[..., bytes], options: Mapping[str, object]) -> Forged:
+    """Made once for each machine: most worlds have the same libraries."""
+
+    def made(machine: str) -> bytes:
+        if "overrides" in options:
+            return make(machine=machine, **options)
+        key = f"{make.__name__} {machine} {options}"
+        if key not in MADE:
+            MADE[key] = make(machine=machine, **options)
+        return MADE[key]
+
+    return Forged(made)
+
+
+MADE: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True)

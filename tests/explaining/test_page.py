@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import jsonschema
 from tests.diagnose.machines import bare, no_torch_run
 from tests.each import for_each
 from tests.explaining.wordings import WORDINGS
+from tests.schema import validate
 
 import transload
 from transload.diagnose import judge_machine
@@ -66,7 +65,7 @@ def test_python_in_the_manual_runs() -> None:
 
 
 def test_json_is_what_the_schema_promises() -> None:
-    schema = json.loads((ROOT / "docs" / "explain.schema.json").read_text(encoding="utf-8"))
+    schema = ROOT / "docs" / "explain.schema.json"
     texts = [*(wording.text for wording in WORDINGS[::7]), "ZeroDivisionError: division by zero"]
     with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
-        for_each(texts, lambda text: jsonschema.validate(transload.explain(text).to_dict(), schema))
+        for_each(texts, lambda text: validate(transload.explain(text).to_dict(), schema))
