@@ -6,7 +6,6 @@ JOBS ?= 3
 VENV := .venv
 CUDA_VENV := .venv-cuda
 MATRIX := 2.1 2.6 2.15
-MATRIX_TESTS := tests/loading tests/opening tests/saving tests/retagging tests/checking tests/place tests/verifying tests/content tests/rescuing tests/patching tests/writing tests/formats/test_fixtures.py
 REQUIREMENTS := requirements/test.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
@@ -76,7 +75,7 @@ PYTHONS_2.15 := 3.13 3.12 3.11 3.10
 found = $(shell for python in $(foreach v,$(1),python$(v) $(wildcard $(HOME)/.pyenv/versions/$(v).*/bin/python)); do \
 	$$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 
-test-matrix: $(MATRIX:%=matrix-%) ## Run the tests of loading with the oldest, a middle and the newest torch: 16 GB, in .venv-matrix-*
+test-matrix: $(MATRIX:%=matrix-%) ## Run every test with the oldest, a middle and the newest torch: 16 GB, in .venv-matrix-*
 
 matrix-%:
 	@$(if $(call found,$(PYTHONS_$*)),,echo "make: torch $* needs one of Python $(PYTHONS_$*), and none is here" >&2; exit 1)
@@ -84,7 +83,7 @@ matrix-%:
 
 suite-of-matrix: $(TEST_STAMP)
 	@$(BIN)/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
-	$(BIN)/pytest -q -n $(JOBS) $(MATRIX_TESTS)
+	$(BIN)/pytest -q -n $(JOBS)
 
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## Measure against the other tools; bench/gpu/load.py does it on a GPU
 	$(BIN)/python bench/inspect.py

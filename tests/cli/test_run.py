@@ -13,6 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from tests import forks
 
 import transload
 from transload.cli.main import main
@@ -330,7 +331,7 @@ def test_under_torchrun(tmp_path: Path, data: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     program = (str(data / "h200" / "state_dict_cuda1.pt"), "--fast")
-    done = start(*launcher, *RUN, "rank.py", *program, cwd=tmp_path)
+    done = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=ENV)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[-2:] == ["0 of 2 ['--fast'] 10", "1 of 2 ['--fast'] 10"]
     assert done.stderr.count("LandingWarning") == 2

@@ -8,13 +8,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import forks
 
 from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, TransloadError
 from transload.formats import zip_writer as archive
@@ -151,11 +151,8 @@ def test_a_kill_at_every_call(tmp_path: Path) -> None:
     path = tmp_path / "there" / "a.pt"
     path.parent.mkdir()
     save(state(1), path)
-    done = subprocess.run(
-        [sys.executable, "-c", KILL_AT_EACH, str(path), str(count)],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"},
-    )  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    done = forks.run("-c", KILL_AT_EACH, path, str(count), env=environ)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     print(f"killed at {len(lines)} calls")  # noqa: T201 - shown by pytest -s
