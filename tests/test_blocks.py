@@ -57,12 +57,16 @@ EXITS = {("verify.md", "transload verify model.pt"): "1"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to be in, with ``transload`` and ``python``, which has imported torch, on the path."""
+def folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, with ``transload`` and ``python`` on the path.
+
+    They are forked from a process that has imported torch; ``transload`` is started where it is the subject.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     served = f' -S "{forks.__file__}" ask {forks.server("torch")}' if forks.FORKS else ""
-    for name, call in (("python", served), ("python3", ""), ("transload", " -m transload")):
+    ours = "" if page.name == "run.md" else served
+    for name, call in (("python", served), ("python3", ""), ("transload", f"{ours} -m transload")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     environment = tmp_path / "here" / ".venv" / "bin"
