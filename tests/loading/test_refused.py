@@ -253,7 +253,7 @@ def test_no_tensor_is_read_before_a_file_is_refused(monkeypatch: pytest.MonkeyPa
         raise AssertionError("it was read")
 
     monkeypatch.setattr("transload.loading.read_storages", never)
-    for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("argparse", "Namespace")))):
+    for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("ipaddress", "IPv4Address")))):
         with pytest.raises(UnsafeError):
             load(checkpoint(pickled(body)))
 
@@ -270,16 +270,18 @@ def test_a_claim_of_memory_is_not_believed() -> None:
 
 def test_all_names_are_told_at_once_with_the_lines_that_allow_them() -> None:
     body = listing(
-        call(name("argparse", "Namespace")), call(name("my.package", "Config")), call(name("collections", "deque"))
+        call(name("ipaddress", "IPv4Address")),
+        call(name("my.package", "Config")),
+        call(name("collections", "ChainMap")),
     )
     with pytest.raises(UnsafeError) as raised:
         load(checkpoint(pickled(body)))
     error = raised.value
     assert all(
-        text in error.what for text in ("argparse.Namespace", "my.package.Config", "collections.deque", "3 names")
+        text in error.what for text in ("ipaddress.IPv4Address", "my.package.Config", "collections.ChainMap", "3 names")
     )
     if hasattr(torch.serialization, "add_safe_globals"):
-        assert "torch.serialization.add_safe_globals([Namespace, Config, deque])" in error.fix
+        assert "torch.serialization.add_safe_globals([IPv4Address, Config, ChainMap])" in error.fix
     assert "weights_only=False" in error.fix
 
 
@@ -292,9 +294,9 @@ def test_the_way_that_needs_no_trust_is_told(name: str) -> None:
 
 
 def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None:
-    from argparse import Namespace
+    from ipaddress import IPv4Address
 
-    torch.save({"model": {"weight": torch.ones(3)}, "options": Namespace(lr=1)}, tmp_path / "train.ckpt")
+    torch.save({"model": {"weight": torch.ones(3)}, "host": IPv4Address("1.2.3.4")}, tmp_path / "train.ckpt")
     with pytest.raises(UnsafeError) as raised:
         load(tmp_path / "train.ckpt")
     assert raised.value.fix.endswith(f"convert {tmp_path / 'train.ckpt'} {tmp_path / 'train.safetensors'}")
@@ -302,32 +304,33 @@ def test_the_tensors_beside_a_name_can_be_had_without_it(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="this torch has no such list")
 def test_the_lines_that_allow_names_work() -> None:
-    from argparse import Namespace
-    from collections import deque
+    from collections import ChainMap
+    from ipaddress import IPv4Address
 
-    data = saved([Namespace(a=1), deque([1])])
+    value = [IPv4Address("1.2.3.4"), ChainMap({"a": 1})]
+    data = saved(value)
     with pytest.raises(UnsafeError) as raised:
         load(data)
     lines = [line.strip() for line in raised.value.fix.splitlines() if line.startswith("  ")]
     before = torch.serialization.get_safe_globals()
     try:
         exec("\n".join(lines), {})  # noqa: S102 - the very lines a user would paste
-        assert load(data) == [Namespace(a=1), deque([1])]
+        assert load(data) == value
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
-    assert [Namespace, deque] == [kind for kind in (Namespace, deque) if kind not in before]
+    assert [IPv4Address, ChainMap] == [kind for kind in (IPv4Address, ChainMap) if kind not in before]
 
 
 def test_what_is_allowed_already_is_not_told_again() -> None:
-    from argparse import Namespace
+    from ipaddress import IPv4Address
 
-    data = saved([Namespace(a=1), Payload()])
+    data = saved([IPv4Address("1.2.3.4"), Payload()])
     if not hasattr(torch.serialization, "safe_globals"):
         pytest.skip("this torch has no such list")
-    with torch.serialization.safe_globals([Namespace]), pytest.raises(UnsafeError) as raised:
+    with torch.serialization.safe_globals([IPv4Address]), pytest.raises(UnsafeError) as raised:
         load(data)
-    assert "Namespace" not in str(raised.value)
+    assert "IPv4Address" not in str(raised.value)
     assert "builtins.print" in raised.value.what
 
 

@@ -23,7 +23,7 @@ from tests.each import each, for_each
 from tests.loading.equal import same
 
 import transload
-from transload.loading import values
+from transload.loading import refusal, values
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:pickle_load_args only works if", "ignore:.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -142,6 +142,10 @@ def test_arguments_of_other_types_are_refused() -> None:
         values.make("builtins.range", (1, 2, 3, 4))
     with pytest.raises(Exception, match="fails"):
         values.make("decimal.Decimal", ("x",))
+
+
+def test_every_value_that_can_be_made_is_let_through() -> None:
+    assert {*values._VALUES, "numpy.ndarray"} == refusal._BESIDE
 
 
 # -- arguments of load

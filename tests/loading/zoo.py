@@ -73,6 +73,9 @@ def specimen(name: str, *classes: Any, safe: bool = True) -> Callable[[Build], B
     return enter
 
 
+BESIDE = frozenset({"trusted: namespace", "trusted: library objects"})
+"""What torch refuses and we load: values that are nothing but data."""
+
 BUILT_FROM_BYTES = frozenset({"nested", "trusted: generator"})
 """What looks at its numbers while it is built. In a stream these come later, and torch takes what lies in memory."""
 

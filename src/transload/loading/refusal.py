@@ -49,6 +49,33 @@ _OURS = frozenset(
 pickle write without any name. The plain classes are what a ``defaultdict`` makes."""
 
 _METHODS = (BuiltinMethodType, MethodType)
+_BESIDE = frozenset(
+    {
+        "argparse.Namespace",
+        "builtins.range",
+        "builtins.slice",
+        "collections.deque",
+        "decimal.Decimal",
+        "fractions.Fraction",
+        "numpy.dtype",
+        "numpy.ndarray",
+        "types.SimpleNamespace",
+        "uuid.UUID",
+        *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+        *(
+            f"{core}.{name}"
+            for core in ("numpy._core", "numpy.core")
+            for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+        ),
+    }
+)
+"""Values beside the tensors, which ``values`` makes and torch refuses."""
+
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | _OURS
 
@@ -76,7 +103,7 @@ class Allowed:
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
-        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _is_value(_full(node))
+        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _full(node) in _BESIDE
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
         """The names in some pickles that nobody has allowed."""
@@ -135,13 +162,6 @@ def name_of(node: Global) -> str:
 
 def _full(node: Global) -> str:
     return ".".join(canonical(node.module, node.name))
-
-
-def _is_value(full: str) -> bool:
-    """Whether it is one of the values beside tensors that we make and torch refuses."""
-    from transload.loading.values import NAMES
-
-    return full in NAMES
 
 
 def registrar(full: str) -> str:

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from transload.loading.refusal import NeedsTrust, Unknown, Wrong
+from transload.errors import LoadError
+from transload.loading.refusal import NeedsTrust, Wrong
+from transload.tensors.content import numpy_or_none
 
 Args = tuple[Any, ...]
 
@@ -66,10 +68,9 @@ def set_state(made: Any, state: Any) -> bool:
 
 
 def _numpy() -> Any:
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise Unknown("numpy arrays, and numpy is not installed") from error
+    np = numpy_or_none()
+    if np is None:
+        raise LoadError("it holds numpy arrays, and numpy cannot be imported", fix="Install numpy.")
     return np
 
 
@@ -193,6 +194,3 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     **{f"{core}.numeric._frombuffer": (_buffer, (bytes, bytearray), object, (tuple, int), str) for core in _NUMPY},
 }
 """The function that makes it, and the types of its arguments, which may be fewer."""
-
-NAMES = frozenset({*_VALUES, "numpy.ndarray"})
-"""What a file may name for these."""
