@@ -234,7 +234,7 @@ def not_found(m: Case) -> Found:
             return
     if m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
-        loaded = f"the kernel driver {m.kernel.version} is loaded"
+        loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
         yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), _packages(m), title)
 
 
