@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests import forge
 from tests.each import each
+from tests.release import RELEASE
 
 import transload
 from transload.checkpoint import GlobalUse
@@ -117,6 +118,7 @@ json.dump([len(found), [each[:3] for each in found if each.why]], sys.stdout)
 """
 
 
+@pytest.mark.skipif(RELEASE != (2, 13), reason="the table is that of torch 2.13")
 def test_none_that_can_be_allowed_runs_code_or_opens_files() -> None:
     """As ``scripts/callables.py --check`` does for every module there is."""
     command = [sys.executable, "-c", IMPORTED, str(ROOT / "scripts" / "callables.py")]
