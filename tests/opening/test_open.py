@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 from tests import forge
 from tests.each import for_each, grouped
 from tests.loading.equal import same
@@ -669,3 +670,12 @@ def test_reading_from_many_threads(tmp_path: Path) -> None:
             names = list(state) * 4
             for name, tensor in zip(names, pool.map(handle.__getitem__, names), strict=True):
                 assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("left", [12, 40, 100])
+def test_a_header_that_is_cut_off_is_not_an_empty_file(left: int) -> None:
+    data = save({"weight": torch.ones(400), "bias": torch.zeros(300)})
+    with pytest.raises(BrokenFileError, match="ends inside its header"):
+        open_(data[:left])
+    with open_(save({})) as empty:
+        assert list(empty) == []

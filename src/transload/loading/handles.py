@@ -227,14 +227,18 @@ class Opened(OpenCheckpoint):
 def open_checkpoint(f: SourceLike) -> Opened:
     """Read what a path, bytes or a file object holds, judge it, and keep it open.
 
-    ``NotACheckpointError`` if it is none; a damaged one opens: what is left of it can be read.
+    ``NotACheckpointError`` if it is none; a damaged one opens, so that what is left of it can be read, but not one of
+    which no tensor is left.
     """
     with no_collecting():
         opened = Opened(f)
     checkpoint = opened.checkpoint
-    if checkpoint.integrity == "not-a-checkpoint":
-        opened.close()
-        refuse_broken(checkpoint)
+    if checkpoint.integrity == "not-a-checkpoint" or not checkpoint.tensors:
+        try:
+            refuse_broken(checkpoint)
+        except LoadError:
+            opened.close()
+            raise
     return opened
 
 
