@@ -34,8 +34,9 @@ class Conversion:
     ``files`` were written, the first of them holds the weights (or is the directory). ``nbytes`` are those of all
     tensors, ``copied`` those of them that the kernel moved by itself. ``aliases`` are second names of tensors that are
     held once. ``left`` are tensors that are not in the target: those with ``lost`` because it cannot hold them.
-    ``listed`` is what else it cannot hold and is not plain data, such as numpy arrays: it is written nowhere. Plain
-    data are in the file ``leftovers``. ``others`` counts tensors outside of the key.
+    ``listed`` is what else it cannot hold and is not plain data, such as functions: it is written nowhere. Plain data
+    are in the file ``leftovers``. ``others`` counts tensors outside of the key. ``notes`` also name the tensors that
+    are numpy arrays in the source.
     """
 
     path: str

@@ -2,7 +2,7 @@
 
 ``write_content`` is the whole way: a ``Plan`` decides what is written, with ``to_torch`` for a torch zip; ``writers``
 write it into a ``Bundle`` (``output``), with the bytes that ``transfer`` moves and compares; ``objects`` keeps what
-else there was.
+else there was, and ``arrays`` finds the numpy arrays in it.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def write_content(
     tell = telling(progress, plan.total(verify=verify), "converting")
     sources = _source_files(checkpoint.path if src is None else src, content)
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
+        job = Job(plan.content, dst, bundle, options.allow_inf, verify, tell or (lambda _: None))
         locations = WRITERS[format_](job, plan)
         if verify:
             check_source(plan.entries, [entry.tensor for entry in plan.carried], job)
             compare(locations, job)
-        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in checkpoint.tensors))
+        leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.content.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):
             table["data"] = leftovers.data

@@ -86,6 +86,26 @@ def _items(node: Any) -> list[Any]:
     return [*attributes, *call_items(node)]
 
 
+def object_state(node: Call) -> Dict | None:
+    """The attributes of an object that is nothing but its attributes; ``None`` for any other."""
+    args = node.args
+    if called(node) in _RECONSTRUCTORS:  # of a class, its base, and the value of that: None for object
+        bare = type(args) is tuple and len(args) == 3 and args[2] is None
+    else:
+        bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
+    made = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
+    states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
+    state = states[0] if len(states) == 1 else None
+    if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
+        state = Dict([*state[0].items, *state[1].items])  # with slots
+    return state if bare and made and type(state) is Dict else None
+
+
+def is_module(state: Dict) -> bool:
+    """Whether these are the attributes of a module."""
+    return all(state.get(key) is not None for key in _MODULE_KEYS)
+
+
 _WITH_STATE = ("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_parameter_with_state")
 
 
@@ -199,7 +219,7 @@ _MAX_BYTES = 1 << 20
 
 _MODULE_KEYS = {"_parameters": "parameters", "_buffers": "buffers", "_modules": "modules"}
 _RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
-_MAPPINGS = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
+MAPPINGS = frozenset({"collections.OrderedDict", "collections.defaultdict", "collections.Counter"})
 _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset", "torch.Size"})
 
 
@@ -276,7 +296,7 @@ class Leftovers(BoundedWalk):
         if type(node) is Dict:
             return self._pairs(node, path, depth)
         name = called(node) if type(node) is Call else ""
-        if name in _MAPPINGS:
+        if name in MAPPINGS:
             data = self._pairs(Dict(call_items(node)), path, depth)
             state = node.states[-1] if node.states else None
             if type(state) is Dict and state.items[::2] == ["_metadata"]:
@@ -322,22 +342,13 @@ class Leftovers(BoundedWalk):
 
     def _object(self, node: Call, path: tuple[Key, ...], depth: int) -> Any:
         """An object that is nothing but its attributes; of a module, also its parameters, buffers and children."""
-        name, args = called(node), node.args
-        if name in _RECONSTRUCTORS:  # of a class, its base, and the value of that: None for object
-            bare = type(args) is tuple and len(args) == 3 and args[2] is None
-            if type(args) is tuple and args and type(args[0]) is Global:
-                name = args[0].full_name
-        else:
-            bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
-        made = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
-        states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
-        state = states[0] if len(states) == 1 else None
-        if type(state) is tuple and len(state) == 2 and type(state[0]) is Dict and type(state[1]) is Dict:
-            state = Dict([*state[0].items, *state[1].items])  # with slots
-        if not bare or not made or type(state) is not Dict:
+        state = object_state(node)
+        if state is None:
             return self._list(path, node)
-        tables: dict[str, Any] = {key: state.get(key) for key in _MODULE_KEYS}
-        if any(table is None for table in tables.values()):
+        name, args = called(node), node.args
+        if name in _RECONSTRUCTORS and type(args) is tuple and type(args[0]) is Global:
+            name = args[0].full_name
+        if not is_module(state):
             data = self._pairs(state, path, depth)
             if data is NOTHING:
                 return NOTHING if state.items else {"$class": name}
@@ -350,14 +361,14 @@ class Leftovers(BoundedWalk):
             # Every module has tables of hooks, nearly always empty.
             if value or not ("_hook" in key or key == "_non_persistent_buffers_set")
         }
-        for where, table in tables.items():
+        for where, plain_name in _MODULE_KEYS.items():
+            table: Any = state.get(where)
             inside = Dict(call_items(table)) if type(table) is Call else table
             if type(inside) is Dict and where != "_modules":  # tensors are kept elsewhere, what is set on them is not
                 with_more = [pair for pair in inside.pairs() if tensor_attributes(pair[1]).items]
                 inside = Dict([part for pair in with_more for part in pair])
             if type(inside) is Dict and inside.items:
                 data = self._pairs(inside, (*path, where), depth)
-                plain_name = _MODULE_KEYS[where]
                 kept[plain_name if plain_name not in kept else where] = {} if data is NOTHING else data
         return {"$class": name, **kept}
 
@@ -365,7 +376,7 @@ class Leftovers(BoundedWalk):
 # -- values without parts
 
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "TorchVersion"})
-_NUMPY_SCALARS = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
+NUMPY_SCALARS = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
 _STRUCT_CODES = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?"}
 _STRUCT_CODES |= {"u8": "Q", "u4": "I", "u2": "H", "u1": "B"}
 
@@ -389,25 +400,45 @@ def _scalar(node: Any) -> Any:
     if name == "torch.device":
         return device_text(node)
     if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
-        raw = _bytes(args[0])
+        raw = raw_bytes(args[0])
         return NOTHING if raw is None else _scalar(raw)
     if name.rpartition(".")[2] in _PATHS and all(type(part) is str for part in args):
         return "/".join(args).replace("//", "/", 1)
     if name in ("builtins.complex", "__builtin__.complex") and all(type(part) is float for part in args):
         return [_scalar(part) for part in args]
-    if name in _NUMPY_SCALARS and len(args) == 2:
-        dtype, raw = args[0], _bytes(args[1])
-        code = dtype.args[0] if type(dtype) is Call and type(dtype.args) is tuple and dtype.args else None
-        form = _STRUCT_CODES.get(code) if type(code) is str else None
-        if form is not None and raw is not None and len(raw) == calcsize(f"<{form}"):
-            state = dtype.states[-1] if dtype.states else None
-            big_endian = type(state) is tuple and state[1:2] == (">",)
-            return _scalar(unpack(f"{'>' if big_endian else '<'}{form}", raw)[0])
-    return NOTHING
+    number = numpy_number(node)
+    return NOTHING if number is NOTHING else _scalar(number)
 
 
-def _bytes(node: Any) -> bytes | None:
-    """Bytes, also where they are written as a Latin-1 text; ``None`` for anything else."""
+def numpy_number(node: Call) -> Any:
+    """A number of numpy as Python's own, which has the same value; ``NOTHING`` for anything else."""
+    args = node.args
+    if called(node) not in NUMPY_SCALARS or type(args) is not tuple or len(args) != 2:
+        return NOTHING
+    (code, big_endian), raw = numpy_dtype(args[0]), raw_bytes(args[1])
+    form = _STRUCT_CODES.get(code)
+    if form is None or raw is None or len(raw) != calcsize(f"<{form}"):
+        return NOTHING
+    return unpack(f"{'>' if big_endian else '<'}{form}", raw)[0]
+
+
+def numpy_dtype(node: Any) -> tuple[str, bool]:
+    """The code of a dtype of numpy (``f8``), and whether it is big-endian; an empty code if it has fields or a unit."""
+    if type(node) is not Call or called(node) != "numpy.dtype" or type(node.args) is not tuple or not node.args:
+        return "", False
+    code, state = node.args[0], node.states[-1] if node.states else None
+    if type(code) is not str or (state is not None and (type(state) is not tuple or any(state[2:5]))):
+        return "", False
+    return code, state is not None and state[1:2] == (">",)
+
+
+_BYTES = frozenset({"builtins.bytes", "__builtin__.bytes"})
+
+
+def raw_bytes(node: Any) -> bytes | bytearray | None:
+    """Bytes, also where they are written as a Latin-1 text, or as a call if there are none; else ``None``."""
+    if type(node) is Call and called(node) in _BYTES and node.args == ():
+        return b""
     if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
         node = node.args[0]
     if type(node) is str:
@@ -415,4 +446,4 @@ def _bytes(node: Any) -> bytes | None:
             return node.encode("latin-1")
         except UnicodeEncodeError:
             return None
-    return node if type(node) is bytes else None
+    return node if type(node) in (bytes, bytearray) else None

@@ -19,6 +19,7 @@ from transload.errors import ConvertError, UsageError
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
+from transload.writing.arrays import NUMPY_DTYPES, find_arrays, with_arrays
 from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, beside, index_name
 from transload.writing.to_torch import (
@@ -115,24 +116,6 @@ def size_of(size: str | int | None) -> int:
 # -- what the formats can hold
 
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
-NUMPY_DTYPES = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "|i1",
-    "uint8": "|u1",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bool": "|b1",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
-"""Of other dtypes, bytes of their width are kept, as ``ml_dtypes`` saves its own."""
-
 _CANNOT_HOLD = {
     "meta": "it was on the meta device and has no values",
     "quantized": "it is quantized: its values mean nothing without their scales",
@@ -179,6 +162,8 @@ class Plan:
     those that became several entries, ``omitted`` those that are left out, and ``others`` counts those outside of the
     key. ``renamed`` have another name than in the source; ``unmatched`` are prefixes to strip that no name begins with.
     ``metadata`` is what safetensors files say besides second names. ``dropped`` is what else there was, by its path.
+    ``arrays`` are tensors that are numpy arrays in the source, and ``content`` is the source with them; ``numbers`` are
+    numbers of numpy that a torch zip has as Python's own.
 
     Of a torch zip, ``opening`` are the records with the object, ``slots`` the places of its tensors and ``storages``
     their bytes.
@@ -198,7 +183,11 @@ class Plan:
         self.opening: list[Record] = []
         self.slots: list[Slot] = []
         self.storages: list[Entry] = []
+        self.numbers: list[str] = []
         self._modules = _module_paths(self.checkpoint.tensors)
+        self.content, self.arrays = self._with_arrays(content)
+        content = self.content
+        self.checkpoint = replace(self.checkpoint, tensors=(*self.checkpoint.tensors, *self.arrays))
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
@@ -227,6 +216,19 @@ class Plan:
         nbytes = sum(entry.nbytes for entry in entries)
         return sum(record.size for record in self.opening) + (2 * nbytes if verify else nbytes)
 
+    def _with_arrays(self, content: Content) -> tuple[Content, tuple[Tensor, ...]]:
+        """The source with the numpy arrays of its objects as tensors. A torch zip keeps no objects to look into."""
+        checkpoint = content.checkpoint
+        main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
+        named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
+        # Where several shards fill one dictionary, a path does not tell whose value it leads to.
+        if not named or checkpoint.format in _PROGRAMS or len({pickle.path for pickle in main}) != len(main):
+            return content, ()
+        roots = [(pickle.path, pickle.root) for pickle in main]
+        into_objects = self.format != "torch"
+        found = find_arrays(roots, self.checkpoint.tensors, self._modules, into_objects=into_objects)
+        return with_arrays(content, found)
+
     def _select(self) -> list[Entry]:
         """The tensors that are asked for, as ``state_dict()`` would name them."""
         checkpoint, strip = self.checkpoint, self.options.strip
@@ -240,7 +242,9 @@ class Plan:
             fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
             what = f"there is no tensor below the key {self.options.key!r}"
             raise ConvertError(what, where=checkpoint.path, fix=fix)
-        self.others = len(checkpoint.tensors) - len(chosen)
+        arrays = {tensor.path for tensor in self.arrays}
+        self.others = sum(each.path not in arrays for each in checkpoint.tensors)
+        self.others -= sum(each.path not in arrays for each in chosen)
         self.omitted += [
             Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
             for problem in checkpoint.problems
@@ -353,6 +357,7 @@ class Plan:
                 structure = None
         if structure is not None:
             made, self.slots, self.dropped = structure.root, structure.slots, structure.dropped
+            self.numbers = structure.numbers
         else:  # tensors by their names
             entries = [*self.entries, *(entry for entry in selected if entry.tensor.path in calls)]
             self.slots = [Slot(entry, state=True, call=calls.get(entry.tensor.path)) for entry in entries]
@@ -482,6 +487,10 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
         yield "the program itself is not converted, only its weights"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
+    if arrays := _kept_arrays(plan):
+        yield f"numpy arrays in the source, now tensors: {_some(arrays)}"
+    if plan.numbers:
+        yield f"numpy numbers in the source, now Python's own: {_some(plan.numbers)}"
     yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
     kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
     yield from _first(kept, "{}")
@@ -510,6 +519,13 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(name[:_LONGEST] for name in names[:_SHOWN]) + more
+
+
+def _kept_arrays(plan: Plan) -> list[str]:
+    """The names of tensors in the target that are numpy arrays in the source."""
+    paths = {tensor.path for tensor in plan.arrays}
+    names = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in paths)
+    return [*names, *(name for name, kept in plan.aliases if kept in names)]
 
 
 def _separated_views(plan: Plan) -> list[str]:

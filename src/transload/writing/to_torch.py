@@ -23,6 +23,7 @@ from transload.writing.objects import (
     call_items,
     last_pairs,
     node_at,
+    numpy_number,
     tensor_attributes,
 )
 from transload.writing.transfer import Entry
@@ -134,7 +135,7 @@ class Structure(BoundedWalk):
 
     ``entries`` are the tensors to keep, ``known`` the paths of all tensors there are, ``modules`` those of pickled
     modules, ``calls`` those of tensors that are carried over. ``slots`` are in the order in which a reader finds them;
-    ``dropped`` are the paths and nodes of what was dropped.
+    ``dropped`` are the paths and nodes of what was dropped, ``numbers`` the names of numpy's numbers, now Python's own.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Structure(BoundedWalk):
         self._known, self._modules, self._calls = known, modules, calls
         self.slots: list[Slot] = []
         self.dropped: list[tuple[Path, Any]] = []
+        self.numbers: list[str] = []
         kept = self._keep(root, start, 0)
         self.root = Dict([]) if kept is NOTHING else kept
 
@@ -171,6 +173,10 @@ class Structure(BoundedWalk):
                     name = entry.name.rpartition("/")[2] if path else entry.name
                     made.items += [name, self._slot(inside, state=True)]
             return made
+        number = numpy_number(node) if type(node) is Call else NOTHING
+        if number is not NOTHING:
+            self.numbers.append("/".join(map(str, path)))
+            return number
         is_dtype = type(node) is Global and node.module == "torch" and node.name in ITEMSIZE
         if type(node) in _PLAIN_TYPES or is_dtype:
             return node

@@ -30,8 +30,9 @@ from transload.formats.zip_writer import (
     local_header,
     write_checkpoint,
 )
+from transload.writing.arrays import NUMPY_DTYPES
 from transload.writing.output import clear_parts, index_name, write_text
-from transload.writing.plan import NUMPY_DTYPES, SAFETENSORS_DTYPES, Plan, member_name
+from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
 from transload.writing.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
 
 

@@ -1,0 +1,202 @@
+"""numpy arrays that lie in the pickle itself, as tensors that any format can hold; numpy is not needed.
+
+``find_arrays`` looks for them where a checkpoint keeps its own object, and ``with_arrays`` opens the checkpoint with
+them. Arrays of anything but plain numbers (objects, text, fields), and those of a class of their own, are not taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transload.checkpoint import Storage, Tensor, contiguous
+from transload.dtypes import ITEMSIZE
+from transload.formats.tensors import called, dotted, short_key
+from transload.io.sources import BytesSource, Source
+from transload.nodes import Call, Dict
+from transload.tensors.content import Content
+from transload.writing.objects import (
+    MAPPINGS,
+    NUMPY_SCALARS,
+    BoundedWalk,
+    call_items,
+    is_module,
+    numpy_dtype,
+    object_state,
+    raw_bytes,
+)
+
+if TYPE_CHECKING:
+    from transload.checkpoint import Key
+
+    Path = tuple[Key, ...]
+
+NUMPY_DTYPES = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+"""Of other dtypes, bytes of their width are kept, as ``ml_dtypes`` saves its own."""
+
+_DTYPES = {code[1:]: dtype for dtype, code in NUMPY_DTYPES.items()}
+_RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
+_FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 1 << 62  # elements along a dimension: an array of none can claim any size along the others
+
+
+class Array(NamedTuple):
+    """An array as its pickle has it: ``data`` is the node that holds its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    big_endian: bool
+    data: Any
+
+
+def array_of(node: Call) -> Array | None:
+    """The array that a call makes, if it is a plain one of numbers that torch has a dtype for.
+
+    Also a number of numpy that JSON does not have (a complex one), as an array without dimensions.
+    """
+    name, args = called(node), node.args
+    if type(args) is not tuple or node.items or node.appended or node.kind != "reduce":
+        return None
+    dtype: Any
+    axes: Any = None
+    if name in _RECONSTRUCT and len(args) == 3 and dotted(args[0]) == "numpy.ndarray":
+        state = node.states[0] if node.states and len(node.states) == 1 else None
+        if type(state) is not tuple or len(state) != 5:
+            return None
+        _, shape, dtype, fortran, data = state
+    elif name in _FROM_BUFFER and len(args) in (4, 5) and args[3] in ("C", "F", "K") and not node.states:
+        data, dtype, shape, order, axes = (*args, None)[:5]
+        fortran = order == "F"
+        if (order == "K") != (type(axes) is tuple):
+            return None
+    elif name in NUMPY_SCALARS and len(args) == 2 and not node.states:
+        shape, fortran, (dtype, data) = (), False, args
+    else:
+        return None
+    shape = (shape,) if type(shape) is int else shape
+    if type(shape) is not tuple or len(shape) > _MAX_DIMENSIONS:
+        return None
+    axes = tuple(range(len(shape))) if axes is None else axes
+    if any(type(axis) is not int for axis in axes) or sorted(axes) != [*range(len(shape))]:
+        return None
+    if any(type(size) is not int or not 0 <= size < _MAX_SIZE for size in shape):
+        return None
+    code, big_endian = numpy_dtype(dtype)
+    if code not in _DTYPES or (name in NUMPY_SCALARS and not code.startswith("c")):
+        return None
+    raw = raw_bytes(data)
+    if raw is None or len(raw) != prod(shape) * ITEMSIZE[_DTYPES[code]]:
+        return None
+    stride = contiguous(shape[::-1])[::-1] if fortran else contiguous(shape)
+    permuted = tuple(shape[axis] for axis in axes), tuple(stride[axis] for axis in axes)
+    return Array(_DTYPES[code], *permuted, big_endian, data)
+
+
+def find_arrays(
+    roots: Iterable[tuple[Path, Any]], tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
+) -> list[tuple[Path, Array]]:
+    """The plain arrays below ``roots``, by their paths; none of pickled modules, whose state dicts do not have them.
+
+    ``into_objects``: also those that are attributes of objects, and values of mappings of other classes.
+    """
+    search = _Search({tensor.path for tensor in tensors}, modules, into_objects=into_objects)
+    for path, root in roots:
+        search.visit(root, path, 0)
+    return search.found
+
+
+class _Search(BoundedWalk):
+    """Goes where ``Leftovers`` goes, or ``Structure``: what is found there is kept, and what is not they list."""
+
+    def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
+        super().__init__()
+        self.found: list[tuple[Path, Array]] = []
+        self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
+        self._arrays: dict[int, Array] = {}
+
+    def visit(self, node: Any, path: Path, depth: int) -> None:
+        if type(node) not in (Call, Dict, list, tuple) or path in self._tensors or path in self._modules:
+            return
+        if self.why_stop(node, depth):
+            return
+        if type(node) is Call:
+            array = self._arrays.get(id(node)) or array_of(node)
+            if array is not None:
+                self._arrays[id(node)] = array  # one object, so that what is shared stays shared
+                self.found.append((path, array))
+                return
+        self.ancestors.add(id(node))
+        if type(node) in (list, tuple):
+            for index, child in enumerate(node):
+                self.visit(child, (*path, index), depth + 1)
+        else:
+            self._visit_pairs(self._pairs(node), path, depth + 1)
+        self.ancestors.discard(id(node))
+
+    def _pairs(self, node: Any) -> list[tuple[Any, Any]]:
+        if type(node) is Dict:
+            return node.pairs()
+        name = called(node)
+        if name == "collections.OrderedDict" or (name in MAPPINGS and self._into_objects):
+            return Dict(call_items(node)).pairs() if not node.appended else []
+        state = object_state(node) if self._into_objects else None
+        return [] if state is None or is_module(state) else state.pairs()
+
+    def _visit_pairs(self, pairs: list[tuple[Any, Any]], path: Path, depth: int) -> None:
+        """Go below keys that a path tells apart: of two that are written alike, one would hide the other."""
+        inside = [(short_key(key), key, child) for key, child in pairs]
+        alike = Counter(str(step) for step, _, _ in inside)
+        for step, key, child in inside:
+            if type(key) in (str, int) and type(step) is type(key) and step == key and alike[str(step)] == 1:
+                self.visit(child, (*path, step), depth)
+
+
+def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Content, tuple[Tensor, ...]]:
+    """The checkpoint with arrays as tensors, each named after its path, and these tensors."""
+    if not arrays:
+        return content, ()
+    held: dict[str, Any] = {}  # the bytes of each array, by the name of a file that no checkpoint has
+    storages: dict[int, Storage] = {}
+    tensors: list[Tensor] = []
+    for path, array in arrays:
+        name, storage = "/".join(map(str, path)), storages.get(id(array))
+        if storage is None:
+            file = f"\0array {len(storages)}"
+            nbytes = prod(array.shape) * ITEMSIZE[array.dtype]
+            held[file] = array.data
+            storage = Storage(file, file, "cpu", array.dtype, nbytes, nbytes, 0, file=file, big_endian=array.big_endian)
+            storages[id(array)] = storage
+        tensors.append(Tensor(path, name, array.dtype, array.shape, array.stride, "cpu", storage.id))
+
+    @lru_cache(maxsize=2)  # bytes that are written as a text are another copy
+    def in_memory(file: str) -> Source:
+        return BytesSource(raw_bytes(held[file]) or b"")
+
+    def open_file(file: str) -> Source:
+        return in_memory(file) if file in held else content.open_file(file)
+
+    checkpoint = content.checkpoint
+    everything = (*checkpoint.tensors, *tensors), (*checkpoint.storages, *storages.values())
+    opened = replace(checkpoint, tensors=everything[0], storages=everything[1])
+    return Content(opened, open_file, None, content.parts), tuple(tensors)
