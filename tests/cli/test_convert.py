@@ -138,7 +138,7 @@ MISTAKES = [
     pytest.param(["{tmp}/absent.pt", "--list"], "absent.pt", id="no source to list"),
     pytest.param(["{readme}", "{tmp}/a.pt"], "README", id="no checkpoint"),
     pytest.param(["{readme}", "--list"], "README", id="no checkpoint to list"),
-    pytest.param(["{state}", "{tmp}/absent/a.pt"], "does not exist", id="no folder"),
+    pytest.param(["{state}", "{readme}/a.pt"], "README", id="no folder"),
 ]
 
 

@@ -11,6 +11,7 @@ import threading
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
+from struct import pack
 from typing import Any
 from zlib import crc32
 
@@ -19,7 +20,14 @@ import torch
 
 import transload
 from transload.converting import convert
-from transload.errors import CannotWriteError, ConvertError, FullDiskError, TransloadError, UsageError
+from transload.errors import (
+    CannotWriteError,
+    ConvertError,
+    FullDiskError,
+    OverflowRefusedError,
+    TransloadError,
+    UsageError,
+)
 from transload.io import pool
 from transload.judge import inspect
 from transload.tensors.content import open_content
@@ -498,14 +506,66 @@ def test_a_target_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.safetensors")
     with pytest.raises(UsageError, match="not a regular file"):
         convert(STATE, tmp_path / "b.safetensors", overwrite=True)
-    with pytest.raises(CannotWriteError, match="does not exist"):
-        convert(STATE, tmp_path / "absent" / "b.safetensors")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CannotWriteError, match="cannot be written"):
+        convert(STATE, tmp_path / "file" / "deep" / "b.safetensors")
 
 
 def test_in_a_directory_the_file_has_its_usual_name(tmp_path: Path) -> None:
     made = convert(STATE, tmp_path, to="safetensors")
     assert files(tmp_path) == {"model.safetensors"}
     assert made.out == str(tmp_path / "model.safetensors")
+
+
+def one_number(number: float) -> bytes:
+    text = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return len(text).to_bytes(8, "little") + text + pack("<f", number)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.npz", "raw/", "link/a.npz"])
+def test_directories_that_are_missing_are_made(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    target = f"{tmp_path}/new/{name}" if name.startswith("link") else f"{tmp_path}/new/one/two/{name}"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OverflowRefusedError):
+        convert(one_number(1e30), target, dtype="float16")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(FullDiskError):
+            convert(STATE, target)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is there that was not before
+    assert all(Path(file).exists() for file in convert(STATE, target).files)
+
+
+def test_shards_in_a_directory_that_is_missing(tmp_path: Path) -> None:
+    made = convert(STATE, tmp_path / "out" / "model.safetensors", max_shard_size=200)
+    assert len(made.files) > 2
+    assert files(tmp_path / "out") == {Path(file).name for file in made.files}
+    convert(STATE, f"{tmp_path}/other/", to="safetensors")
+    assert files(tmp_path / "other") == {"model.safetensors"}
+
+
+def test_a_directory_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
+    def fail(done: int, _: int) -> None:
+        if done:
+            (tmp_path / "a" / "theirs").write_bytes(b"")
+            raise RuntimeError("over")
+
+    with pytest.raises(RuntimeError, match="over"):
+        convert(STATE, tmp_path / "a" / "b" / "c.pt", progress=fail)
+    assert files(tmp_path / "a") == {"theirs"}
+
+
+def test_directories_that_another_conversion_makes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(path: str) -> None:
+        monkeypatch.undo()
+        Path(path).mkdir(parents=True)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    monkeypatch.setattr(os, "mkdir", slower)
+    convert(STATE, tmp_path / "a" / "b" / "c.pt")
+    assert files(tmp_path / "a" / "b") == {"c.pt"}
 
 
 def test_a_bundle_of_nothing() -> None:

@@ -78,7 +78,7 @@ def _unlink(paths: Iterable[str]) -> None:
 
 
 class Bundle:
-    """Files under way. Left without an error, all of them are there; with one, none is.
+    """Files under way. Left without an error, all of them are there; with one, none is. Missing directories are made.
 
     ``sources`` are the identities of the files that are read: none of them is replaced.
     """
@@ -89,6 +89,7 @@ class Bundle:
         self._files: list[AtomicFile | Folder] = []
         self._index = ""
         self._removed: list[str] = []
+        self._directories: list[str] = []  # that were made for the files, outer ones first
 
     def __enter__(self) -> Any:  # typing.Self is younger than Python 3.10
         return self
@@ -99,6 +100,7 @@ class Bundle:
             return
         for file in self._files:
             file.discard()
+        self._remove_directories()
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
@@ -106,6 +108,7 @@ class Bundle:
         """Begin a file. The last one added gets its name last."""
         refuse_existing(path, overwrite=self._overwrite)
         self._refuse_source(path, path)
+        self._make_directories(path)
         self._files.append(file := AtomicFile(path))
         return file
 
@@ -118,8 +121,32 @@ class Bundle:
         """Begin a directory."""
         for name in os.listdir(path) if os.path.isdir(path) else ():
             self._refuse_source(os.path.join(path, name), path)
+        self._make_directories(path.rstrip("/" + os.sep) or path)
         self._files.append(folder := Folder(path, overwrite=self._overwrite))
         return folder
+
+    def _make_directories(self, path: str) -> None:
+        """Make the directories above a file that do not exist yet."""
+        missing: list[str] = []
+        folder = os.path.dirname(atomic.place_of(path))
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        try:
+            for each in reversed(missing):
+                os.mkdir(each)
+                self._directories.append(each)
+                atomic.flush_directory(os.path.dirname(each))
+        except FileExistsError:  # another conversion has made it meanwhile
+            self._make_directories(path)
+        except OSError as error:
+            raise cannot_write(error, path) from error
+
+    def _remove_directories(self) -> None:
+        """Remove the directories that were made, unless somebody else has put something into them."""
+        with suppress(OSError):
+            for each in reversed(self._directories):
+                os.rmdir(each)
 
     def remove(self, path: str) -> None:
         """Remove a file when the others are there: they replace it under other names."""
@@ -155,6 +182,7 @@ class Bundle:
             for file in self._files[done + committing :]:  # the one that failed has discarded itself
                 file.discard()
             _unlink(path for path in self.paths[:done] if path not in existing)
+            self._remove_directories()
             if old is not None:
                 with suppress(OSError):
                     old.restore(touched=done > 0)
