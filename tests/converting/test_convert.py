@@ -11,7 +11,7 @@ from struct import pack
 from typing import Any
 
 import pytest
-from tests.each import each
+from tests.each import each, for_each
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.converting import convert, parts
@@ -168,6 +168,26 @@ def test_a_key_that_is_a_tensor(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with numpy.load(tmp_path / "b.npz") as arrays:
         assert arrays.files == ["w"]
+
+
+def test_a_training_checkpoint_names_its_parts(train: Path, tmp_path: Path) -> None:
+    told = "it also holds an optimizer; --key converts one part alone: state_dict, optimizer"
+    assert convert(train, tmp_path / "a.safetensors").notes.count(told) == 1
+    assert not any("--key" in note for note in convert(train, tmp_path / "a.pt").notes)  # which keeps all in its place
+    assert not any("--key" in note for note in convert(train, tmp_path / "b.safetensors", key="state_dict").notes)
+
+
+def test_only_a_training_checkpoint_names_its_parts(tmp_path: Path) -> None:
+    def check(value: Any) -> None:
+        made = convert(save(value, tmp_path / "a.pt"), tmp_path / "a.safetensors", overwrite=True)
+        assert not any("--key" in note for note in made.notes)
+
+    weights = {"fc.weight": torch.ones(2)}
+    several = {"unet": weights, "text_encoder": {"fc.bias": torch.zeros(2)}}
+    alone = {"optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "epoch": 3}
+    for_each(
+        [weights, several, alone, {"model": weights, "epoch": 3}, {"optim.weight": torch.ones(1), **weights}], check
+    )
 
 
 def test_a_key_that_is_not_there(train: Path, tmp_path: Path) -> None:

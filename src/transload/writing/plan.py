@@ -483,6 +483,8 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := sorted({os.path.basename(path) for path, _ in beside(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {_some(others)}"
+        if parts := _parts_beside_optimizer(plan):
+            yield f"it also holds an optimizer; --key converts one part alone: {_some(parts)}"
     if plan.checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
     for prefix in plan.unmatched:
@@ -519,6 +521,14 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(name[:_LONGEST] for name in names[:_SHOWN]) + more
+
+
+def _parts_beside_optimizer(plan: Plan) -> list[str]:
+    """The parts of a training checkpoint that is converted whole, with its optimizer; else nothing."""
+    tensors = () if plan.options.key else plan.checkpoint.tensors
+    parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
+    is_training = len(parts) > 1 and any("optim" in part.lower() for part in parts)
+    return parts if is_training else []
 
 
 def _kept_arrays(plan: Plan) -> list[str]:
