@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from transload.converting.npz import as_checkpoint
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
@@ -124,7 +125,8 @@ def convert(
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
-    with open_content(src) as content:
+    with open_content(src) as opened:
+        content = as_checkpoint(opened)
         refuse_broken(content.checkpoint)
         begun, checkpoint = time.monotonic(), content.checkpoint
         written = write_content(
@@ -137,11 +139,12 @@ def convert(
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
-    from transload.judge import inspect
+    from transload.tensors.content import open_content
 
-    checkpoint = inspect(src)
-    refuse_broken(checkpoint)
-    return candidates(checkpoint)
+    with open_content(src) as content:
+        checkpoint = as_checkpoint(content).checkpoint
+        refuse_broken(checkpoint)
+        return candidates(checkpoint)
 
 
 def _path(path: Any) -> str:

@@ -1,0 +1,94 @@
+"""numpy's archives as a source: those that ``convert`` writes, and those that numpy writes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from transload.cli.main import main
+from transload.converting import convert, parts
+from transload.errors import BrokenFileError, ConvertError, NotACheckpointError
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+
+ARRAYS: dict[str, Any] = {
+    "fc.weight": np.arange(6, dtype="<f4").reshape(2, 3),
+    "deep/fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "big": np.arange(5, dtype=">i2"),
+    "mask": np.array([True, False]),
+    "one": np.array(7),
+    "none": np.empty((0, 2), "f2"),
+    "complex": np.arange(3, dtype="c8"),
+}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
+@pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz"])
+def test_what_numpy_has_saved(tmp_path: Path, save: Any, name: str) -> None:
+    save(tmp_path / "a.npz", **ARRAYS)
+    made = convert(tmp_path / "a.npz", tmp_path / name)
+    assert (made.format, made.tensors, made.left, made.notes) == ("npz", len(ARRAYS), (), ())
+    convert(tmp_path / name, tmp_path / "c.npz")
+    with np.load(tmp_path / "c.npz") as back:
+        assert set(back) == set(ARRAYS)
+        for key, array in ARRAYS.items():
+            assert back[key].dtype == array.dtype.newbyteorder("<")
+            assert np.array_equal(back[key], array)
+
+
+def test_names_come_back(tmp_path: Path) -> None:
+    value = {name: torch.ones(2) for name in ("a:b", "../a", "/b", "c.npy", "%41", "50%")}
+    torch.save(value, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b.npz")
+    convert(tmp_path / "b.npz", tmp_path / "c.pt")
+    assert list(torch.load(tmp_path / "c.pt", weights_only=True)) == list(value)
+
+
+def test_what_is_not_an_array_of_numbers_is_lost(tmp_path: Path) -> None:
+    odd = {"text": np.array(["a"]), "objects": np.array([None]), "raw": np.zeros(2, "V2")}
+    np.savez(tmp_path / "a.npz", w=np.ones(2), fields=np.zeros(1, [("a", "i4")]), **odd)
+    with ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("notes.txt", "hello")
+        archive.writestr("bad.npy", "hello")
+    made = convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
+    assert not made.complete
+    assert {each.name for each in made.left} == {*odd, "fields", "notes.txt", "bad"}
+    assert made.tensors == 1
+    assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "c.pt")]) == 1
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.arange(1000.0))
+    data = bytearray(stream.getvalue())
+    with pytest.raises((BrokenFileError, NotACheckpointError)):
+        convert(bytes(data[:-30]), tmp_path / "b.pt")
+    data[3000] ^= 1
+    with pytest.raises(ConvertError, match="damaged"):
+        convert(bytes(data), tmp_path / "b.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_array_that_claims_more_than_there_is(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=np.ones(2))
+    with ZipFile(tmp_path / "a.npz") as archive:
+        text = archive.read("w.npy")
+    with ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("w.npy", text.replace(b"(2,), }  ", b"(200,), }"))
+        archive.writestr("v.npy", text)
+    made = convert(tmp_path / "b.npz", tmp_path / "c.safetensors")
+    assert [(each.name, each.lost) for each in made.left] == [("w", True)]
+
+
+def test_the_parts_of_an_archive(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **{"model/w": np.ones(2), "other/w": np.ones(2)})
+    assert [part.key for part in parts(tmp_path / "a.npz")] == ["", "model", "other"]
+    made = convert(tmp_path / "a.npz", tmp_path / "b.safetensors", key="other")
+    assert (made.tensors, made.others) == (1, 1)
+    np.savez(tmp_path / "c.npz", **{"model/v": np.ones(2), "model/w": np.ones(2)})
+    assert [part.key for part in parts(tmp_path / "c.npz")] == ["", "model"]
