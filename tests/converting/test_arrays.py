@@ -228,11 +228,35 @@ def test_an_array_shared_a_millionfold_ends(tmp_path: Path) -> None:
     assert made.listed  # the others
 
 
+class Same:
+    """An array of bytes that others are made of, too."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        make = np.arange(1).__reduce_ex__(5)[0]  # where this numpy has it
+        return make, (self.data, np.dtype("u1"), (len(self.data),), "C")
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
+def test_many_arrays_of_the_same_bytes_are_written_once(tmp_path: Path, name: str) -> None:
+    large, small = bytes(1 << 20), b"\1"
+    value = {"large": [Same(large) for _ in range(3000)], "small": [Same(small) for _ in range(2)]}
+    source = save(value, tmp_path / "a.pt")
+    made = convert(source, tmp_path / name)
+    assert made.tensors == 3002
+    assert (tmp_path / name).stat().st_size < 3 << 20
+    if name == "b.pt":
+        first, second = torch.load(tmp_path / name, weights_only=True)["small"]
+        assert first.data_ptr() != second.data_ptr()  # Python has each byte once
+
+
 def made_of(state: Any, *, kind: str = "numpy.ndarray") -> Array | None:
     module, _, name = kind.rpartition(".")
     node = Call(Global("numpy._core.multiarray", "_reconstruct", 0), (Global(module, name, 0), (0,), b"b"), "reduce", 0)
     node.states = [state]
-    return array_of(node)
+    return array_of(node, {})
 
 
 def dtype_of(code: Any, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> Call:
@@ -265,7 +289,7 @@ def test_arrays_that_nobody_writes() -> None:
     assert made_of((1, (2,), real, False, data), kind="numpy.matrix") is None
 
     def buffer(*args: Any) -> Array | None:
-        return array_of(Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0))
+        return array_of(Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0), {})
 
     assert buffer((1, 2), "K", (1, 0)) == Array("float32", (2, 1), (1, 2), False, data)
     several: list[Any] = [((2,), "K"), ((2,), "C", (0,)), ((2,), "A"), ((2,), "K", (1,)), ((1, 2), "K", (0, 0))]

@@ -57,6 +57,7 @@ _DTYPES = {code[1:]: dtype for dtype, code in NUMPY_DTYPES.items()}
 _RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
 _FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
 _MAX_DIMENSIONS = 64
+_MAX_SMALL = 64  # bytes: about what the call of an array takes
 _MAX_SIZE = 1 << 62  # elements along a dimension: an array of none can claim any size along the others
 
 
@@ -70,10 +71,16 @@ class Array(NamedTuple):
     data: Any
 
 
-def array_of(node: Call) -> Array | None:
+def _identity(data: Any) -> int:
+    """What arrays have in common that are made of the same bytes, or of the text that they are written as."""
+    return id(data.args[0]) if type(data) is Call and type(data.args) is tuple and data.args else id(data)
+
+
+def array_of(node: Call, lengths: dict[int, int]) -> Array | None:
     """The array that a call makes, if it is a plain one of numbers that torch has a dtype for.
 
-    Also a number of numpy that JSON does not have (a complex one), as an array without dimensions.
+    Also a number of numpy that JSON does not have (a complex one), as an array without dimensions. ``lengths`` keeps
+    how many bytes there are, by identity: a file can make any number of arrays of the same large text.
     """
     name, args = called(node), node.args
     if type(args) is not tuple or node.items or node.appended or node.kind != "reduce":
@@ -105,8 +112,10 @@ def array_of(node: Call) -> Array | None:
     code, big_endian = numpy_dtype(dtype)
     if code not in _DTYPES or (name in NUMPY_SCALARS and not code.startswith("c")):
         return None
-    raw = raw_bytes(data)
-    if raw is None or len(raw) != prod(shape) * ITEMSIZE[_DTYPES[code]]:
+    if (identity := _identity(data)) not in lengths:
+        raw = raw_bytes(data)
+        lengths[identity] = -1 if raw is None else len(raw)
+    if lengths[identity] != prod(shape) * ITEMSIZE[_DTYPES[code]]:
         return None
     stride = contiguous(shape[::-1])[::-1] if fortran else contiguous(shape)
     permuted = tuple(shape[axis] for axis in axes), tuple(stride[axis] for axis in axes)
@@ -134,6 +143,7 @@ class _Search(BoundedWalk):
         self.found: list[tuple[Path, Array]] = []
         self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
         self._arrays: dict[int, Array] = {}
+        self._lengths: dict[int, int] = {}
 
     def visit(self, node: Any, path: Path, depth: int) -> None:
         if type(node) not in (Call, Dict, list, tuple) or path in self._tensors or path in self._modules:
@@ -141,7 +151,7 @@ class _Search(BoundedWalk):
         if self.why_stop(node, depth):
             return
         if type(node) is Call:
-            array = self._arrays.get(id(node)) or array_of(node)
+            array = self._arrays.get(id(node)) or array_of(node, self._lengths)
             if array is not None:
                 self._arrays[id(node)] = array  # one object, so that what is shared stays shared
                 self.found.append((path, array))
@@ -177,16 +187,19 @@ def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Con
     if not arrays:
         return content, ()
     held: dict[str, Any] = {}  # the bytes of each array, by the name of a file that no checkpoint has
-    storages: dict[int, Storage] = {}
+    storages: dict[tuple[object, ...], Storage] = {}
     tensors: list[Tensor] = []
     for path, array in arrays:
-        name, storage = "/".join(map(str, path)), storages.get(id(array))
+        name, nbytes = "/".join(map(str, path)), prod(array.shape) * ITEMSIZE[array.dtype]
+        # Python shares small values of its own accord. Of large ones a file could make any number of arrays.
+        small = nbytes <= _MAX_SMALL
+        key = (id(array),) if small else (_identity(array.data), array.dtype, array.big_endian)
+        storage = storages.get(key)
         if storage is None:
             file = f"\0array {len(storages)}"
-            nbytes = prod(array.shape) * ITEMSIZE[array.dtype]
             held[file] = array.data
             storage = Storage(file, file, "cpu", array.dtype, nbytes, nbytes, 0, file=file, big_endian=array.big_endian)
-            storages[id(array)] = storage
+            storages[key] = storage
         tensors.append(Tensor(path, name, array.dtype, array.shape, array.stride, "cpu", storage.id))
 
     @lru_cache(maxsize=2)  # bytes that are written as a text are another copy
