@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 ARRAYS: dict[str, Any] = {
     "matrix": np.arange(6, dtype="f4").reshape(2, 3),
     "column by column": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "axes in another order": np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2),
     "the other byte order": np.arange(3, dtype=">i4"),
     "text": np.array(["ab", "c"]),
     "bytes": np.array([b"ab", b"c"]),

@@ -125,9 +125,15 @@ def _fill(made: Any, state: Any) -> None:
     made.__setstate__((1, _shape(shape), dtype, bool(fortran), bytes(data)))
 
 
-def _buffer(data: Any, dtype: Any, shape: Any, order: str, *_: object) -> Any:
+def _buffer(data: Any, dtype: Any, shape: Any, order: str, axes: Any = None) -> Any:
+    """As ``numpy._core.numeric._frombuffer``: with the order ``K`` the axes are put into another order afterwards."""
     _check(dtype, _shape(shape), data)
-    return _numpy().frombuffer(bytearray(data), dtype).reshape(_shape(shape), order="F" if order == "F" else "C")
+    made = _numpy().frombuffer(bytearray(data), dtype).reshape(_shape(shape), order="F" if order == "F" else "C")
+    if order != "K" or axes is None:
+        return made
+    if sorted(axes) != list(range(made.ndim)):
+        raise Wrong("an array whose axes are not its own")
+    return made.transpose(axes)
 
 
 def _scalar(dtype: Any, data: Any = None) -> Any:
@@ -191,6 +197,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "numpy.dtype": (_dtype, str, (int, bool), (int, bool)),
     **{f"{core}.multiarray._reconstruct": (_empty, type, tuple, (bytes, str)) for core in _NUMPY},
     **{f"{core}.multiarray.scalar": (_scalar, object, object) for core in _NUMPY},
-    **{f"{core}.numeric._frombuffer": (_buffer, (bytes, bytearray), object, (tuple, int), str) for core in _NUMPY},
+    **{
+        f"{core}.numeric._frombuffer": (_buffer, (bytes, bytearray), object, (tuple, int), str, (tuple, type(None)))
+        for core in _NUMPY
+    },
 }
 """The function that makes it, and the types of its arguments, which may be fewer."""
