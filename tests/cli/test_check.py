@@ -54,7 +54,15 @@ def test_the_exit_code_is_whether_it_loads(
 
 
 @pytest.mark.parametrize(
-    ("device", "code", "wish"), [("auto", 0, "auto"), ("cpu", 0, "cpu"), ("cuda:63", 1, "cuda:63"), ("none", 1, None)]
+    ("device", "code", "wish"),
+    [
+        ("auto", 0, "auto"),
+        ("cpu", 0, "cpu"),
+        ("cuda:63", 1, "cuda:63"),
+        ("none", 1, None),
+        ("cuda:63, cpu", 0, "cuda:63,cpu"),
+        ("cuda:63,cuda:62", 1, "cuda:63,cuda:62"),
+    ],
 )
 def test_the_device_is_the_wish(
     device: str, code: int, wish: str | None, data: Path, capsys: pytest.CaptureFixture[str]

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.place.makers import checkpoint
 
 from transload.devices import Device
-from transload.errors import LoadError
+from transload.errors import LoadError, NoDeviceError
 from transload.loading import placement as here
-from transload.loading.placement import DeviceMap, Move, Plan, devices_here, wanted_devices
+from transload.loading.placement import DeviceMap, Move, Plan, devices_here, plan_here, wanted_devices
 
 GIB = 1 << 30
 
@@ -149,6 +150,16 @@ def test_the_host_tells_its_memory() -> None:
 )
 def test_the_devices_a_wish_may_use(wish: Any, wanted: list[str]) -> None:
     assert wanted_devices(["cuda:1", "cpu"], wish) == wanted
+
+
+def test_of_a_list_nothing_is_woken_behind_the_first_that_is_here(bare: pytest.MonkeyPatch) -> None:
+    cards, held = with_cards(bare, 4 * GIB, 4 * GIB), checkpoint(("cuda:1", 8))
+    assert plan_here(held, ["cpu", "cuda:0"], 8).device_of("cuda:1") == "cpu"
+    assert not cards.woken
+    assert plan_here(held, ("cuda:5", "cuda:0", "cpu"), 8).device_of("cuda:1") == "cuda:0"
+    assert set(cards.asked) == {0}
+    with pytest.raises(NoDeviceError, match="there is no cuda:5 or xpu:0 here, only cpu, cuda:0 and cuda:1"):
+        plan_here(held, ["cuda:5", "xpu:0"], 8)
 
 
 def arriving(wish: Any = "auto", **moves: str) -> DeviceMap:

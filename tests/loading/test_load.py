@@ -101,13 +101,24 @@ def test_a_file_of_the_cpu_lands_without_a_word() -> None:
         same(torch.load(STATE_DICT), load(STATE_DICT))
 
 
-@pytest.mark.parametrize("wish", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps"], ids=str)
+@pytest.mark.parametrize(
+    "wish", [None, "cuda", "cuda:1", torch.device("cuda:0"), {"cpu": "cuda:0"}, "mps", ["cuda:1"]], ids=str
+)
 def test_a_device_that_is_not_here_is_named_with_what_to_do(wish: Any) -> None:
     path = STATE_DICT if isinstance(wish, dict) else CUDA
     with pytest.raises(NoDeviceError) as raised:
         load(path, wish)
     assert "map_location" in raised.value.fix
     assert isinstance(raised.value, RuntimeError)
+
+
+def test_of_a_list_of_devices_the_first_that_is_here_takes_everything() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wish in (["cuda:1", "cuda:0", "cpu"], (torch.device("cuda:1"), torch.device("cpu"))):
+            same(torch.load(CUDA, "cpu"), load(CUDA, wish))
+    with pytest.raises(NoDeviceError, match="there is no cuda:1 or xpu here, only cpu"):
+        load(CUDA, ["cuda:1", "xpu"])
 
 
 # -- the zoo

@@ -636,10 +636,10 @@ class TestLanding:
 
     def test_a_device_that_was_asked_for_needs_no_warning(self, data: Path) -> None:
         path = data / "h200" / "state_dict_cuda1.pt"
-        for wish in ("cpu", torch.device("cpu"), {"cuda:1": "cpu"}, lambda storage, _tag: storage):
+        for wish in ("cpu", torch.device("cpu"), {"cuda:1": "cpu"}, ["cuda:1", "cpu"], lambda storage, _tag: storage):
             assert open_(path, device=wish)["fc.weight"].device == torch.device("cpu")
 
-    @pytest.mark.parametrize("wish", [None, "cuda:1", "cuda"])
+    @pytest.mark.parametrize("wish", [None, "cuda:1", "cuda", ["cuda:1", "cuda:0"]])
     def test_a_device_that_is_not_here(self, data: Path, wish: Any) -> None:
         with open_(data / "h200" / "state_dict_cuda1.pt", device=wish) as handle:
             with pytest.raises(NoDeviceError, match="there is no cuda") as caught:

@@ -154,6 +154,8 @@ WISHES: list[tuple[Any, dict[str, str]]] = [
         MappingProxyType({"cuda:0": torch.device("cpu")}),
         {"cuda:0": "cpu", "cuda:1": "cuda:1", "cpu": "cpu", "meta": "meta"},
     ),
+    (["cuda:7", "cuda:0", "cpu"], {"cuda:0": "cuda:0", "cuda:1": "cuda:0", "cpu": "cuda:0", "meta": "meta"}),
+    ((torch.device("xpu"), "cpu"), {"cuda:0": "cpu", "cuda:1": "cpu", "cpu": "cpu", "meta": "meta"}),
     (lambda storage, _: storage, dict.fromkeys(("cuda:0", "cuda:1", "cpu", "meta"), UNDECIDED)),
 ]
 
@@ -177,6 +179,9 @@ def test_a_wish_is_granted(wish: Any, expected: dict[str, str]) -> None:
         ({torch.device("cuda:5"): "cpu"}, "there is no cuda:5 here, only cpu and cuda:0"),  # nor does torch find it
         (1, "map_location is of type int, which does not name a device"),
         (1.5, "map_location is of type float, which does not name a device"),
+        (["cuda:7", "xpu:0"], "there is no cuda:7 or xpu:0 here, only cpu and cuda:0"),
+        ([], "the list of devices is empty"),
+        (["cuda:7", None], "the list of devices has NoneType in it, which does not name a device"),
     ],
 )
 def test_a_wish_that_cannot_be_granted_is_refused_with_a_fix(wish: Any, refused: str) -> None:
@@ -198,6 +203,11 @@ def test_a_number_is_told_the_name_it_means() -> None:
 def test_float64_asked_onto_mps_is_refused() -> None:
     plan = place(checkpoint(("cpu", 8), dtype="float64"), MAC, "mps")
     assert plan.refused == "it holds float64, which mps does not have"
+
+
+def test_none_of_a_list_takes_it_and_each_reason_is_named() -> None:
+    plan = place(checkpoint(("cpu", 8), dtype="float64"), MAC, ["cuda:1", "mps"])
+    assert plan.refused == "there is no cuda:1 here, only cpu and mps; it holds float64, which mps does not have"
 
 
 def test_the_reason_for_a_missing_gpu_is_in_the_refusal() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import LoadError
 from transload.findings import Finding, Severity
 from transload.judge.problems import refuse_broken
-from transload.loading.placement import AUTO, place
+from transload.loading.placement import AUTO, is_choice, place
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
+        wish = ",".join(map(str, self.wish)) if is_choice(self.wish) else str(self.wish)
         return {
             "schema": 1,
             "path": self.checkpoint.path,
@@ -67,7 +68,7 @@ class Check:
             "format": self.checkpoint.format,
             "safety": self.checkpoint.safety,
             "integrity": self.checkpoint.integrity,
-            "map_location": None if self.wish is None else str(self.wish),
+            "map_location": None if self.wish is None else wish,
             "devices": [
                 {"name": device.name, "free": device.free, "total": device.total, "label": device.label}
                 for device in self.devices.available

@@ -222,10 +222,11 @@ def check_arguments(parser: ArgumentParser) -> None:
     """Declare the options of ``check``: can it be loaded here, where would it land. Nothing is loaded."""
     parser.epilog = """\
 examples:
-  transload check model.pt                 can it be loaded, and where to
+  transload check model.pt                       can it be loaded, and where to
   transload check model.pt --device cuda:1
-  transload check model.pt --device none   each tensor where it was saved
-  transload check checkpoints/             each checkpoint in a directory
+  transload check model.pt --device cuda:1,cpu   the first of them that is here
+  transload check model.pt --device none         each tensor where it was saved
+  transload check checkpoints/                   each checkpoint in a directory
   transload check model.pt --json | jq .plan
 
 exit codes:
@@ -243,6 +244,8 @@ def run_check(arguments: Namespace) -> int:
 
     paths = expanded(arguments.paths)
     device = None if arguments.device == "none" else arguments.device
+    if "," in arguments.device:
+        device = [name.strip() for name in arguments.device.split(",")]
     diagnosis = diagnosis_here()
     results = _each(paths, lambda path: check_here(path, device, diagnosis))
     done = [result for result in results if not isinstance(result, TransloadError)]

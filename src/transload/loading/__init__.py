@@ -63,7 +63,8 @@ def load(
 
     ``f`` is a path (of a file, a directory or the index of shards), a binary file object, or bytes. ``map_location``
     is what it is to ``torch.load``; or ``"auto"``: each tensor goes to the device it was saved on if that is here,
-    else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved.
+    else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved; or a list of
+    devices, ``["cuda:1", "cpu"]``: everything goes to the first that is here.
 
     With ``weights_only`` nothing in the file is run: it is read into a tree, and the tree is built into tensors and
     plain objects through a fixed table. Other names are refused, all of them at once, unless the program has allowed

@@ -245,7 +245,8 @@ def landing(plan: Plan) -> Iterator[Block]:
 
 AUTO = "auto"
 MapLocation = Any
-"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), or ``auto``."""
+"""What torch takes as ``map_location`` (``None``, a name, a ``torch.device``, a mapping, a function), ``auto``, or a
+list of devices."""
 
 _Chosen = tuple[str, Reason, str]
 """A device, why, and what more is to be said of that."""
@@ -289,9 +290,12 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
 
     ``auto``: a tag whose device is here keeps it, and the CPU stays the CPU; one that is not here goes to the
     accelerator of this process, or to the CPU where there is none. Where a checkpoint is spread over several devices,
-    the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Any
-    other map_location means what it means to ``torch.load``.
+    the absent ones are laid out over those that are here by free memory. Under torchrun every rank takes its own. Of a
+    list of devices the first that is here takes everything. Any other map_location means what it means to
+    ``torch.load``.
     """
+    if is_choice(map_location):
+        return _first(checkpoint, devices, map_location)
     loads = _loads(checkpoint)
     automatic = isinstance(map_location, str) and map_location == AUTO
     refused, fix = "", "Ask for a device that is here, or leave map_location out."
@@ -338,7 +342,14 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
 
 def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, argument: str = "map_location") -> Plan:
     """The plan for the devices torch has; ``NoDeviceError``, which calls the argument so, if there is none."""
-    plan = place(checkpoint, devices_here(wanted_devices(tags_of(checkpoint), map_location), nbytes), map_location)
+    choice = map_location if is_choice(map_location) else ()
+    # Of a list one after the other, so that no device behind the first that is here is woken.
+    tries = [(wish, choice[:count]) for count, wish in enumerate(choice, 1)] or [(map_location, map_location)]
+    tags = tags_of(checkpoint)
+    for wish, wishes in tries:
+        plan = place(checkpoint, devices_here(wanted_devices(tags, wish), nbytes), wishes)
+        if not plan.refused:
+            break
     if plan.refused:
         fix = "\n".join(plan.fix).replace("map_location", argument)
         raise NoDeviceError(plan.refused, where=checkpoint.path, fix=fix)
@@ -371,6 +382,39 @@ def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
 
 
 # -- wishes
+
+
+def is_choice(map_location: MapLocation) -> bool:
+    """Whether it names several devices, of which the first that is here is wanted."""
+    return isinstance(map_location, list | tuple)
+
+
+def _first(checkpoint: Checkpoint, devices: Devices, wishes: Sequence[MapLocation]) -> Plan:
+    """The plan for the first device that is here; if none is, one that names them all."""
+    fix = "Pass names such as 'cuda:0' and 'cpu'."
+    if not wishes:
+        return Plan(refused="the list of devices is empty", fix=(fix,))
+    lost: list[str] = []
+    against: list[str] = []
+    for wish in wishes:
+        if not isinstance(wish, str | bytes) and not _is_torch_device(wish):
+            what = f"the list of devices has {type(wish).__name__} in it, which does not name a device"
+            return Plan(refused=what, fix=(fix,))
+        plan = place(checkpoint, devices, wish)
+        if not plan.refused:
+            return plan
+        missing = [move.detail for move in plan.moves if move.reason == "lost"]
+        lost += missing[:1]
+        against += [] if missing else [plan.refused]
+    if lost:
+        here = listed([device.name for device in devices.available])
+        against.insert(0, f"there is no {listed(lost, 'or')} here, only {here}")
+        against += [devices.absent] if devices.absent else []
+    return Plan(
+        plan.moves,
+        refused="; ".join(against),
+        fix=("Add a device that is here, or 'auto', at the end of map_location.",),
+    )
 
 
 def _is_torch_device(map_location: MapLocation) -> bool:
