@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import struct
 import warnings
@@ -236,6 +237,175 @@ class TestPrefixes:
         assert torch.equal(model["model"].weight, body.weight)
 
 
+class Encoder(nn.Module):
+    """A body with its own name for a layer, a norm and a value that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+class Classifier(nn.Module):
+    """What BertForSequenceClassification is to BertModel."""
+
+    def __init__(self, labels: int = 2) -> None:
+        super().__init__()
+        self.bert = Encoder()
+        self.classifier = nn.Linear(3, labels)
+
+
+class TestRenaming:
+    @pytest.mark.parametrize(
+        "rename",
+        [
+            {"encoder.": "bert.", "head.weight": "classifier.weight", "head.bias": "classifier.bias"},
+            {"encoder.": "bert.", "head.": "classifier.", "enc": "no such key", "e": "no prefix"},
+            [(r"^encoder\.", "bert."), (r"^head", "classifier")],
+            [(re.compile("encoder"), "bert"), ("(h)ead", "classifier")],
+            lambda key: key.replace("encoder", "bert").replace("head", "classifier"),
+        ],
+        ids=["keys", "prefixes", "patterns", "compiled", "function"],
+    )
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_each_form(self, rename: Any, nested: bool) -> None:
+        saved, model = Classifier(), Classifier()
+        state = saved.state_dict()
+        for key in list(state):
+            state[key.replace("bert", "encoder").replace("classifier", "head")] = state.pop(key)
+        result = load_into(model, file_of({"state_dict": state, "epoch": 3} if nested else state), rename=rename)
+        assert result == ([], [])
+        assert (result.found, result.notes) == ("state_dict" if nested else "", ())
+        assert_same(model, saved)
+
+    def test_one_pair(self) -> None:
+        model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
+        state = {f"old_{name}": tensor for name, tensor in saved.state_dict().items()}
+        load_into(model, file_of(state), rename=("^old_(.*)", r"\1"))
+        assert_same(model, saved)
+
+    @pytest.mark.parametrize("rename", [{"loss.": None, "x": None}, lambda key: None if key[0] in "lx" else key])
+    def test_what_is_left_out(self, rename: Any) -> None:
+        model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
+        state = {**saved.state_dict(), "loss.weight": torch.ones(1), "x": 4}
+        assert load_into(model, file_of(state), rename=rename) == ([], [])
+        assert_same(model, saved)
+        nested = {**saved.state_dict(), "loss": {"weight": torch.ones(1), "n": 1}, "x": 4}
+        assert load_into(model, file_of(nested), rename=rename) == ([], [])
+
+    def test_what_wrappers_leave_is_undone_after_it(self) -> None:
+        model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
+        state = {f"old.{name}": tensor for name, tensor in saved.state_dict().items()}
+        with pytest.warns(KeysWarning, match=r"took 'module\.' off 2 keys"):
+            load_into(model, file_of(state), rename={"old.": "module."})
+        assert_same(model, saved)
+
+    def test_below_a_prefix(self) -> None:
+        model, saved = nn.ModuleDict({"b": nn.Linear(2, 2)}), nn.Linear(2, 2)
+        file = file_of({"ema": {f"a.{name}": tensor for name, tensor in saved.state_dict().items()}, "model": {}})
+        load_into(model, file, prefix="ema", rename={"a.": "b."})
+        assert_same(model["b"], saved)
+
+    def test_extra_state_is_renamed_too(self) -> None:
+        model, saved = nn.ModuleDict({"b": Extra()}), Extra()
+        saved.set_extra_state({"at": "renamed"})
+        state = {f"a.{name}": value for name, value in saved.state_dict().items()}
+        assert load_into(model, file_of(state), rename={"a.": "b."}) == ([], [])
+        assert model["b"].get_extra_state() == saved.get_extra_state()
+
+    def test_a_module_with_its_own_way(self) -> None:
+        model, saved = nn.ModuleDict({"b": Renaming()}), Renaming()
+        state = {f"a.{name}": value for name, value in saved.state_dict().items()}
+        assert load_into(model, file_of(state), rename={"a.": "b."}) == ([], [])
+        assert_same(model["b"], saved)
+
+    def test_two_keys_of_one_name(self) -> None:
+        state = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)}
+        with pytest.raises(UsageError, match="several keys of the file the same name: weight"):
+            load_into(nn.Linear(2, 2, bias=False), file_of(state), rename=("^[ab].", ""))
+
+    @pytest.mark.parametrize(
+        ("rename", "said"),
+        [
+            (3, "rename is of type int"),
+            ({1: "a"}, "rename has 1: 'a'"),
+            ({"a": 2}, "rename has 'a': 2"),
+            (("(", ""), "rename has .*, which cannot be used"),
+            ([("a", "\\3")], "rename has .*, which cannot be used"),
+            ([("a", 1)], "rename has .*, which cannot be used"),
+            (["abc"], "rename has 'abc', which cannot be used"),
+            (lambda _: 7, "the function given as rename returned int for 'weight'"),
+        ],
+    )
+    def test_what_is_no_renaming(self, rename: Any, said: str) -> None:
+        with pytest.raises(UsageError, match=said):
+            load_into(nn.Linear(2, 2), file_of(nn.Linear(2, 2).state_dict()), rename=rename)
+
+
+class TestABodyIntoAClassifier:
+    def test_the_error_names_the_call_that_works(self) -> None:
+        saved, model = Encoder(), Classifier()
+        before = copied(model)
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of(saved.state_dict()))
+        assert_untouched(model, before)
+        assert caught.value.fix == 'rename={"": "bert."}, strict=False loads 10 of 12 keys.'
+        result = load_into(model, file_of(saved.state_dict()), rename={"": "bert."}, strict=False)
+        assert result == (["classifier.weight", "classifier.bias"], [])
+        assert_same(model.bert, saved)
+
+    @pytest.mark.parametrize("lead", ["module.", "deberta."])
+    def test_also_where_the_file_has_another_prefix(self, lead: str) -> None:
+        saved, model = Encoder(), Classifier()
+        state = {lead + name: tensor for name, tensor in saved.state_dict().items()}
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of({"model": state}), strict=False)
+        assert f'rename={{"{lead}": "bert."}}, strict=False' in caught.value.fix
+        load_into(model, file_of({"model": state}), rename={lead: "bert."}, strict=False)
+        assert_same(model.bert, saved)
+
+    def test_all_that_is_needed_is_named(self) -> None:
+        saved, model = Encoder().half(), Classifier()
+        state = {**saved.state_dict(), "embeddings.weight": torch.ones(7, 3, dtype=torch.float16)}
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of(state))
+        call = 'rename={"": "bert."}, strict=False, ignore_mismatched_sizes=True, cast=True'
+        assert caught.value.fix == f"{call} loads 9 of 12 keys."
+        with pytest.warns(KeysWarning, match="left 1 key of another shape"):
+            load_into(
+                model, file_of(state), rename={"": "bert."}, strict=False, ignore_mismatched_sizes=True, cast=True
+            )
+
+
+class TestMismatchedSizes:
+    def test_they_are_left_as_they_are_and_named(self) -> None:
+        saved, model = Classifier(3), Classifier(2)
+        saved.classifier.bias = model.classifier.bias
+        before = copied(model.classifier)
+        differing = "classifier.weight ([3, 3] in the file, [2, 3] in the model)"
+        note = f"left 1 key of another shape as in the model: {differing}"
+        with pytest.warns(KeysWarning, match=re.escape(note)):
+            result = load_into(model, file_of(saved.state_dict()), ignore_mismatched_sizes=True)
+        assert (result, result.notes) == (([], []), (note,))
+        assert_same(model.bert, saved.bert)
+        assert_untouched(model.classifier, before)
+
+    def test_keys_and_dtypes_must_still_fit(self) -> None:
+        state = Classifier(3).state_dict()
+        with pytest.raises(MismatchError, match="only in the file: x"):
+            load_into(Classifier(), file_of({**state, "x": torch.ones(1)}), ignore_mismatched_sizes=True)
+        with pytest.raises(MismatchError, match="of another dtype, 9 keys"):
+            load_into(Classifier(), file_of(Classifier(3).half().state_dict()), ignore_mismatched_sizes=True)
+
+    def test_one_of_two_that_are_tied_fits(self) -> None:
+        state = {**made().state_dict(), "head.weight": torch.ones(3, 4)}
+        model = made(1)
+        with pytest.warns(KeysWarning, match="head.weight"):
+            load_into(model, file_of(state), ignore_mismatched_sizes=True)
+        assert torch.equal(model.head.weight, made().embed.weight)
+
+
 class TestWhereItGoes:
     def test_parameters_stay_the_same_objects_in_the_same_memory(self) -> None:
         model = made(1)
@@ -384,7 +554,7 @@ class TestMismatches:
             "<file object> › state_dict: it does not fit ModuleDict, of whose 122 keys it has 2\n"
             "the same under other names, it seems:\n"
             "  encoder.* in the file ↔ backbone.* in the model: 120 keys\n"
-            "strict=False loads what fits."
+            'rename={"encoder.": "backbone."} loads 122 of 122 keys.'
         )
         assert len(error.missing_keys) == len(error.unexpected_keys) == 120
         assert error.missing_keys[0] == "backbone.0.weight"
@@ -415,6 +585,7 @@ class TestMismatches:
             "  key            file          model",
             "  steps          [2]           []",
             "  stem.0.weight  [4, 1, 3, 3]  [4, 3, 3, 3]",
+            "ignore_mismatched_sizes=True leaves them as they are in the model.",
         ]
         assert [tuple(each) for each in error.shapes] == [
             ("steps", "[2]", "[]"),
@@ -438,8 +609,8 @@ class TestMismatches:
     def test_many_shapes_are_cut_short(self) -> None:
         model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(50))
         error = self.fails(model, {str(i): torch.ones(3) for i in range(50)})
-        assert len(str(error).splitlines()) == 16
-        assert str(error).splitlines()[-1] == "  and 38 more"
+        assert len(str(error).splitlines()) == 17
+        assert str(error).splitlines()[-2] == "  and 38 more"
         assert len(error.shapes) == 50
 
     def test_nothing_fits_even_when_not_strict(self) -> None:

@@ -7,6 +7,7 @@ does not fit, and reads.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from transload.loading.handles import (
     straight,
 )
 from transload.loading.jobs import Ended, Settings
+from transload.loading.renames import KeyFunction, key_function
 from transload.nodes import Call, Dict
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class MismatchError(LoadError):
 
 
 class KeysWarning(UserWarning):
-    """Keys of a file were changed to fit the model, though nobody had asked for that."""
+    """Keys of a file were changed to fit the model, though nobody had asked for that; or tensors were left out."""
 
 
 class _Keys(NamedTuple):
@@ -94,8 +96,10 @@ def load_into(
     *,
     strict: bool = True,
     prefix: str | None = None,
+    rename: Any = None,
     device: Any = None,
     cast: bool = False,
+    ignore_mismatched_sizes: bool = False,
     threads: int | None = None,
     pinned_mb: int | None = None,
     direct: bool | None = None,
@@ -109,9 +113,14 @@ def load_into(
     <All keys matched successfully; found in state_dict>
 
     The state dict is looked for in the whole file (``prefix`` says where it is, if several would do), and ``module.``,
-    ``_orig_mod.`` or ``model.`` is taken off its keys, or put before them, where that makes them the model's.
+    ``_orig_mod.`` or ``model.`` is taken off its keys, or put before them, where that makes them the model's. Before
+    that, ``rename`` is applied to them: a mapping such as ``{"encoder.": "backbone."}`` (of whole keys, or of prefixes
+    that end with a dot; ``""`` stands before every key), a regular expression with its replacement, a list of such
+    pairs, or a function that returns the new key, or ``None`` to leave it out.
+
     Parameters stay where they are; those on the meta device are made on ``device``, or where ``transload.load`` would
-    have put them. A dtype is converted only with ``cast``. ``threads``, ``pinned_mb`` and ``direct`` are as for
+    have put them. A dtype is converted only with ``cast``. With ``ignore_mismatched_sizes`` tensors of another shape
+    are left as they are in the model, and a warning names them. ``threads``, ``pinned_mb`` and ``direct`` are as for
     ``transload.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
@@ -122,12 +131,14 @@ def load_into(
     if not callable(getattr(model, "named_parameters", None)):
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
+    given = None if rename is None else key_function(rename)
     opened = open_checkpoint(f)
     try:
         goal = Destinations(opened.checkpoint, "auto" if device is None else device)
         with no_collecting():
-            loading = _Loading(model, opened, goal, prefix)
-            loading.compare(cast=cast, strict=strict)
+            loading = _Loading(model, opened, goal, prefix, given)
+            loading.compare(cast=cast, ignore_shapes=ignore_mismatched_sizes)
+            loading.refuse(strict=strict)
         loaded = loading.read(settings, strict=strict)
         opened.check_unchanged()
         return loaded
@@ -205,11 +216,31 @@ class Branch:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     deep: dict[str, Key] = field(default_factory=dict)
     """Keys that are not directly there but joined out of several steps, each with the first of them."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The file's own keys, where the caller renames them."""
+    twice: list[str] = field(default_factory=list)
+    """Names that the caller gives to more than one key."""
 
     @property
     def name(self) -> str:
         """What to pass as ``prefix`` for it."""
         return "/".join(map(str, self.path))
+
+    def renamed(self, given: KeyFunction | None) -> Branch:
+        """The same with keys as the caller renames them."""
+        if given is None:
+            return self
+        made = Branch(self.path)
+        for key, tensor in self.tensors.items():
+            new = given(key)
+            if new is not None:
+                if new in made.tensors:
+                    made.twice.append(new)
+                made.tensors[new] = tensor
+                made.names[new] = key
+            if key in self.deep:  # of what is left out, too: its entry is known
+                made.deep[key if new is None else new] = self.deep[key]
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +319,13 @@ def _steps(tensor: Tensor) -> tuple[Key, ...]:
     return (*steps[:lead], ".".join(map(str, steps[lead:])))
 
 
-def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None = None) -> Match:
+def find(
+    checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None = None, given: KeyFunction | None = None
+) -> Match:
     """The branch that fits a model best, by keys and then by shapes.
 
-    ``wanted`` are the model's keys with their shapes. ``UsageError`` if two branches fit equally well and are not the
-    same tensors, or if nothing has the ``prefix``.
+    ``wanted`` are the model's keys with their shapes; ``given`` renames those of the file. ``UsageError`` if two
+    branches fit equally well and are not the same tensors, or if nothing has the ``prefix``.
     """
     chosen = [_below(checkpoint, prefix)] if prefix is not None else list(branches(checkpoint).values())
     leads, wrapped = _leads(wanted), _has_wrappers(wanted)
@@ -300,9 +333,9 @@ def find(checkpoint: Checkpoint, wanted: Mapping[str, Shape], prefix: str | None
     matches: dict[int, Match] = {}
     most = 0
     for place in sorted(range(len(chosen)), key=lambda place: -len(chosen[place].tensors)):
-        branch = chosen[place]
-        if len(branch.tensors) < most:  # too few to be the best, as are those that follow
+        if len(chosen[place].tensors) < most:  # too few to be the best, as are those that follow
             break
+        branch = chosen[place].renamed(given)
         best = _laid(branch, wanted, Rename(), wanted)
         if len(best.tensors) < len(wanted):
             # Worth trying is what leads the keys on either side, with and without wrappers inside them.
@@ -609,28 +642,42 @@ class _Task(NamedTuple):
 class _Loading:
     """A model, a file, how they fit, and the reading to do. Keys are the model's."""
 
-    def __init__(self, model: torch.nn.Module, opened: Opened, goal: Destinations, prefix: str | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        opened: Opened,
+        goal: Destinations,
+        prefix: str | None,
+        given: KeyFunction | None = None,
+    ) -> None:
         self._model = model
         self._opened = opened
         self._goal = goal
+        self._prefix = prefix
+        self._given: KeyFunction = given or (lambda key: key)
         self._slots = _slots(model)
         self._own = _loading_themselves(model)
-        self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix)
+        self._match = find(opened.checkpoint, {key: slot.shape for key, slot in self._slots.items()}, prefix, given)
+        if twice := self._match.branch.twice:
+            what = f"rename gives several keys of the file the same name: {_listed(dict.fromkeys(twice))}"
+            raise UsageError(what, where=opened.checkpoint.path, fix="Return None for all but one of them.")
         self._tasks: list[_Task] = []
         self._extras: dict[str, Tensor | _Unbuilt] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.shapes: list[Difference] = []
         self.dtypes: list[Difference] = []
+        self._ignored: list[Difference] = []
         self._errors: list[str] = []
 
-    def compare(self, *, cast: bool, strict: bool) -> None:
-        """Compare every key, shape and dtype; raise for all that can be known before a byte is read."""
+    def compare(self, *, cast: bool, ignore_shapes: bool) -> None:
+        """Compare every key, shape and dtype, and list what is to be read."""
         from torch.nn.modules.batchnorm import _NormBase
 
         match, slots, opened = self._match, self._slots, self._opened
+        own = tuple(self._own)
         for key in (key for key, slot in slots.items() if slot.tensor is None):
-            held = opened.node((*match.branch.path, match.rename.undone(key)))
+            held = opened.node((*match.branch.path, self._entry(key)))
             if held is not None or key in match.tensors:
                 self._extras[key] = match.tensors[key] if held is None else _Unbuilt(*held)
         names: dict[torch.dtype, str] = {}
@@ -639,7 +686,10 @@ class _Loading:
             if slot.tensor is None or slot.shape is None:
                 continue
             if tensor.shape != slot.shape and not slot.takes_scalar(tensor):
-                self.shapes.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+                differing = self._ignored if ignore_shapes and not key.startswith(own) else self.shapes
+                differing.append(Difference(key, str(list(tensor.shape)), str(list(slot.shape))))
+                if ignore_shapes:
+                    continue
             dtype = slot.tensor.dtype
             mine = names.get(dtype) or names.setdefault(dtype, str(dtype).removeprefix("torch."))
             if tensor.dtype != mine and not cast:
@@ -657,19 +707,22 @@ class _Loading:
             self.missing.append(key)
         # torch would not expect what has no place: of what lies deeper, the entry it lies in; and other values.
         rename, deep = match.rename, match.branch.deep
-        extras = {rename.undone(key) for key in self._extras}
+        extras = {self._entry(key) for key in self._extras}
         self.unexpected = [key for key in dict.fromkeys(str(deep.get(k, k)) for k in match.rest) if key not in extras]
-        known = {*match.branch.tensors, *map(str, deep.values()), *extras}
-        others = [key for key in self._values() if key not in known and not rename.leaves_out(key)]
-        self.unexpected += [rename(key) for key in others]
-        if self._own:  # what modules load in their own way is left to them
-            own = tuple(self._own)
+        known = {*(match.branch.names.values() or match.branch.tensors), *map(str, deep.values()), *extras}
+        others = [self._given(key) for key in self._values() if key not in known]
+        self.unexpected += [rename(key) for key in others if key is not None and not rename.leaves_out(key)]
+        if own:  # what modules load in their own way is left to them
             for keys in (self.missing, self.unexpected):
                 keys[:] = [key for key in keys if not key.startswith(own)]
             for listed in (self.shapes, self.dtypes):
                 listed[:] = [each for each in listed if not each.key.startswith(own)]
             self._tasks = [task for task in self._tasks if not task.key.startswith(own)]
             self._extras = {key: held for key, held in self._extras.items() if not key.startswith(own)}
+
+    def refuse(self, *, strict: bool) -> None:
+        """Raise for all that can be known before a byte is read."""
+        match, slots, opened = self._match, self._slots, self._opened
         # Modules with hooks or code of their own may yet strike keys off.
         later = self._own or any(module._load_state_dict_post_hooks for _, module in _modules(self._model))  # noqa: SLF001
         keys_differ = (self.missing or self.unexpected) and strict and not later
@@ -684,10 +737,11 @@ class _Loading:
         match, opened = self._match, self._opened
         last: dict[int, str] = {}
         places: dict[int, list[_Slot]] = {}
+        ignored = {each.key for each in self._ignored}
         for key, slot in self._slots.items():
             if slot.tensor is not None:
                 places.setdefault(id(slot.tensor), []).append(slot)
-                if key in match.tensors:
+                if key in match.tensors and key not in ignored:
                     last[id(slot.tensor)] = key
         for ident, key in last.items():
             tensor = match.tensors[key]
@@ -710,12 +764,24 @@ class _Loading:
         below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
         return [str(step) for step in dict.fromkeys((*below, *branch.deep.values()))]
 
+    def _entry(self, key: str) -> str:
+        """The file's name for the value that the model calls so; empty where the caller renames none to it."""
+        name = self._match.rename.undone(key)
+        if not self._match.branch.names:
+            return name
+        return next((each for each in (*self._values(), name) if self._given(each) == name), "")
+
     def _versions(self) -> dict[str, dict[str, Any]]:
         """What a state dict carries in ``_metadata`` of each module, by the model's names for them."""
         held = self._opened.node(self._match.branch.path)
         node = held[1] if held else None
         state = node.states[-1] if type(node) is Call and node.states else None
         table = plain(state.get("_metadata")) if type(state) is Dict else {}
+        if names := self._match.branch.names:  # the caller's renaming is of keys, and not of modules
+            origins = (
+                (new.rpartition(".")[0], names[old].rpartition(".")[0]) for new, old in self._match.origins.items()
+            )
+            return {new: table[old] for new, old in origins if isinstance(table, dict) and old in table}
         return {
             self._match.rename(f"{name}.")[:-1] if name else "": about
             for name, about in (table.items() if isinstance(table, dict) else ())
@@ -754,10 +820,31 @@ class _Loading:
         if whole:
             prefix = f"{place}/{whole}" if place else whole
             fix = f"prefix={prefix!r} takes that part of the file."
+        elif call := self._renaming(renames):
+            fix = call
+        elif self.shapes and not self.dtypes and (match.tensors or self._own):
+            fix = "ignore_mismatched_sizes=True leaves them as they are in the model."
         elif match.tensors and not (self.shapes or self.dtypes or self._errors):
             fix = "strict=False loads what fits."
         where = f"{self._opened.checkpoint.path}{f' › {place}' if place else ''}"
         return MismatchError("\n".join([*lines, *self._errors]), self, where=where, fix=fix)
+
+    def _renaming(self, renames: Sequence[Renamed]) -> str:
+        """The arguments that load what has other names, by trying them; empty where they would not help."""
+        before = self._match
+        table = {before.rename.undone(theirs): ours for theirs, ours, _ in renames}
+        if not table or before.branch.names:  # renamed by the caller already
+            return ""
+        trial = _Loading(self._model, self._opened, self._goal, self._prefix, key_function(table))
+        trial.compare(cast=False, ignore_shapes=False)
+        after = trial._match.tensors
+        if len(after) <= len(before.tensors):
+            return ""
+        words = [f"rename={json.dumps(table, ensure_ascii=False)}"]
+        words += ["strict=False"] if trial.missing or trial.unexpected else []
+        words += ["ignore_mismatched_sizes=True"] if trial.shapes else []
+        words += ["cast=True"] if trial.dtypes else []
+        return f"{', '.join(words)} loads {len(after) - len(trial.shapes):,} of {_keys(len(self._slots))}."
 
     def read(self, settings: Settings, *, strict: bool) -> Loaded:
         """Fill the model."""
@@ -775,9 +862,15 @@ class _Loading:
                 hook(module, keys)
         if self._errors or (strict and (self.missing or self.unexpected)):
             raise self._error("it was loaded as far as it fits: ")
-        if match.notes:
-            warnings.warn(f"{path}: {'; '.join(match.notes)}", KeysWarning, stacklevel=caller())
-        return Loaded(self.missing, self.unexpected, match.branch.name, match.notes)
+        notes = match.notes
+        if self._ignored:
+            differing = _listed(
+                f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored
+            )
+            notes += (f"left {_keys(len(self._ignored))} of another shape as in the model: {differing}",)
+        if notes:
+            warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=caller())
+        return Loaded(self.missing, self.unexpected, match.branch.name, notes)
 
     def _let_own(self) -> None:
         """Let modules that load by code of their own do so."""
@@ -786,9 +879,9 @@ class _Loading:
         match = self._match
         entries: dict[str, Any] = {**match.rest, **match.tensors}
         for name in self._values():
-            node, key = self._opened.node((*match.branch.path, name)), match.rename(name)
-            if node and key not in match.tensors:
-                entries[key] = _Unbuilt(*node)
+            node, new = self._opened.node((*match.branch.path, name)), self._given(name)
+            if node and new is not None and match.rename(new) not in match.tensors:
+                entries[match.rename(new)] = _Unbuilt(*node)
         state, versions = _State(entries, self._opened, self._goal), self._versions()
         for prefix, module in self._own.items():
             state.load(module, prefix, versions, (self.missing, self.unexpected, self._errors))
