@@ -210,7 +210,7 @@ class NoTorchError(LoadError, ImportError):
 
 
 class LandingWarning(UserWarning):
-    """Something was loaded onto another device than it was saved on, though nobody had asked for that."""
+    """Something landed on another device than it was saved on, or stayed on meta, though nobody had asked for that."""
 
 
 class FileWarning(UserWarning):

@@ -378,6 +378,42 @@ class TestABodyIntoAClassifier:
             )
 
 
+class Rotary(nn.Module):
+    """Buffers that the model computes and no state dict holds, as the rotary embedding of Llama has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(2, 2)
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+
+class TestLeftOnMeta:
+    def test_buffers_that_no_file_holds_are_named(self) -> None:
+        saved = nn.Sequential(Rotary(), Rotary())
+        with torch.device("meta"):
+            model = nn.Sequential(Rotary(), Rotary())
+        note = "still on the meta device, since the file has no values for them: 0.inv_freq, 1.inv_freq"
+        with pytest.warns(LandingWarning, match=note) as caught:
+            result = load_into(model, file_of(saved.state_dict()))
+        assert [warning.filename for warning in caught] == [__file__]
+        assert (result, result.notes) == (([], []), (note,))
+        assert model[0].inv_freq.is_meta
+
+    def test_what_is_of_another_shape_is_named_too(self) -> None:
+        with torch.device("meta"):
+            model = Classifier(2)
+        with pytest.warns(KeysWarning), pytest.warns(LandingWarning, match="meta device.*: classifier.weight"):
+            load_into(model, file_of(Classifier(3).state_dict()), ignore_mismatched_sizes=True)
+
+    def test_no_word_where_they_are_made_or_meta_was_asked_for(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_into(Rotary(), file_of(Rotary().state_dict()))
+            with torch.device("meta"):
+                model = Rotary()
+            load_into(model, file_of(Rotary().state_dict()), device="meta")
+
+
 class TestMismatchedSizes:
     def test_they_are_left_as_they_are_and_named(self) -> None:
         saved, model = Classifier(3), Classifier(2)
@@ -437,18 +473,14 @@ class TestWhereItGoes:
         model.head.weight = model.embed.weight
         model.scale.requires_grad = False
         model.embed.weight.mark = "kept"
-        assert load_into(model, file_of(made().state_dict())) == ([], [])
+        with pytest.warns(LandingWarning, match="unsaved"):
+            assert load_into(model, file_of(made().state_dict())) == ([], [])
         assert_same(model, made())
         assert model.head.weight is model.embed.weight
         assert model.embed.weight.mark == "kept"
         assert (model.scale.requires_grad, model.turned.requires_grad) == (False, True)
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
         assert {str(t.device) for t in model.state_dict().values()} == {"cpu"}
-
-    def test_meta_buffers_that_are_never_saved_stay(self) -> None:
-        model = meta()
-        load_into(model, file_of(made().state_dict()))
-        assert model.unsaved.is_meta
 
     @pytest.mark.filterwarnings("ignore::transload.errors.LandingWarning")
     def test_only_meta_parameters_ask_where_to_land(self, data: Path) -> None:

@@ -16,7 +16,7 @@ from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Tensor
-from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
+from transload.errors import BrokenFileError, LandingWarning, LoadError, TransloadError, UsageError
 from transload.formats import no_collecting
 from transload.loading import check_settings
 from transload.loading.engine import bring
@@ -120,8 +120,8 @@ def load_into(
 
     Parameters stay where they are; those on the meta device are made on ``device``, or where ``transload.load`` would
     have put them. A dtype is converted only with ``cast``. With ``ignore_mismatched_sizes`` tensors of another shape
-    are left as they are in the model, and a warning names them. ``threads``, ``pinned_mb`` and ``direct`` are as for
-    ``transload.load``.
+    are left as they are in the model, and a warning names them. So does one with buffers that are on the meta device
+    and never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
     shapes or dtypes differ, ``MismatchError`` says how and the model is as it was. Only modules that load by code of
@@ -870,7 +870,25 @@ class _Loading:
             notes += (f"left {_keys(len(self._ignored))} of another shape as in the model: {differing}",)
         if notes:
             warnings.warn(f"{path}: {'; '.join(notes)}", KeysWarning, stacklevel=caller())
+        if left := self._left_on_meta():
+            note = f"still on the meta device, since the file has no values for them: {_listed(left)}"
+            fix = "Compute them as the model does when it is made: until then it cannot be run."
+            warnings.warn(f"{path}: {note}. {fix}", LandingWarning, stacklevel=caller())
+            notes += (note,)
         return Loaded(self.missing, self.unexpected, match.branch.name, notes)
+
+    def _left_on_meta(self) -> list[str]:
+        """What has no values and is not among the missing keys: buffers that are never saved, and what was ignored."""
+        ignored = {each.key for each in self._ignored}
+        held = {
+            prefix + name: tensor
+            for prefix, module in _modules(self._model)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001 - as above
+            if tensor is not None
+        }
+        if all(tensor.is_meta for tensor in held.values()):  # as the caller wants it
+            return []
+        return [key for key, t in held.items() if t.is_meta and (key not in self._slots or key in ignored)]
 
     def _let_own(self) -> None:
         """Let modules that load by code of their own do so."""
