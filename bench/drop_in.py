@@ -174,7 +174,6 @@ REASONS = {
     "loads, where torch raises RuntimeError": "torch maps only zip files; we ignore mmap for others",
     "RuntimeError became UsageError": "mmap=True with a file object, whatever its format",
     "another value: ['view'].storage: size: 1800 and 8000": "on meta torch splits shared legacy storages",
-    "IsADirectoryError became NotACheckpointError": "a directory may be a checkpoint; this one is not",
     "KeyError became NotACheckpointError": "torch runs the text as a pickle, until it fails",
     "AttributeError became NotACheckpointError": "bytes are the contents of a file to us",
 }

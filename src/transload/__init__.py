@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         MissingFileError,
         NoDeviceError,
         NoDirectoryError,
+        NotACheckpointDirectoryError,
         NotACheckpointError,
         NotAFileError,
         NoTorchError,
@@ -93,6 +94,7 @@ __all__ = [
     "NoDeviceError",
     "NoDirectoryError",
     "NoTorchError",
+    "NotACheckpointDirectoryError",
     "NotACheckpointError",
     "NotAFileError",
     "OverflowRefusedError",
@@ -142,8 +144,8 @@ _NAMES = {
         BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError
         ConvertError DirectoryError DoesNotFitError FileWarning ForbiddenFileError ForbiddenWriteError
         FullDiskError LandingWarning LoadError ManifestError MissingFileError NoDeviceError NoDirectoryError
-        NoTorchError NotACheckpointError NotAFileError OverflowRefusedError RescueError RetagError SaveError
-        SaveWarning TransloadError UnsafeError UsageError
+        NoTorchError NotACheckpointDirectoryError NotACheckpointError NotAFileError OverflowRefusedError
+        RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
     """,
     "transload.explaining": "explain",
     "transload.explaining.result": "Explanation",

@@ -36,7 +36,8 @@ class TransloadError(Exception):
 
 
 def _again(kind: type[TransloadError], what: str, where: str, fix: str) -> TransloadError:
-    made = kind.__new__(kind)
+    # Of several built-in bases, only the __new__ of OSError makes what has its fields.
+    made = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
     TransloadError.__init__(made, what, where=where, fix=fix)
     return made
 
@@ -191,6 +192,14 @@ class BrokenFileError(LoadError, UnpicklingError, EOFError):
 
 class NotACheckpointError(LoadError, UnpicklingError, EOFError):
     """The file is something else; the text says what."""
+
+
+class NotACheckpointDirectoryError(NotACheckpointError, IsADirectoryError):
+    """The directory is not a checkpoint of any kind; ``errno`` is ``EISDIR``, as in what ``torch.load`` raises."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.errno = numbers.EISDIR
 
 
 class UnsafeError(LoadError, UnpicklingError):

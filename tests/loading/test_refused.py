@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -17,7 +19,15 @@ from tests import forge
 from tests.forge import DANGEROUS, archive, call, checkpoint, entries, legacy, listing, name, ordered, pickled, tensor
 from tests.loading.zoo import saved
 
-from transload.errors import BrokenFileError, LoadError, NotACheckpointError, TransloadError, UnsafeError
+import transload
+from transload.errors import (
+    BrokenFileError,
+    LoadError,
+    NotACheckpointDirectoryError,
+    NotACheckpointError,
+    TransloadError,
+    UnsafeError,
+)
 from transload.loading import load
 
 DATA = Path(__file__).parents[1] / "data"
@@ -77,8 +87,13 @@ for path in sys.argv[1:]:
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(NotACheckpointError, match=r"notes\.txt"):
-        load(tmp_path)
+    for read in (load, transload.open, partial(transload.load_into, torch.nn.Linear(1, 1))):
+        with pytest.raises(NotACheckpointError, match=r"notes\.txt") as raised:
+            read(tmp_path)
+        error = pickle.loads(pickle.dumps(raised.value))
+        assert type(error) is NotACheckpointDirectoryError
+        assert isinstance(error, IsADirectoryError)
+        assert (error.errno, str(error)) == (errno.EISDIR, str(raised.value))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

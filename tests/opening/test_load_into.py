@@ -275,8 +275,8 @@ class TestRenaming:
         for key in list(state):
             state[key.replace("bert", "encoder").replace("classifier", "head")] = state.pop(key)
         result = load_into(model, file_of({"state_dict": state, "epoch": 3} if nested else state), rename=rename)
-        assert result == ([], [])
         assert (result.found, result.notes) == ("state_dict" if nested else "", ())
+        assert result == ([], [])
         assert_same(model, saved)
 
     def test_one_pair(self) -> None:

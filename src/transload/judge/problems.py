@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from transload.checkpoint import Checkpoint
-from transload.errors import BrokenFileError, NotACheckpointError
+from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError
 from transload.findings import (
     Finding,
     Integrity,
@@ -452,7 +452,8 @@ def refuse_broken(checkpoint: Checkpoint) -> None:
     """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
     if checkpoint.integrity == "not-a-checkpoint":
         finding = _worst(checkpoint, {"not-a-checkpoint"})
-        raise NotACheckpointError(
+        folder = os.path.isdir(checkpoint.path)  # noqa: PTH112 - pathlib costs ten milliseconds to import
+        raise (NotACheckpointDirectoryError if folder else NotACheckpointError)(
             sentence_of(finding, "this is not a checkpoint"), where=checkpoint.path, fix=_fix(checkpoint, finding)
         )
     broken = set()
