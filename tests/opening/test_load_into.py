@@ -365,6 +365,22 @@ class TestABodyIntoAClassifier:
         load_into(model, file_of({"model": state}), rename={lead: "bert."}, strict=False)
         assert_same(model.bert, saved)
 
+    def test_what_fits_already_keeps_its_name(self) -> None:
+        saved, model = Classifier(), Classifier()
+        state = {name.removeprefix("bert."): tensor for name, tensor in saved.state_dict().items()}
+        with pytest.raises(MismatchError) as caught:
+            load_into(model, file_of(state))
+        assert caught.value.fix == 'rename={"": "bert.", "classifier.": "classifier."} loads 12 of 12 keys.'
+        load_into(model, file_of(state), rename={"": "bert.", "classifier.": "classifier."})
+        assert_same(model, saved)
+
+    def test_nothing_is_proposed_that_gives_two_keys_one_name(self) -> None:
+        state = Encoder().state_dict()
+        state |= {f"bert.{name}": tensor for name, tensor in state.items() if name.startswith("layers.0")}
+        with pytest.raises(MismatchError) as caught:
+            load_into(Classifier(), file_of(state))
+        assert caught.value.fix == "strict=False loads what fits."
+
     def test_all_that_is_needed_is_named(self) -> None:
         saved, model = Encoder().half(), Classifier()
         state = {**saved.state_dict(), "embeddings.weight": torch.ones(7, 3, dtype=torch.float16)}

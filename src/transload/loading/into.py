@@ -781,7 +781,8 @@ class _Loading:
             origins = (
                 (new.rpartition(".")[0], names[old].rpartition(".")[0]) for new, old in self._match.origins.items()
             )
-            return {new: table[old] for new, old in origins if isinstance(table, dict) and old in table}
+            known = table if isinstance(table, dict) else {}
+            return {new: known[old] for new, old in origins if isinstance(known.get(old), dict)}
         return {
             self._match.rename(f"{name}.")[:-1] if name else "": about
             for name, about in (table.items() if isinstance(table, dict) else ())
@@ -835,7 +836,15 @@ class _Loading:
         table = {before.rename.undone(theirs): ours for theirs, ours, _ in renames}
         if not table or before.branch.names:  # renamed by the caller already
             return ""
-        trial = _Loading(self._model, self._opened, self._goal, self._prefix, key_function(table))
+        for new, old in before.origins.items():  # what fits already keeps its name
+            theirs = next((each for each in table if old.startswith(each) and len(each) < len(old)), None)
+            if theirs is not None and table[theirs] != before.rename(theirs):
+                group = old[: old.find(".", len(theirs)) + 1] or old
+                table[group] = new if group == old else before.rename(group)
+        try:
+            trial = _Loading(self._model, self._opened, self._goal, self._prefix, key_function(table))
+        except UsageError:  # several keys would get the same name, or several places fit
+            return ""
         trial.compare(cast=False, ignore_shapes=False)
         after = trial._match.tensors
         if len(after) <= len(before.tensors):
