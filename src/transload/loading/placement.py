@@ -386,7 +386,7 @@ def _loads(checkpoint: Checkpoint) -> dict[str, _Load]:
 
 def is_choice(map_location: MapLocation) -> bool:
     """Whether it names several devices, of which the first that is here is wanted."""
-    return isinstance(map_location, list | tuple)
+    return isinstance(map_location, list | tuple) and not callable(map_location)
 
 
 def _first(checkpoint: Checkpoint, devices: Devices, wishes: Sequence[MapLocation]) -> Plan:
