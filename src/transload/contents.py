@@ -206,10 +206,15 @@ class Leaf:
         return {"name": self.name, "path": list(self.path), "kind": self.kind, "value": self.text}
 
 
+AS_TEXT = 1 << 16
+"""The ``method`` of a record that a plain pickle holds as text, each byte as the character of that number."""
+
+
 class Record(NamedTuple):
     """A named run of bytes in a container. ``offset`` is where its payload begins, ``None`` if unknown.
 
     ``stored`` is the size in the file and ``size`` the size once unpacked; they differ only under compression.
+    ``method`` is that of zip archives, or ``AS_TEXT``.
     """
 
     name: str

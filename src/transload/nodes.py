@@ -132,7 +132,8 @@ class Pickle:
     away; ``built`` are the targets of BUILD that are not calls. ``rare`` names the opcodes used that ``weights_only``
     does not know; ``python2_texts`` are the ids of texts of Python 2, which may be wanted as bytes, and ``undecoded``
     counts those that are not UTF-8. ``path`` leads to its root where it is a
-    part of a checkpoint of many pickles.
+    part of a checkpoint of many pickles. ``loader`` is the function that makes storages of bytes in the pickle, where
+    that is all it is there for: then it is not among the ``globals``, and the storages are ``persistent``.
     """
 
     def __init__(self, name: str, start: int = 0) -> None:
@@ -147,6 +148,7 @@ class Pickle:
         self.undecoded = 0
         self.root: object = None
         self.globals: dict[tuple[str, str], Global] = {}
+        self.loader: Global | None = None
         self.calls: list[Call] = []
         self.built: list[tuple[object, object]] = []
         self.extensions: list[Extension] = []

@@ -121,7 +121,9 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         return torch_legacy.read_legacy(source)
     if looks_like(source):
         return read_safetensors(source)
-    plain = torch_legacy.read_plain_pickle(source)
+    from transload.formats.plain_pickle import read_plain_pickle
+
+    plain = read_plain_pickle(source)
     if plain is not None:
         return plain
     from transload.formats.foreign import identify

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import _codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from itertools import compress
 from struct import Struct
@@ -25,6 +25,11 @@ MAX_GAP = 64
 secret: integers hash to themselves, so a file could choose them to make every lookup walk over all the others."""
 
 MAX_IRREGULAR = 100
+
+LOADER = ("torch.storage", "_load_from_bytes")
+"""What ``pickle.dump`` calls for the storage of each tensor: a checkpoint inside the pickle, as bytes."""
+
+_NOBODY = object()
 
 
 class Broken(Exception):  # noqa: N818 - a signal inside the machine, never seen outside
@@ -61,10 +66,10 @@ class Machine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list while each entry is written once and in order, as all writers but Python 2's number them; then a
-    dictionary.
+    dictionary. ``loader`` is the global ``LOADER`` once it was met, if somebody reads what it is given: ``held``.
     """
 
-    __slots__ = ("data", "frame_end", "frames", "given", "memo", "meta", "out", "pos", "size", "stack")
+    __slots__ = ("data", "frame_end", "frames", "given", "held", "loader", "memo", "meta", "out", "pos", "size", "stack")
 
     def __init__(self, data: bytes, start: int, name: str) -> None:
         self.data = data
@@ -76,6 +81,8 @@ class Machine:
         self.frame_end = 0
         self.frames: list[int] = []
         self.given: set[int] = set()
+        self.held: Held | None = None
+        self.loader: object = _NOBODY
         self.out = Pickle(name, start)
 
     # -- reading arguments
@@ -138,6 +145,8 @@ class Machine:
         node = self.out.globals.get((module, name))
         if node is None:
             node = self.out.globals[module, name] = Global(module, name, self.pos)
+            if self.held is not None and (module, name) == LOADER:
+                self.loader = node
         else:
             node.count += 1
         return node
@@ -154,6 +163,9 @@ class Machine:
         self.stack = self.meta.pop()
         return items
 
+
+Held = Callable[[Any, int], Persistent | None]
+"""Given the arguments of a call of ``LOADER`` and where the call ends: the storage in them, ``None`` if it is not one."""
 
 _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
@@ -371,14 +383,17 @@ _ESCAPES = dict(
 )
 
 
-def run(data: bytes, start: int = 0, name: str = "") -> Pickle:
+def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine], Held] | None = None) -> Pickle:
     r"""Read one pickle from ``start`` to its STOP, or to where it breaks.
+
+    Where a ``reader`` finds a storage in what ``LOADER`` is given, the storage stands in the place of the call.
 
     >>> run(b"\x80\x02cos\ngetcwd\n)R.").calls
     [Call(Global(os.getcwd), reduce)]
     """
     vm = Machine(data, start, name)
     out = vm.out
+    vm.held = reader(vm) if reader is not None else None
     try:
         _execute(vm)
     except Broken as reason:
@@ -472,7 +487,14 @@ def _read_by_frames(data: bytes, start: int) -> bytes:
     return bytes(out)
 
 
-def run_at(source: Source, offset: int, name: str, window: int = 1 << 20, most: int = MAX_STREAM) -> tuple[Pickle, int]:
+def run_at(
+    source: Source,
+    offset: int,
+    name: str,
+    window: int = 1 << 20,
+    most: int = MAX_STREAM,
+    reader: Callable[[Machine], Held] | None = None,
+) -> tuple[Pickle, int]:
     """Run the pickle at an offset without knowing its length; the pickle, and where it ends in the source.
 
     The window grows until the pickle fits, so a pickle costs twice its size at most, and never the size of the file;
@@ -480,7 +502,7 @@ def run_at(source: Source, offset: int, name: str, window: int = 1 << 20, most: 
     """
     while True:
         data = source.read(offset, min(window, most))
-        pickle = run(data, name=name)
+        pickle = run(data, name=name, reader=reader)
         if not pickle.cut or len(data) < window or window >= most:
             return pickle, offset + pickle.end
         window *= 4
@@ -548,6 +570,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
     stack = vm.stack
     push = stack.append
     pos = vm.pos
+    loader = vm.loader
     put = 0  # the memo index that comes next, and -1 once there was a gap
     try:
         while True:
@@ -599,6 +622,9 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
                 push(items)
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
+                if stack[-1] is loader and vm.held is not None and (held := vm.held(args, pos)) is not None:
+                    stack[-1] = held
+                    continue
                 node = stack[-1] = Call(stack[-1], args, "reduce", pos)
                 calls.append(node)
                 if type(args) is tuple and args and type(args[0]) is list:
@@ -630,7 +656,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
             else:
                 vm.pos, vm.stack = pos, stack
                 _rare(vm, op)
-                pos, stack, memo = vm.pos, vm.stack, vm.memo
+                pos, stack, memo, loader = vm.pos, vm.stack, vm.memo, vm.loader
                 push = stack.append
                 put = len(memo) if type(memo) is list else -1
     finally:

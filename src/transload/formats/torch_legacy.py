@@ -4,8 +4,6 @@ A stream is five pickles, then the storages end to end: the magic number, the pr
 the object, the list of storage keys. For each key follow an 8-byte element count and the bytes. There is no index:
 where a storage lies follows from the sizes of all before it. A flag of ``torch.save`` still writes it.
 
-A plain pickle, which torch did not write, is read here, too: it is judged all the same, since something may load it.
-
 A tar archive has four members, three of them streams of pickles mixed with raw numbers.
 """
 
@@ -31,12 +29,12 @@ if TYPE_CHECKING:
     from transload.formats.zip_writer import Bunch, Record, Sink
 
 MAGIC = 0x1950A86A20F9469CFC6C
-_MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # As torch.save writes it when it is given protocol 3, 4 or 5.
 _OTHER_MAGIC = (
-    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
-    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
-    _MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
+    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x03"),
+    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x04\x95\r\0\0\0\0\0\0\0"),
+    MAGIC_PICKLE.replace(b"\x80\x02", b"\x80\x05\x95\r\0\0\0\0\0\0\0"),
 )
 PROTOCOL = 1001
 _COUNT = Struct("<q")
@@ -50,8 +48,8 @@ _IDS = {"storage": (6,), "module": (4,)}
 
 def looks_like_legacy(source: Source) -> bool:
     """torch's own test: the first pickle is the magic number, however it is spelt. Or what is left of it is."""
-    if 4 <= source.size < len(_MAGIC_PICKLE):
-        return _MAGIC_PICKLE.startswith(source.read(0, source.size))
+    if 4 <= source.size < len(MAGIC_PICKLE):
+        return MAGIC_PICKLE.startswith(source.read(0, source.size))
     return run_at(source, 0, _STAGES[0], _SMALL_WINDOW, MAX_DOUBT)[0].root == MAGIC
 
 
@@ -60,7 +58,7 @@ def read_legacy(source: Source) -> Checkpoint:
     out = Draft(source.name, "torch-legacy", source.size)
     problems, pickles = out.problems, out.pickles
     head = source.read(0, 32)
-    if not _MAGIC_PICKLE.startswith(head[: len(_MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
+    if not MAGIC_PICKLE.startswith(head[: len(MAGIC_PICKLE)]) and not head.startswith(_OTHER_MAGIC):
         problems.add("legacy-odd-magic", _STAGES[0], "the magic number is not written as torch writes it")
     position = 0
     for stage, name in enumerate(_STAGES):
@@ -175,53 +173,6 @@ def _places(
             continue
         return places, source.size
     return places, position
-
-
-# -- plain pickles
-
-_MAX_PICKLES = 1000
-_PLAIN_WINDOW = 1 << 16
-
-
-def read_plain_pickle(source: Source) -> Checkpoint | None:
-    """The pickles in a file that begins with one; ``None`` if it does not.
-
-    A stream that breaks counts only if it had asked for a global before: a text file can begin with a valid opcode by
-    chance.
-    """
-    first, end = run_at(source, 0, "pickle", _PLAIN_WINDOW, MAX_DOUBT)
-    if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
-        first, end = run_at(source, 0, "pickle")  # it is one, and a long one
-    if not _is_pickle(first, source.size):
-        return None
-    first.main = True
-    pickles = [first]
-    while end < source.size and len(pickles) <= _MAX_PICKLES and not pickles[-1].broken:
-        pickle, end = run_at(source, end, f"pickle {len(pickles) + 1}", _PLAIN_WINDOW)
-        pickles.append(pickle)
-    root = first.root
-    kinds = {Dict: "a dictionary", Set: "a set", list: "a list", tuple: "a tuple"}
-    kind = kinds.get(type(root), f"a value of type {type(root).__name__}")
-    if type(root) is Call:
-        kind = f"an object made by {getattr(root.callee, 'module', '?')}.{getattr(root.callee, 'name', '?')}"
-    title = f"a plain pickle (protocol {first.protocol}, holding {kind}), not a torch checkpoint"
-    fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
-    joblib = any(module.startswith("joblib.") for module, _ in first.globals)
-    out = Draft(source.name, "joblib" if joblib else "pickle", source.size)
-    out.problems.append(Problem("not-a-checkpoint", title=title, fix=fix))
-    out.problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
-    if ends_like_zip(source):
-        out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
-    tree = find_tensors(root, StorageTable(lambda _key, _nbytes: Place(None, 0)))
-    out.take(tree.tensors, (), tree.leaves, tree.problems)
-    out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
-    return out.checkpoint(pickles=tuple(pickles))
-
-
-def _is_pickle(pickle: Pickle, size: int) -> bool:
-    if not pickle.broken:
-        return pickle.protocol >= 2 or pickle.end == size or bool(pickle.globals)
-    return bool(pickle.calls or pickle.extensions) or (pickle.protocol >= 2 and bool(pickle.globals))
 
 
 # -- tar archives

@@ -165,6 +165,8 @@ def _prediction(checkpoint: Checkpoint, safety: Safety) -> str:
         return "fails from torch 2.13 on: its name says safetensors, and it is none; rename it"
     if checkpoint.integrity == "not-a-checkpoint":
         return "fails, with an error that does not say why"
+    if "plain-pickle" in codes and safety != "dangerous" and not unreadable:
+        return "fails, with an error that does not say why: pickle.dump wrote it, and transload.load reads it"
     if any(storage.record.startswith("tensors/") for storage in checkpoint.storages):
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
     if _TWO_READINGS & codes:

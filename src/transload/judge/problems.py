@@ -34,7 +34,7 @@ _ARCHIVES = frozenset({"torch-zip", "torchscript", "torch-export"})
 RESCUED = SETS | _ARCHIVES | {"torch-legacy", "safetensors"}
 """The formats that a rescue takes."""
 
-_CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory", "torchscript"})
+_CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory", "torchscript", "pickle"})
 
 
 def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -385,7 +385,12 @@ RULES: dict[str, Rule] = {
         "damaged",
         ("Copy the files themselves: cp -rL.",),
     ),
-    # -- no checkpoint at all
+    # -- no checkpoint of torch.save, and none at all
+    "plain-pickle": Rule(
+        "a plain pickle with tensors in it, which torch.load does not read",
+        "note",
+        fix=("transload.load reads it. This writes its tensors into a file that other programs read.", CONVERT),
+    ),
     "not-a-checkpoint": Rule("this is not a checkpoint", "error", "unknown", "not-a-checkpoint"),
     "no-checksums": Rule("it carries no checksums", "note"),
 }

@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
+from transload.formats.pickle_machine import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
 from transload.loading.rebuild import Rebuilder, sparse_tensor, validate
@@ -86,7 +87,7 @@ class MissingClassError(LoadError, AttributeError):
 def unpickler_of(pickle_module: Any) -> type[Any]:
     """The unpickler of a module, which finds storages and what has moved.
 
-    Its objects get a ``device_of``. The class has none: it is part of a reference cycle, as every class is, and what it
+    Its objects get a ``device_of``, and ``held``, what makes storages of bytes in a plain pickle. The class has none: it is part of a reference cycle, as every class is, and what it
     refers to lives until the garbage collector finds that.
     """
     import torch
@@ -100,6 +101,8 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
                     if name in ("UntypedStorage", "_UntypedStorage"):
                         return torch.UntypedStorage
             module = _RENAMED.get(module, module)
+            if (module, name) == LOADER and self.held is not None:
+                return self.held
             if (module, name) == ("torch._utils", "_rebuild_sparse_tensor"):
                 return _sparse
             found = _imported(super().find_class, module, name)
@@ -309,11 +312,13 @@ def load_trusted(
         raise UsageError(str(error)) from error
     kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
     source = piece.open(piece.index)  # of an unpacked archive, its pickle
+    held: Callable[[bytes], Any] | None = None
 
     def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
         """One pickle; the file stands behind it afterwards."""
         unpickler = kind(file, **{"encoding": "utf-8", **arguments})
         unpickler.device_of = device_map.device
+        unpickler.held = held
         if persistent is not None:
             unpickler.persistent_load = persistent
         return unpickler.load()
@@ -330,6 +335,12 @@ def load_trusted(
             for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
                 unpickled(file)
             return unpickled(file, find)
+        if checkpoint.format in ("pickle", "joblib"):
+            main = checkpoint.pickles[0]
+            if main.loader is not None:  # each call of it is one of the storages, in this order
+                ids = iter([node.id for node in main.persistent])
+                held = lambda _: find(next(ids))  # noqa: E731 - the functions above have it from here
+            return unpickled(as_file(source))
         return unpickled(io.BytesIO(_main_pickle(source, checkpoint)), find)
     except TransloadError as error:
         error.where = error.where or path

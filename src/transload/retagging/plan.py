@@ -127,7 +127,10 @@ _OTHERS: dict[str, tuple[str, str]] = {
     "deepspeed": ("it is a directory of several files", "{each}"),
     "megatron": ("it is a directory of several files", "{each}"),
     "directory": ("it is a directory", "Name a file in it."),
-    "pickle": ("it is a plain pickle, which holds no storages of torch", ""),
+    "pickle": (
+        "it is a plain pickle: the tag of each tensor lies in a checkpoint inside the pickle",
+        "transload.load(path) loads it anywhere. To let plain torch.load do so: transload convert {path} NEW.pt",
+    ),
 }
 
 
@@ -144,7 +147,7 @@ def refuse_file(checkpoint: Checkpoint) -> None:
         why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
-        raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)))
+        raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)).replace("{path}", quoted(path)))
     if any(record.method for record in checkpoint.records):
         raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):

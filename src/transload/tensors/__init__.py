@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from transload.contents import AS_TEXT
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import facts
 from transload.io.sources import (
@@ -24,6 +25,7 @@ from transload.io.sources import (
     Slice,
     Source,
     SourceLike,
+    from_text,
     has_journal,
     inflated,
     open_source,
@@ -324,7 +326,7 @@ def _from_object(f: bytes | bytearray | memoryview | BinaryIO) -> Source:
 
 
 class PackedStorages:
-    """The storages of a checkpoint that lie in deflated records."""
+    """The storages of a checkpoint that lie in deflated records, or as text in a pickle."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -341,18 +343,24 @@ class PackedStorages:
             known = {} if storage.file else {record.name: record for record in self._checkpoint.records}
             self._records[storage.file] = known or read_index(source).records
         record = self._records[storage.file].get(storage.record)
-        if record is None or record.offset is None or record.method != 8:  # deflated, as every zip tool does it
+        unpack = _UNPACK.get(record.method) if record else None
+        if record is None or record.offset is None or unpack is None:
             return None
-        return Inflating(source, record.offset, record.stored, record.size)
+        return Inflating(source, record.offset, record.stored, record.size, unpack)
+
+
+_UNPACK = {8: inflated, AS_TEXT: from_text}  # deflated, as every zip tool does it
 
 
 class Inflating:
-    """The content of a deflated record. Reading on is cheap; going back begins again at the record's first byte."""
+    """The content of a packed record. Reading on is cheap; going back begins again at the record's first byte."""
 
-    def __init__(self, base: Source, offset: int, stored: int, size: int) -> None:
+    def __init__(
+        self, base: Source, offset: int, stored: int, size: int, unpack: Callable[..., Iterator[bytes]] = inflated
+    ) -> None:
         self.name = base.name
         self.size = size
-        self._begin = partial(inflated, base, offset, stored, size)
+        self._begin = partial(unpack, base, offset, stored, size)
         self._lock = Lock()
         self._rewind()
 
@@ -388,7 +396,7 @@ class Inflating:
                         buffer[at : at + len(part)] = part
                     self._left = self._left[len(part) :]
                     self._position += len(part)
-            except error as reason:
+            except (error, UnicodeError) as reason:
                 self._rewind()
                 raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
             except BaseException:  # an interrupt, perhaps between unpacking some bytes and counting them
