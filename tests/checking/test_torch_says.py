@@ -153,6 +153,8 @@ MADE: dict[str, bytes] = {
     "a plain pickle": pickle.dumps({"a": 1}, 2),
     "a plain pickle with a name": pickle.dumps(SimpleNamespace(a=1), 2),
     "a plain pickle of today": pickle.dumps({"a": 1}, 5),
+    **{f"a plain pickle of a tensor, protocol {each}": pickle.dumps({"a": torch.ones(3)}, each) for each in (1, 2, 5)},
+    "a plain pickle of a tensor on a GPU": pickle.dumps({"a": torch.ones(3)}, 2).replace(b"cpu", b"hpu"),
     "an empty file": b"",
     "a web page": b"<!DOCTYPE html><html></html>",
     "a pointer of git": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",

@@ -260,7 +260,8 @@ class _Prediction:
         stored = next(filter(None, map(self.stored, main.persistent)), None)  # they are in the order of the stream
         if stored:
             yield stored
-        for (module, name), node in main.globals.items():
+        for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
+            module, name = node.module, node.name
             full = torch_spelling(module, name)
             if self.weights_only:
                 if text := self.refused_name(full, name):

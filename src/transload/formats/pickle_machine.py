@@ -30,6 +30,7 @@ LOADER = ("torch.storage", "_load_from_bytes")
 """What ``pickle.dump`` calls for the storage of each tensor: a checkpoint inside the pickle, as bytes."""
 
 _NOBODY = object()
+_LONG_FRAME = "a frame is longer than the data"
 
 
 class Broken(Exception):  # noqa: N818 - a signal inside the machine, never seen outside
@@ -69,7 +70,20 @@ class Machine:
     dictionary. ``loader`` is the global ``LOADER`` once it was met, if somebody reads what it is given: ``held``.
     """
 
-    __slots__ = ("data", "frame_end", "frames", "given", "held", "loader", "memo", "meta", "out", "pos", "size", "stack")
+    __slots__ = (
+        "data",
+        "frame_end",
+        "frames",
+        "given",
+        "held",
+        "loader",
+        "memo",
+        "meta",
+        "out",
+        "pos",
+        "size",
+        "stack",
+    )
 
     def __init__(self, data: bytes, start: int, name: str) -> None:
         self.data = data
@@ -165,7 +179,7 @@ class Machine:
 
 
 Held = Callable[[Any, int], Persistent | None]
-"""Given the arguments of a call of ``LOADER`` and where the call ends: the storage in them, ``None`` if it is not one."""
+"""Given the arguments of a call of ``LOADER`` and where that ends: the storage in them, ``None`` if there is none."""
 
 _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
 _INT = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
@@ -412,6 +426,9 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine],
     except UnicodeDecodeError:
         out.broken = f"its text is not valid UTF-8 at byte {vm.pos}"
     out.end = vm.pos
+    if out.cut and reader is not None and [text for _, text in out.ambiguous] == [_LONG_FRAME]:
+        out.ambiguous.clear()  # the rest of the frame is missing: some loaders fail at its head, the others at its end
+        vm.frames.pop()
     if vm.frames:  # a frame must end where an opcode ends
         crossed = {end for end in vm.frames if end < out.end}
         for position, _ in opcodes(data, start):
@@ -733,7 +750,7 @@ def _rare(vm: Machine, op: int) -> None:
         if vm.pos - 9 < vm.frame_end:
             vm.ambiguous("a frame begins inside a frame")
         if length > vm.size - vm.pos:
-            vm.ambiguous("a frame is longer than the data")
+            vm.ambiguous(_LONG_FRAME)
         vm.frame_end = vm.pos + length
         vm.frames.append(vm.frame_end)
     elif op == 0x93:  # STACK_GLOBAL

@@ -17,7 +17,7 @@ from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
 from transload.formats.pickle_machine import LOADER, MAX_STREAM, Held, Machine, run, run_at
 from transload.formats.tensors import MAX_SIZE, Place, StorageTable, called, find_tensors
-from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL
+from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
@@ -60,23 +60,24 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     kind = kinds.get(type(root), f"a value of type {type(root).__name__}")
     if type(root) is Call:
         kind = f"an object made by {getattr(root.callee, 'module', '?')}.{getattr(root.callee, 'name', '?')}"
-    elif first.loader and first.broken:
+    elif first.loader is not None and first.broken:
         kind = "tensors"
     joblib = any(module.startswith("joblib.") for module, _ in first.globals)
-    out = Draft(source.name, "joblib" if joblib else "pickle", source.size)
-    if first.loader and _ARRAYS not in first.globals:
+    readable = first.loader is not None and _ARRAYS not in first.globals
+    out = Draft(source.name, "joblib" if joblib and not readable else "pickle", source.size)
+    if readable and not first.broken:
         out.problems.add("plain-pickle", first.name, f"protocol {first.protocol}, holding {kind}")
-    else:
+    elif not readable:
         title = f"a plain pickle (protocol {first.protocol}, holding {kind}), not a torch checkpoint"
         fix = ("torch.load does not read it. Whoever wrote it used pickle.dump: ask for a file saved with torch.save.",)
-        if first.loader:
+        if first.loader is not None:
             title = "a joblib file with numpy arrays, whose bytes lie between its opcodes, where they are not read"
             fix = ("If you trust its author: torch.save(joblib.load(path), new) writes what is read here.",)
         out.problems.append(Problem("not-a-checkpoint", title=title, fix=fix))
     out.problems += [problem for pickle in pickles for problem in pickle_problems(pickle, pickle.end)]
     if ends_like_zip(source):
         out.problems.add("zip-inside", detail="zipfile reads the archive at its end, pickle what is before it")
-    if first.loader:
+    if first.loader is not None:
         places = {storage.key: storage.place for storage in held.storages}
         tree = read_tree(first, StorageTable(lambda key, _: places[key]))
         out.take(*tree)
@@ -90,6 +91,12 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
         out.take(tree.tensors, (), tree.leaves, tree.problems)
     out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
     return out.checkpoint(pickles=tuple(pickles))
+
+
+def holds_tensors(source: Source) -> bool:
+    """Whether a file is a plain pickle of tensors, and no checkpoint of torch.save."""
+    checkpoint = None if source.read(0, 1) != b"\x80" or looks_like_legacy(source) else read_plain_pickle(source)
+    return checkpoint is not None and checkpoint.pickles[0].loader is not None
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:
@@ -150,10 +157,10 @@ class _Held:
 
     def read(self, args: Any, end: int) -> Persistent | None:
         """The storage that a call gets whose opcode ends there; ``None`` if it gets anything else."""
-        node = args[0] if type(args) is tuple and len(args) == 1 else None
+        node: Any = args[0] if type(args) is tuple and len(args) == 1 else None
         text = _encoded_text(node)
         try:
-            data = text.encode("latin-1") if text else node
+            data: Any = text.encode("latin-1") if text else node
         except UnicodeEncodeError:
             return None
         stream = self._stream(data) if type(data) is bytes else None
@@ -187,7 +194,11 @@ class _Held:
         if position == len(MAGIC_PICKLE) or not data.startswith(self._head):
             version = run(data, len(MAGIC_PICKLE))
             facts = run(data, version.end)
-            if not _is_plain(version) or version.root != PROTOCOL or not _is_plain(facts) or type(facts.root) is not Dict:
+            if (
+                version.root != PROTOCOL
+                or type(facts.root) is not Dict
+                or not (_is_plain(version) and _is_plain(facts))
+            ):
                 return None
             position = facts.end
             self._head = data[:position]

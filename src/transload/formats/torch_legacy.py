@@ -23,7 +23,7 @@ from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.frozen import NamedTuple
 from transload.io.sources import Slice, Source
-from transload.nodes import Call, Dict, Global, Persistent, Pickle, Set
+from transload.nodes import Dict, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
     from transload.formats.zip_writer import Bunch, Record, Sink

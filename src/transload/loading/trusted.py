@@ -87,8 +87,8 @@ class MissingClassError(LoadError, AttributeError):
 def unpickler_of(pickle_module: Any) -> type[Any]:
     """The unpickler of a module, which finds storages and what has moved.
 
-    Its objects get a ``device_of``, and ``held``, what makes storages of bytes in a plain pickle. The class has none: it is part of a reference cycle, as every class is, and what it
-    refers to lives until the garbage collector finds that.
+    Its objects get a ``device_of``, and ``held``, which gives the storages of a plain pickle. The class has none: it is
+    part of a reference cycle, as every class is, and what it refers to lives until the garbage collector finds that.
     """
     import torch
 
@@ -335,7 +335,7 @@ def load_trusted(
             for _ in range(3):  # the magic number, the protocol version and facts on the machine have been read
                 unpickled(file)
             return unpickled(file, find)
-        if checkpoint.format in ("pickle", "joblib"):
+        if checkpoint.format == "pickle":
             main = checkpoint.pickles[0]
             if main.loader is not None:  # each call of it is one of the storages, in this order
                 ids = iter([node.id for node in main.persistent])

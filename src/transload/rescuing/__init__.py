@@ -19,8 +19,9 @@ from typing import Literal
 
 from transload.checkpoint import FORMATS, Checkpoint
 from transload.errors import CannotReadError, RescueError, UsageError
-from transload.findings import Problem, rescue_command
+from transload.findings import Problem, quoted, rescue_command
 from transload.formats import no_collecting, read_source
+from transload.formats.plain_pickle import holds_tensors
 from transload.io.atomic import AtomicFile, SystemFile
 from transload.io.pool import telling
 from transload.io.sources import Assembly, Source, SourceLike, open_source
@@ -179,6 +180,10 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack, notes:
         raise RescueError("the file is empty", where=source.name)
     inner = (journal_undone(path, source, notes) if path else None) or source
     inner, whole = unwrapped(inner, member, stack, notes)
+    if holds_tensors(inner):  # in which recover would find the stream of the first tensor
+        what = "it is a plain pickle: nothing in it tells what was lost, or could replace it"
+        fix = f"If it is whole, this takes its tensors out: transload convert {quoted(inner.name)} NEW.pt"
+        raise RescueError(what, where=inner.name, fix=fix)
     recovered = recover(inner, stack)
     if recovered is None:  # of another format: what the reader makes of it is all there is
         checkpoint = read_source(inner)

@@ -42,7 +42,7 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 # -- tensors that are carried over as they are
 
 _CARRIED_KINDS = ("quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested")
-_CARRIED_FORMATS = ("torch-zip", "torch-legacy", "torch-directory")
+_CARRIED_FORMATS = ("torch-zip", "torch-legacy", "torch-directory", "pickle")
 _CARRIED_CALLS = frozenset(  # what weights_only calls, and our reader understands, to make one
     {
         _ORDERED_DICT,

@@ -1,0 +1,294 @@
+"""Tensors that pickle.dump wrote: each storage is a checkpoint inside the pickle, and is read like any other."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.each import each
+from tests.forge import DANGEROUS, FLOATS, call, legacy, listing, name, pickled, storage_id, text
+from tests.loading.equal import same
+from tests.loading.zoo import tagged
+
+import transload
+from transload.checkpoint import Checkpoint
+from transload.errors import BrokenFileError, RescueError, RetagError, UnsafeError
+from transload.judge import inspect
+
+PROTOCOLS = (1, 2, 3, 4, 5)
+LOADER = name("torch.storage", "_load_from_bytes")
+REBUILD = name("torch._utils", "_rebuild_tensor_v2")
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    adam.step()
+    return {"model": model.state_dict(), "optimizer": adam.state_dict(), "epoch": 3}
+
+
+def kinds() -> dict[str, Any]:
+    held: dict[str, Any] = {
+        str(dtype): torch.arange(6).to(dtype)
+        for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
+    }
+    return {
+        **held,
+        "none": torch.zeros(0, 3),
+        "number": torch.tensor(3.0),
+        "turned": torch.arange(12.0).view(3, 4).t(),
+        "part": torch.arange(100)[7:19:3],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "large": torch.arange(100_000.0),  # beyond what a frame takes
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+def dumped(value: object, protocol: int = 4, tag: str = "") -> bytes:
+    with tagged(tag), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pickle.dumps(value, protocol)
+
+
+def loaded(data: bytes, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transload.load(io.BytesIO(data), **options)
+
+
+def again(value: object) -> Any:
+    return pickle.loads(dumped(value))
+
+
+def codes(told: Checkpoint) -> list[str]:
+    return [problem.code for problem in told.problems]
+
+
+@each("protocol", PROTOCOLS)
+@each("make", [trained, kinds])
+def test_a_pickle_of_tensors_is_a_checkpoint(make: Any, protocol: int) -> None:
+    value = make()
+    data = dumped(value, protocol)
+    told = inspect(data)
+    assert (told.format, told.safety, told.integrity, codes(told)) == (
+        "pickle",
+        "data-only",
+        "unchecked",
+        ["plain-pickle"],
+    )
+    assert [use.device for use in told.devices] == ["cpu"]
+    assert all(storage.stored == storage.nbytes for storage in told.storages)
+    for trusted in (False, True):
+        same(loaded(data, weights_only=not trusted), pickle.loads(data))
+
+
+@each("protocol", PROTOCOLS)
+def test_a_file_from_a_gpu_loads_without_one(protocol: int) -> None:
+    value = trained()
+    data = dumped(value, protocol, "cuda:0")
+    told = inspect(data)
+    assert {use.device for use in told.devices} == {"cuda:0"}
+    with pytest.warns(transload.LandingWarning):
+        transload.load(io.BytesIO(data))
+    for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):
+        made = loaded(data, **options)
+        same(made, again(value))
+
+
+def test_tensors_lie_where_they_are_said_to() -> None:
+    value = kinds()
+    data = dumped(value)
+    told = inspect(data)
+    for title in ("large", "torch.bfloat16", "parameter"):
+        mine = told.tensor(title)
+        assert mine.file_offset is not None
+        raw = value[title].detach().contiguous().view(torch.uint8).numpy().tobytes()
+        assert data[mine.file_offset : mine.file_offset + mine.nbytes] == raw
+
+
+@each("protocol", (2, 5))
+def test_it_is_opened_converted_verified_and_not_retagged(protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "old.pkl"
+    value = {**trained(), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
+    path.write_bytes(dumped(value, protocol, "cuda:0"))
+    with transload.open(path) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(opened["model/0.weight"][1:3], value["model"]["0.weight"][1:3])
+    transload.convert(path, tmp_path / "new.pt")
+    same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(again(value["model"])))
+    assert transload.verify(path).integrity == "unchecked"
+    with pytest.raises(RetagError, match="plain pickle") as raised:
+        transload.retag(path, "cpu")
+    assert f"transload convert {path} NEW.pt" in raised.value.fix
+    with pytest.raises(RescueError, match="plain pickle"):
+        transload.rescue(path, tmp_path / "rescued.pkl")
+
+
+def test_a_pickled_module_needs_trust() -> None:
+    data = dumped(torch.nn.Linear(2, 3), 4, "cuda:0")
+    told = inspect(data)
+    assert (told.safety, told.integrity) == ("needs-trust", "unchecked")
+    assert [tensor.name for tensor in told.tensors] == ["weight", "bias"]
+    with pytest.raises(UnsafeError, match="Linear"):
+        loaded(data)
+    assert type(loaded(data, weights_only=False)) is torch.nn.Linear
+
+
+def test_of_several_pickles_the_first_is_loaded() -> None:
+    told = inspect(dumped(torch.ones(3)) + dumped({"b": torch.zeros(2)}))
+    assert (told.safety, [tensor.name for tensor in told.tensors]) == ("data-only", [""])
+
+
+# -- streams put together by hand
+
+
+def stream(**parts: Any) -> bytes:
+    """What ``_load_from_bytes`` is given for four floats."""
+    held: dict[str, Any] = {
+        "object": pickled(storage_id("7", 4, "FloatStorage", "cpu", None)),
+        "keys": pickled(listing("7")),
+        "storages": (struct.pack("<q", 4) + FLOATS,),
+    }
+    return legacy(**{**held, **parts})
+
+
+def as_bytes(data: bytes) -> bytes:
+    return b"B" + struct.pack("<I", len(data)) + data
+
+
+def as_text(data: bytes) -> bytes:
+    return call(name("_codecs", "encode"), text(data.decode("latin-1")), text("latin1"))
+
+
+def tensor_of(storage: bytes) -> bytes:
+    hooks = call(name("collections", "OrderedDict"))
+    return call(REBUILD, storage, b"K\x00", b"K\x04\x85", b"K\x01\x85", b"\x89", hooks)
+
+
+def plain(data: bytes, write: Any = as_bytes) -> bytes:
+    return pickled(tensor_of(call(LOADER, write(data))), 3)
+
+
+@each("write", [as_bytes, as_text])
+def test_a_stream_by_hand(write: Any) -> None:
+    told = inspect(plain(stream(), write))
+    assert (told.safety, codes(told)) == ("data-only", ["plain-pickle"])
+    assert loaded(plain(stream(), write)).numpy().tobytes() == FLOATS
+
+
+HOSTILE = {
+    "not a stream": pickled(DANGEROUS),
+    "a call for the object": stream(object=pickled(DANGEROUS)),
+    "a call beside the storage": stream(
+        object=pickled(DANGEROUS + b"0" + storage_id("7", 4, "FloatStorage", "cpu", None))
+    ),
+    "a call in the list of keys": stream(keys=pickled(call(name("builtins", "print")))),
+    "a call among the facts": stream(facts=pickled(DANGEROUS)),
+    "a call for the protocol": stream(protocol=pickled(DANGEROUS)),
+    "a name beside the storage": stream(
+        object=pickled(name("os", "getcwd") + b"0" + storage_id("7", 4, "FloatStorage", "cpu", None))
+    ),
+    "a class that is not a storage's": stream(object=pickled(storage_id("7", 4, "system", "cpu", None))),
+    "two keys": stream(keys=pickled(listing("7", "8"))),
+    "another key": stream(keys=pickled(listing("8"))),
+    "another count": stream(storages=(struct.pack("<q", 5) + FLOATS,)),
+    "bytes behind it": stream() + b"\0",
+    "an archive": b"PK\x03\x04",
+    "a dictionary": stream(object=pickled(b"}")),
+    "nothing": b"",
+    "a cut in its pickles": stream()[:40],
+}
+
+
+@each("write", [as_bytes, as_text])
+@each("data", HOSTILE.values(), ids=list(HOSTILE))
+def test_anything_else_stays_dangerous(data: bytes, write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    told = inspect(plain(data, write))
+    assert (told.safety, told.integrity) == ("dangerous", "not-a-checkpoint")
+    with pytest.raises(transload.TransloadError):
+        loaded(plain(data, write))
+    assert capsys.readouterr().out == ""
+
+
+GOOD = call(LOADER, as_bytes(stream()))
+OTHER_USES = {
+    "the function as a value": listing(GOOD, LOADER),
+    "the function as an argument": listing(GOOD, call(name("functools", "partial"), LOADER)),
+    "one that is none": listing(GOOD, call(LOADER, as_bytes(b"x"))),
+    "two arguments": call(LOADER, as_bytes(stream()), b"N"),
+    "the same bytes again": LOADER + b"q\x01" + as_bytes(stream()) + b"q\x02\x85R0h\x01h\x02\x85R",
+    "another codec": call(LOADER, call(name("_codecs", "encode"), text(stream().decode("latin-1")), text("utf-8"))),
+    "a persistent id": listing(GOOD, storage_id("0", 4, "FloatStorage", "cpu")),
+    "attributes of the function": listing(GOOD, LOADER + b"}" + text("a") + b"Nsb"),
+    "thrown away": GOOD + b"0" + call(LOADER, as_bytes(b"x")) + b"0N",
+}
+
+
+@each("body", OTHER_USES.values(), ids=list(OTHER_USES))
+def test_another_use_of_the_loader_is_dangerous(body: bytes) -> None:
+    assert inspect(pickled(body, 3)).safety == "dangerous"
+
+
+def test_attributes_and_items_of_a_storage_are_odd() -> None:
+    for change in (b"}b", b"NNs", b"Na"):
+        data = pickled(GOOD + change, 3)
+        assert inspect(data).safety != "data-only"
+        with pytest.raises(transload.TransloadError):
+            loaded(data)
+
+
+@each("write", [as_bytes, as_text])
+def test_a_storage_that_is_cut_is_damage(write: Any) -> None:
+    whole = stream()
+    for left in (1, len(FLOATS) - 1, len(FLOATS) + 3):
+        data = plain(whole[:-left], write)
+        told = inspect(data)
+        assert (told.integrity, "storage-cut" in codes(told)) == ("damaged", True), left
+        with pytest.raises(BrokenFileError):
+            loaded(data)
+
+
+@each("protocol", PROTOCOLS[1:])
+def test_a_file_that_is_cut_anywhere_is_damaged(protocol: int, tmp_path: Path) -> None:
+    whole = dumped({"a": torch.ones(40), "b": torch.ones(3)}, protocol)
+    begin = whole.index(b"_load_from_bytes") + 40
+    for length in range(begin, len(whole), 7):
+        told = inspect(whole[:length])
+        assert (told.format, told.integrity) == ("pickle", "damaged"), length
+        assert told.safety != "dangerous", length
+        with pytest.raises(BrokenFileError):
+            loaded(whole[:length])
+    path = tmp_path / "cut.pkl"
+    path.write_bytes(whole[:-50])
+    with pytest.raises(RescueError):
+        transload.rescue(path, tmp_path / "new.pt")
+
+
+def test_numpy_arrays_of_joblib_are_not_read() -> None:
+    wrapper = call(name("joblib.numpy_pickle", "NumpyArrayWrapper")) + b"}b"
+    told = inspect(pickled(listing(GOOD, wrapper), 3))
+    assert (told.format, told.integrity) == ("joblib", "not-a-checkpoint")
+    assert "numpy arrays" in told.findings[-1].title
+
+
+def test_a_large_one_is_read_beyond_the_first_window(tmp_path: Path) -> None:
+    value = {"a": torch.arange(5_000_000), "b": torch.ones(3)}
+    path = tmp_path / "large.pkl"
+    path.write_bytes(dumped(value))
+    same(transload.load(path), again(value))
+
+
+def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "a.pkl"
+    path.write_bytes(dumped({"a": torch.ones(3)}))
+    program = f"import sys, transload; print(len(transload.inspect({str(path)!r}).tensors), 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"1 False\n"
