@@ -43,8 +43,8 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
     first, end = run_at(source, 0, "pickle", _WINDOW, MAX_DOUBT, held.begin)
     if first.cut and (source.read(0, 1) == b"\x80" or _is_pickle(first, source.size)):
         # It is one, and a long one; where tensors lie in it, as long as they are.
-        most = max(MAX_STREAM, source.size) if LOADER in first.globals else MAX_STREAM
-        first, end = run_at(source, 0, "pickle", 1 << 20, most, held.begin)
+        window, most = (source.size, source.size) if LOADER in first.globals else (1 << 20, MAX_STREAM)
+        first, end = run_at(source, 0, "pickle", window, most, held.begin)
     if not _is_pickle(first, source.size):
         return None
     first.main = True
