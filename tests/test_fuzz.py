@@ -106,6 +106,7 @@ def hostile_files() -> dict[str, bytes]:
         "hostile keys": forge.legacy(keys=pickled(forge.listing("0", "1", DANGEROUS))),
         "hostile tar": forge.tar({"pickle": pickled(forge.dictionary({"w0": b"P100\n", "bad": DANGEROUS}))}),
         "hostile pickle": pickle.dumps([1, 2, 3]) + pickled(DANGEROUS),
+        "hostile pickle of tensors": pickle.dumps(torch.ones(2), 3)[:-1] + DANGEROUS + b"\x86.",
         "hostile stray": forge.checkpoint(extra={"more.pkl": pickled(DANGEROUS)}),
     }
 
@@ -142,7 +143,8 @@ def sound_files() -> dict[str, bytes]:
 def all_files() -> dict[str, bytes]:
     others = [path for path in sorted(DATA.rglob("*.p*t*")) if path.is_file() and path.stat().st_size < SMALL]
     held = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in others if path.suffix != ".py"}
-    return {**held, **sound_files(), **hostile_files(), "tar": forge.tar(), "pickle": pickle.dumps(typed)}
+    pickles = {f"tensors in a pickle, protocol {each}": pickle.dumps(typed(), each) for each in (2, 4)}
+    return {**held, **sound_files(), **hostile_files(), **pickles, "tar": forge.tar(), "pickle": pickle.dumps(typed)}
 
 
 # -- accidents ---------------------------------------------------------------------------------------------------------

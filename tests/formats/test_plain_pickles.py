@@ -86,6 +86,8 @@ def test_a_pickle_of_tensors_is_a_checkpoint(make: Any, protocol: int) -> None:
         ["plain-pickle"],
     )
     assert [use.device for use in told.devices] == ["cpu"]
+    loader = next(use for use in told.globals if use.full_name == "torch.storage._load_from_bytes")
+    assert (loader.verdict, loader.called) == ("data", len(told.storages))
     assert all(storage.stored == storage.nbytes for storage in told.storages)
     for trusted in (False, True):
         same(loaded(data, weights_only=not trusted), pickle.loads(data))

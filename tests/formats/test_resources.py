@@ -61,6 +61,7 @@ print(json.dumps({"safety": told.safety, "integrity": told.integrity, "ok": told
 """
 READER_IMPORTS = (
     "transload.judge.origin",
+    "transload.formats.plain_pickle",
     "transload.formats.torch_legacy",
     "transload.formats.torch_zip",
     "transload.formats.verify",

@@ -282,6 +282,7 @@ class _Judge:
     def __init__(self, getattr_allowed: bool) -> None:
         self.getattr_allowed = getattr_allowed
         self.uses: dict[tuple[str, str], _Use] = {}
+        self.excused: dict[tuple[str, str], _Use] = {}
         self.complaints: dict[str, tuple[Safety, str]] = {}
         self.inner_names: set[tuple[str, str]] = set()
         self.unloadable = ""
@@ -318,6 +319,12 @@ class _Judge:
                 # today. And torch.load translates torch.tensor only with weights_only=False.
                 if pickle.protocol > 2 or node.module == "torch.tensor":
                     self.count(node.module, node.name, pickle, node.count)
+        if pickle.loader is not None:  # each of its calls was read, and is a storage
+            key = (pickle.loader.module, pickle.loader.name)
+            use = self.excused.setdefault(key, _Use(*key, pickle.name))
+            use.verdict, use.purpose = "data", "makes the storage of a tensor from bytes in the pickle"
+            use.imported += pickle.loader.count
+            use.called += len(pickle.persistent)
         inside: list[Pickle] = []
         ordered = self.uses.get(("collections", "OrderedDict"))
         for call in pickle.calls:
@@ -440,7 +447,7 @@ class _Judge:
             excused.purpose = "an enumeration member or a method, found by name on something named beside it"
         names = tuple(
             GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
-            for key, its in self.uses.items()
+            for key, its in {**self.excused, **self.uses}.items()
         )
         dangerous = [use for use in names if use.verdict == "dangerous"]
         trust = [use for use in names if use.verdict in ("unknown", "harmless")]
