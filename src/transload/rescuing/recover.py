@@ -272,6 +272,9 @@ _MAX_JOURNAL = 1 << 30
 _SIP = 1 << 10
 """Compressed bytes that are unpacked at once: a kilobyte can unpack to 32 MB."""
 
+_GZIP_SIP = 32 << 10
+"""For gzip as many unpack to no more, and each sip costs a copy of its 32 KB window."""
+
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
     b".data/python_version".split()
@@ -378,9 +381,10 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
 
 def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool:
     """Unpack as far as it goes; whether that is all. Several compressed streams may follow one another."""
-    unpacker, limit = make(), _unpacked_limit(source)
-    for at in range(0, source.size, _SIP):
-        data = source.read(at, _SIP)
+    unpacker, limit, written = make(), _unpacked_limit(source), 0
+    sip = _GZIP_SIP if hasattr(unpacker, "copy") else _SIP
+    for at in range(0, source.size, sip):
+        data = source.read(at, sip)
         while data:
             if unpacker.eof:  # padding follows, or another stream
                 data = data.lstrip(b"\0")
@@ -397,7 +401,8 @@ def _decompress(source: Source, make: Callable[[], Any], file: BinaryIO) -> bool
                     file.writelines(before.decompress(bytes([byte])) for byte in (data if before else b""))
                 return False
             file.write(piece)
-            if file.tell() > limit:
+            written += len(piece)  # asking the file takes a system call
+            if written > limit:
                 raise RescueError(f"the file decompresses to more than {limit:,} bytes", where=source.name)
             data = unpacker.unused_data if unpacker.eof else b""
     return bool(unpacker.eof)
