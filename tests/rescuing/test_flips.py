@@ -132,6 +132,9 @@ def test_a_flip_in_a_large_record_is_probable(large: bytes) -> None:
     made = recovered(flipped(large, position, 6))
     assert made.source.read(0, len(large)) == large
     assert [(repair.position, repair.certainty) for repair in made.repairs] == [(position, "probable")]
+    result = rescue(flipped(large, position, 6), dry_run=True)
+    assert (result.how, result.exit_code, result.to_dict()["complete"]) == ("exact", 1, False)
+    assert ["not proven" in warning for warning in result.warnings] == [True]
 
 
 def test_a_generated_file(large: bytes) -> None:

@@ -172,7 +172,7 @@ examples:
 
 exit codes:
   0  everything was recovered
-  1  part of it was recovered; the report says what is lost
+  1  part of it was recovered, or a repair is not proven; the report says which
   2  nothing was recovered, and nothing was written
 """
     option = parser.add_argument

@@ -31,7 +31,7 @@ from transload.rescuing.archive import METADATA, Recovered, recover_directory, r
 from transload.rescuing.bitflips import Claim, check_records, repairs_of
 from transload.rescuing.output import Outcomes, completed, filled, is_program, rebuilt, refuse_growth, without_lost
 from transload.rescuing.recover import journal_undone, recover, unwrapped
-from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome
+from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records, with_parts
 
@@ -150,7 +150,7 @@ def _rescue_file(
             recovered.repairs,
             fill or "",
             (*notes, *recovered.notes),
-            tuple(_warnings(checkpoint, recovered, out)),
+            (*_warnings(checkpoint, recovered, out), *doubts(recovered.repairs)),
         )
         if made.done and out is not None:
             tell = telling(progress, out.size, "writing")
@@ -343,7 +343,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
             outcomes,
             tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes),
             tuple(repairs),
-            warnings=warnings,
+            warnings=(*warnings, *doubts(repairs)),
         )
         if not made.done:
             return made

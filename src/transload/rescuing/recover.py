@@ -438,7 +438,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
         if verdict.state == "mended":
             place = f"byte {repairs[0].position:,}"
             notes.append(f"a flipped bit in it was repaired, {verdict.certainty} by its checksum: {place}")
-        damaged = verdict.state in ("damaged", "cut") or verdict.certainty == "ambiguous"
+        damaged = verdict.state in ("damaged", "cut") or verdict.certainty != "proven"
     content: Source = Assembly(repaired(source, record.payload, record.present, repairs), source.name)
     if method_of(record) == DEFLATED:
         file, limit = _temporary_file(stack), _unpacked_limit(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from transload.frozen import facts
@@ -51,6 +51,15 @@ class Repair(NamedTuple):
         return tuple(bit for bit in range(8) if (self.old ^ self.new) >> bit & 1)
 
 
+def doubts(repairs: Iterable[Repair]) -> tuple[str, ...]:
+    """Why a rescue with these repairs is not complete: a warning where some are not proven."""
+    count = sum(repair.certainty != "proven" for repair in repairs)
+    if not count:
+        return ()
+    are = "1 repaired byte is" if count == 1 else f"{count:,} repaired bytes are"
+    return (f"{are} not proven: other damage can look the same, so compare with another copy if there is one",)
+
+
 @facts(frozen=True)
 class Rescue:
     """What became of a damaged file, by tensor.
@@ -94,12 +103,12 @@ class Rescue:
     @property
     def complete(self) -> bool:
         """Whether everything was recovered, without doubt."""
-        sure = all(repair.certainty != "ambiguous" for repair in self.mends)
+        sure = all(repair.certainty == "proven" for repair in self.mends)
         return sure and self.how != "nothing" and not (self.lost or self.records or self.warnings)
 
     @property
     def exit_code(self) -> int:
-        """0 if everything was recovered, 1 if part of it was, 2 if nothing."""
+        """0 if everything was recovered, 1 if part of it was or a repair is not proven, 2 if nothing."""
         if self.how == "nothing":
             return 2
         return 0 if self.complete else 1
