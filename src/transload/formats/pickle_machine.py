@@ -443,6 +443,22 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Callable[[Machine],
     return out
 
 
+def run_part(vm: Machine, data: bytes) -> bool:
+    """Run the opcodes of a part of a pickle on the stack and memo of a machine; whether they end where the part does.
+
+    If they do not, the stack is in no particular state.
+    """
+    vm.data = data + b"\xff"  # not an opcode: the machine stops there
+    vm.size, vm.pos = len(vm.data), 0
+    try:
+        _execute(vm)
+    except Broken:
+        return vm.pos == vm.size
+    except (IndexError, KeyError, UnicodeDecodeError, struct_error):
+        return False
+    return False
+
+
 def _add(into: Pickle, other: Pickle) -> None:
     """Add what another pickle would import, call and change."""
     for key, node in other.globals.items():
@@ -588,7 +604,7 @@ def _execute(vm: Machine) -> None:  # one loop, the opcodes by frequency: 0.2 µ
     push = stack.append
     pos = vm.pos
     loader = vm.loader
-    put = 0  # the memo index that comes next, and -1 once there was a gap
+    put = len(memo) if type(memo) is list else -1  # the memo index that comes next, and -1 once there was a gap
     try:
         while True:
             op = data[pos]

@@ -3,9 +3,9 @@
 The source is never written. torch is not needed, nothing in the file is run, and no name in it becomes a path.
 
 A rescue of one file goes through these modules: `recover` takes off what is around it and, for archives with `archive`,
-makes of it what the reader can read; `output` finds out which tensors are whole and makes the new file. Checkpoints of
-several files have a table of what is where, so no layout has to be guessed: their damaged tensors are found as `verify`
-finds them, and what is whole is converted into one file.
+makes of it what the reader can read; `damaged_index` reads what is left of an index; `output` finds out which tensors
+are whole and makes the new file. Checkpoints of several files have a table of what is where, so no layout has to be
+guessed: their damaged tensors are found as `verify` finds them, and what is whole is converted into one file.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def _output(
     if not lost and recovered.exact:
         return recovered.source, "exact"
     if not lost:
-        return rebuilt(recovered, recovered.records) if recovered.records else recovered.source, "rebuilt"
+        how = "left-out" if recovered.index_read_again else "rebuilt"
+        return rebuilt(recovered, recovered.records) if recovered.records else recovered.source, how
     if fill is not None:
         return filled(recovered, checkpoint, fill), "filled"
     how = "weights" if is_program(checkpoint) else "left-out"

@@ -20,7 +20,7 @@ from transload.findings import Problems
 from transload.formats.zip import ALIGNMENT, LOCAL
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.io.sources import Assembly, BytesSource, Part, Source
-from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repairs_of
+from transload.rescuing.bitflips import DEFLATED, MAX_RATIO, Claim, Verdict, check_records, repair_index, repairs_of
 from transload.rescuing.result import Certainty, LostRecord, Repair
 from transload.rescuing.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 
@@ -42,7 +42,7 @@ class Recovered(NamedTuple):
     ``exact`` is whether it is, as far as can be known, the very file that was saved. ``records`` are those of an
     archive, from which another archive can be laid out. ``unchecked`` are records without a checksum. ``repaired_at``
     are the offsets of repaired bytes in the recovered file. ``nbytes`` is the size of the damaged file. ``warnings``
-    say what is uncertain.
+    say what is uncertain. ``index_read_again`` is whether its index holds what could be read from a damaged one.
     """
 
     source: Source
@@ -57,6 +57,7 @@ class Recovered(NamedTuple):
     repaired_at: tuple[int, ...] = ()
     nbytes: int = 0
     warnings: tuple[str, ...] = ()
+    index_read_again: bool = False
 
 
 class Filler(Assembly):
@@ -305,6 +306,8 @@ def _check(source: Source, found: Scan) -> list[_Checked]:
                 (again,) = check_records(source, [other])
                 if again.state == "whole":
                     verdict = again
+        if verdict.state == "damaged" and name.endswith(b"/data.pkl"):
+            verdict = repair_index(source, claim, verdict)
         # Without a checksum, what must follow the bytes has to follow them, or the file to end before. Otherwise the
         # descriptor was overwritten or is elsewhere, and so may the bytes be.
         followed = record.descriptor or (record.local and not record.local.flags & HAS_DESCRIPTOR)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.dtypes import ITEMSIZE, STORAGES, itemsize
@@ -13,9 +13,10 @@ from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import PREFIX
-from transload.formats.tensors import READERS, Place, StorageTable, called, claimed, find_tensors
+from transload.formats.tensors import READERS, Place, Slot, StorageTable, called, claimed, find_tensors
 from transload.io.sources import Assembly, Part, Source
 from transload.nodes import Call, Dict, Global, Persistent, Set
+from transload.render.words import plural
 from transload.rescuing.archive import (
     ArchiveRecord,
     Filler,
@@ -29,6 +30,7 @@ from transload.rescuing.archive import (
     replaced,
     stored_record,
 )
+from transload.rescuing.damaged_index import Unread, read_damaged_index
 from transload.rescuing.result import Fill, LostRecord, TensorOutcome
 from transload.tensors.damage import with_parts
 
@@ -36,6 +38,9 @@ _PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-pack
 _NOT_IN_FILE = "its bytes are not in the file"
 _MAX_STORAGE = 1 << 45
 """Bytes that a missing storage may claim to have; 32 TB are not a storage."""
+
+_MAX_INDEX = 64 << 20
+"""Bytes of a damaged index that is read again: one of half a million tensors."""
 
 _MAX_GROWTH = 1000
 _MIN_GROWTH_LIMIT = 1 << 30
@@ -127,9 +132,12 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     tensors of a program whose code is lost are read as those of a program, by name.
     """
     checkpoint = read_source(recovered.source)
-    records, name = recovered.records, recovered.source.name
-    if not records or checkpoint.format != "torch-zip":
+    if not recovered.records or checkpoint.format != "torch-zip":
         return recovered, checkpoint
+    if not is_program(checkpoint) and _is_index_damaged(recovered, checkpoint):
+        recovered = _with_index_read_again(recovered)
+        checkpoint = read_source(recovered.source)
+    records, name = recovered.records, recovered.source.name
     root = records[0].name.partition(b"/")[0]
     order = 1 + max(record.order for record in records)
     if is_program(checkpoint):
@@ -163,6 +171,133 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
         ),
     )
     return other, read_source(other.source)
+
+
+# -- a damaged index
+
+_INDEX = "data.pkl"
+_SHOWN = 8
+
+
+def _is_index_damaged(recovered: Recovered, checkpoint: Checkpoint) -> bool:
+    """Whether the index is damaged, and costs tensors."""
+    known = any(record.name == _INDEX for record in recovered.lost_records)
+    if not (known or recovered.all_unchecked or _INDEX in recovered.unchecked):
+        return False  # it is as it was saved, whatever is wrong with it
+    if any(pickle.main and pickle.broken for pickle in checkpoint.pickles):
+        return True
+    if not known and all(problem.code != "tensor-broken" for problem in checkpoint.problems):
+        return False
+    sizes = {storage.key: storage.nbytes for storage in checkpoint.storages if storage.tensors}
+    return any(sizes.get(key) != record.stored for key, record in _storage_records(recovered.records).items())
+
+
+def _storage_records(records: Sequence[ArchiveRecord]) -> dict[str, ArchiveRecord]:
+    """The records of storages that are not compressed, by key."""
+    found = {key_of(record.name): record for record in records if not record.method}
+    return {name.partition("/")[2]: record for name, record in found.items() if name.startswith(("data/", "tensors/"))}
+
+
+def _with_index_read_again(recovered: Recovered) -> Recovered:
+    """The archive with a new index of what is left of the old one.
+
+    A tensor is in it if its storage has a record of the right size. Storages that no tensor uses then become flat
+    tensors, called ``storage-12`` after their key.
+    """
+    index = next((record for record in recovered.records if key_of(record.name) == _INDEX), None)
+    if index is None or index.method or index.stored > _MAX_INDEX:
+        return recovered
+    found = read_damaged_index(Assembly(index.content, "").read(0, index.stored))
+    stored = _storage_records(recovered.records)
+
+    def locate(key: str, nbytes: int) -> Place:
+        fits = key in stored and stored[key].stored == nbytes
+        return Place(0, nbytes, key) if fits else Place(None, 0)
+
+    def is_lost(node: Call) -> bool:
+        tree = find_tensors(node, StorageTable(locate))
+        return not tree.tensors or any(storage.nbytes and storage.offset is None for storage in tree.storages)
+
+    _prune(found.root, is_lost)
+    root = found.root if type(found.root) is Dict or _is_ordered(found.root) else Dict([])
+    items = root.items if type(root) is Dict else (root.items or [])
+    if root is not found.root and found.root is not None:
+        items += ("object", found.root)
+    tree = find_tensors(root, StorageTable(locate))
+    used = {storage.key for storage in tree.storages if storage.tensors}
+    dtypes = {slot.key: slot.dtype for slot in _slots(found.persistent, locate) if slot.place.record}
+    flat: list[str] = []
+    for key, record in stored.items():
+        if key not in used and record.stored:
+            dtype = dtypes.get(key, "uint8")
+            flat.append(f"storage-{key}")
+            items += (flat[-1], _tensor_call(key, record.stored, dtype, 0, (record.stored // ITEMSIZE[dtype],), (1,)))
+    if type(root) is Call:
+        root.items = items
+    try:
+        data = dumps(root, expand=(Unread, lambda _: None))
+    except CannotPickleGraphError:
+        return recovered
+    made = stored_record(index.name, literal(data), order=index.order)
+    records = tuple(
+        made._replace(time=index.time, date=index.date) if record is index else record._replace(padding=None, before=())
+        for record in recovered.records
+    )
+    names = {tensor.name for tensor in tree.tensors}
+    ends = {name.rpartition("/")[2] for name in names}
+    gone = [name for name in dict.fromkeys(found.broken) if name not in ends]
+    notes = [f"the index is damaged: {plural(len(names), 'tensor')} could be read from what is left of it"]
+    if flat:
+        some = ", ".join(flat[:_SHOWN]) + (" …" if len(flat) > _SHOWN else "")
+        notes.append(f"{plural(len(flat), 'storage')} without name and shape became flat tensors: {some}")
+    return _moved(recovered, records)._replace(
+        exact=False,
+        index_read_again=True,
+        notes=(*recovered.notes, *notes),
+        lost_records=(
+            *(record for record in recovered.lost_records if record.name != _INDEX),
+            LostRecord(_INDEX, "its bytes are damaged"),
+            *(LostRecord(name, "its entry in the index is damaged") for name in gone),
+        ),
+    )
+
+
+def _is_ordered(node: object) -> TypeGuard[Call]:
+    return type(node) is Call and called(node) == "collections.OrderedDict"
+
+
+def _slots(persistent: Sequence[Persistent], locate: Callable[[str, int], Place]) -> Iterator[Slot]:
+    """The storages of persistent ids, each as if it were the only one: some are misread."""
+    for node in persistent:
+        found = StorageTable(locate).resolve(node)
+        if found is not None:
+            yield found[0]
+
+
+def _moved(recovered: Recovered, records: tuple[ArchiveRecord, ...]) -> Recovered:
+    """A recovered archive with other records of the same names, and what was lost and repaired in them."""
+    pieces = list(archive_pieces(records))
+    starts = {piece.record.name: piece.offset for piece in reversed(pieces) if piece.record is not None}
+    old = [piece for piece in archive_pieces(recovered.records) if piece.record is not None]
+    ends = [piece.offset + piece.part.length for piece in old]
+    shifts: dict[bytes, int] = {}
+    for piece in old:
+        if piece.record is not None and key_of(piece.record.name) != _INDEX:
+            shifts.setdefault(piece.record.name, starts[piece.record.name] - piece.offset)
+
+    def shift(at: int) -> int | None:
+        place = bisect_right(ends, at)
+        record = old[place].record if place < len(old) and old[place].offset <= at else None
+        return None if record is None else shifts.get(record.name)
+
+    ranges = [(lost, shift(lost.start)) for lost in recovered.lost_ranges]
+    places = [(at, shift(at)) for at in recovered.repaired_at]
+    return recovered._replace(
+        source=Assembly((piece.part for piece in pieces), recovered.source.name),
+        records=records,
+        lost_ranges=tuple(LostRange(lost.start + by, lost.end + by, lost.why) for lost, by in ranges if by is not None),
+        repaired_at=tuple(at + by for at, by in places if by is not None),
+    )
 
 
 # -- with everything
@@ -254,7 +389,7 @@ def without_lost(
 
     try:
         _prune(pickle.root, is_lost)
-        index = dumps(pickle.root, expand=(_Lost, lambda _: None))
+        index = dumps(pickle.root, expand=(Unread, lambda _: None))
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them instead: --fill zeros.") from error
@@ -272,12 +407,6 @@ def without_lost(
         elif not (key in gone and unused):
             records.append(record._replace(padding=None, before=()))
     return rebuilt(recovered, records)
-
-
-class _Lost(Call):
-    """The call of a lost tensor: written as ``None`` where it is not left out of a dictionary."""
-
-    __slots__ = ()
 
 
 def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
@@ -299,7 +428,7 @@ def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
             tables.append(node.items)
             todo += node.items
         elif type(node) is Call and called(node) in READERS and is_lost(node):
-            node.__class__ = _Lost
+            node.__class__ = Unread
         elif type(node) is Call:
             args, items = node.args, node.items or []
             if called(node) == "collections.OrderedDict" and type(args) is tuple and args and type(args[0]) is list:
@@ -307,10 +436,10 @@ def _prune(root: object, is_lost: Callable[[Call], bool]) -> None:
             tables.append(items)
             todo += (args, node.kwargs, *items, *(node.appended or ()), *(node.states or ()))
     for table in tables:
-        kept = [pair for pair in zip(table[::2], table[1::2], strict=False) if type(pair[1]) is not _Lost]
+        kept = [pair for pair in zip(table[::2], table[1::2], strict=False) if type(pair[1]) is not Unread]
         table[:] = [part for pair in kept for part in pair]
     for table in pairs:
-        table[:] = [pair for pair in table if type(pair) not in (list, tuple) or _Lost not in map(type, pair)]
+        table[:] = [pair for pair in table if type(pair) not in (list, tuple) or Unread not in map(type, pair)]
 
 
 def _legacy_of(source: Source, index: bytes, storages: Sequence[Storage]) -> Source:
@@ -343,6 +472,17 @@ def _safetensors_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Te
     return Assembly([literal(len(header).to_bytes(PREFIX, "little") + header), *parts], source.name)
 
 
+def _tensor_call(
+    key: str, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Call:
+    """The call that rebuilds a tensor over a storage of so many bytes."""
+    kind, numel = Global("torch", _STORAGE_CLASSES[dtype], 0), nbytes // ITEMSIZE[dtype]
+    held = Persistent(("storage", kind, key, "cpu", numel), 0)
+    hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
+    args = (held, offset, shape, stride, False, hooks)
+    return Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0)
+
+
 def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Source:
     """A dictionary of tensors by name as ``torch.save`` writes it, on the CPU, sharing storages as they did."""
     storages = {storage.id: storage for storage in checkpoint.storages}
@@ -355,11 +495,8 @@ def _weights_of(source: Source, checkpoint: Checkpoint, tensors: Sequence[Tensor
     items: list[object] = []
     for tensor in plain:
         storage = used[tensor.storage or ""]
-        kind, numel = Global("torch", _STORAGE_CLASSES[tensor.dtype], 0), storage.nbytes // ITEMSIZE[tensor.dtype]
-        held = Persistent(("storage", kind, keys[storage.id], "cpu", numel), 0)
-        hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-        args = (held, tensor.offset, tensor.shape, tensor.stride, False, hooks)
-        items += (tensor.name, Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0))
+        view = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
+        items += (tensor.name, _tensor_call(keys[storage.id], storage.nbytes, *view))
     big_endian = any(storage.big_endian for storage in used.values())
     contents = {b"data.pkl": literal(dumps(Dict(items))), b"byteorder": literal(b"big" if big_endian else b"little")}
     for ident, storage in used.items():

@@ -1,0 +1,329 @@
+"""What is left of a damaged index: the object of a ``data.pkl`` in which some bytes are destroyed.
+
+Entries of a state dict that can be found by the shape of their opcodes (a name, then a persistent id inside the call
+that rebuilds a tensor) cut the pickle into parts. A machine runs part after part. One that breaks, or that does not end
+as an entry ends, is undone and left out, and the machine goes on with the next. Memo indexes are written out in the
+protocol that torch uses, so what is behind the damage still finds what was defined before it.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from itertools import islice
+from typing import Any, NamedTuple
+
+from transload.dtypes import STORAGES
+from transload.formats.pickle_machine import Machine, Sparse, opcodes, run_part
+from transload.formats.tensors import READERS, called
+from transload.nodes import Call, Dict, Global, Persistent
+
+_MAX_NAME = 1024
+_MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
+_MAX_OVERLAP = 4
+"""Texts may take so many times the size of the index: a hostile one has a long text in every five bytes."""
+
+_WINDOW = 4096  # bytes of an entry: opcodes with lines search for their ends
+_MAX_DEPTH = 100
+"""Dictionaries in one another; the state of each is kept with every entry, so a deep file would cost its square."""
+
+_MAX_GAPS = 1000
+"""Entries that break; behind each, the names before it are searched."""
+
+_KEPT = 64  # values on top of the stack that are put back when an entry is undone
+_MAX_RETRIES = 16
+
+_PUTS = re.compile(rb"[qr]")
+_STORAGE_ID = rb"\([Xhj][chj][Xhj][Xhj][KMJ\x8a]N?tQ"
+_ENTRY = re.compile(rb"[Xhj](?:[chj]\()+" + _STORAGE_ID)
+_NAME = re.compile(rb"X[chj]\(")
+_TEXT = re.compile(rb"X(?=(..)\0\0)", re.DOTALL)
+_NAME_AGAIN = re.compile(rb"(?=(?:h.|j...\0)(?:h.|j...\0)\(\()", re.DOTALL)
+_GLOBAL = re.compile(rb"c([\w.]{1,200}\n[\w.]{1,200})\n(?=q(.)|r(....))", re.DOTALL)
+_MARK = re.compile(rb"\(")
+
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_ORDERED = ("collections", "OrderedDict")
+_KNOWN = (_REBUILD, _ORDERED, ("torch._utils", "_rebuild_parameter"), *(("torch", name) for name in STORAGES))
+
+
+class Unread(Call):
+    """Something that is lost: written as ``None`` where it is not left out of a dictionary."""
+
+    __slots__ = ()
+
+
+class Found(NamedTuple):
+    """What is left of an index: its object, all persistent ids, and the names of entries that are not in the object."""
+
+    root: object
+    persistent: list[Persistent]
+    broken: list[str]
+
+
+class _Memo(Sparse):
+    """A memo that has something for every index."""
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return super().__getitem__(index)
+        except KeyError:
+            return Unread(None, (), "reduce", 0)
+
+
+def read_damaged_index(data: bytes) -> Found:
+    """Read as much of a damaged index as there is. It always finds something, if only an empty dictionary."""
+    texts = _texts(data)
+    vm = Machine(data, 0, "data.pkl")
+    vm.memo = memo = _definitions(data, texts)
+    entries = sorted(
+        start
+        for start in {*texts, *(match.start() for match in _NAME_AGAIN.finditer(data))}
+        if _ENTRY.match(_codes(data, start))
+    )
+    stop = len(data) - data.endswith(b".")
+    broken: list[str] = []
+    later, first = sorted(texts), entries[0] if entries else stop
+    if not (run_part(vm, data[:first]) and _is_ready(vm)):
+        vm.meta[:], vm.stack = [[Dict([])]], []
+        _retry(vm, data, later[: bisect_left(later, first)], 0, first, _State(vm), last=False)
+    # The dictionary in which something broke last, one in which what follows may belong to another, and the key of the
+    # last storage.
+    gap, doubtful, gaps, last_key = list[Any](), list[Any](), 0, ""
+    for start, end in zip(entries, [*entries, stop][1:], strict=True):
+        length, name = texts.get(start, (0, ""))
+        if not length:
+            width = 1 if data[start] == ord("h") else 4
+            name = memo[int.from_bytes(data[start + 1 : start + 1 + width], "little")]
+        if len(vm.meta) > _MAX_DEPTH or gaps > _MAX_GAPS:
+            break
+        frame = vm.stack
+        state, behind = _State(vm), min(_entry_end(data, start), end)
+        if state.runs(vm, data[start:behind]) and state.has_grown_by(name):
+            start = behind  # noqa: PLW2901 - the entry is read
+            key = _last_key(vm)
+            if frame is gap and not state.is_continued(vm, name, last_key, key):
+                doubtful = frame
+            gap, last_key = [], key
+            if frame is doubtful:
+                broken += [name] if type(name) is str else []
+                state.restore(vm)
+            state = _State(vm)
+        else:
+            broken += [name] if type(name) is str else []
+            state.restore(vm)
+        if start == behind and state.runs(vm, data[start:end]) and _is_ready(vm, last=end == stop):
+            continue
+        state.restore(vm)
+        gap, gaps = vm.stack, gaps + 1
+        _read_ids(vm, data[start:end])
+        inside = later[bisect_left(later, start + (start < behind)) : bisect_left(later, end)]
+        broken += [texts[text][1] for text in inside if _NAME.match(_codes(data, text))]
+        _retry(vm, data, inside, start, end, state, last=end == stop)
+    _repair_names(vm)
+    return Found(_closed(vm), vm.out.persistent, broken)
+
+
+# -- finding entries
+
+
+def _texts(data: bytes) -> dict[int, tuple[int, str]]:
+    """Where there can be a short text: its length and the text."""
+    found: dict[int, tuple[int, str]] = {}
+    budget = _MAX_OVERLAP * len(data)
+    for match in _TEXT.finditer(data):
+        length = int.from_bytes(match[1], "little")
+        raw = data[match.end() + 4 : match.end() + 4 + length] if length <= _MAX_NAME else b""
+        budget -= len(raw)
+        if budget < 0:
+            break
+        if length == len(raw) > 0:
+            text = raw.decode("utf-8", "replace")
+            if text.isprintable() and "\ufffd" not in text:
+                found[match.start()] = length, text
+    return found
+
+
+def _definitions(data: bytes, texts: dict[int, tuple[int, str]]) -> _Memo:
+    """A memo with the texts and names that are followed by their index, the first of each."""
+    memo = _Memo({})
+    ends = [(start + 5 + length, text) for start, (length, text) in texts.items()]
+    found: list[tuple[int, object]] = [*ends]
+    for match in _GLOBAL.finditer(data):
+        module, _, name = match[1].decode("ascii", "replace").partition("\n")
+        found.append((match.end(), Global(module, name, match.start())))
+    for end, value in sorted(found, key=lambda each: -each[0]):
+        width = {ord("q"): 1, ord("r"): 4}.get(data[end] if end < len(data) else 0)
+        if width:
+            memo[int.from_bytes(data[end + 1 : end + 1 + width], "little")] = value
+    return memo
+
+
+def _codes(data: bytes, start: int) -> bytes:
+    """The next opcodes without their arguments, and without those that fill the memo."""
+    return _PUTS.sub(b"", bytes(code for _, code in islice(opcodes(data[start : start + _WINDOW]), _MAX_OPCODES)))
+
+
+def _entry_end(data: bytes, start: int) -> int:
+    """Where the call of an entry ends, and what puts it into the memo."""
+    depth, called = 0, False
+    for position, code in opcodes(data[start : start + _WINDOW]):
+        if called and code not in b"qr":
+            return start + position
+        depth += (code == ord("(")) - (code == ord("t"))
+        called = called or (code == ord("R") and not depth)
+    return len(data)
+
+
+def _last_key(vm: Machine) -> str:
+    """The key of the storage that was named last."""
+    match vm.out.persistent[-1:]:
+        case [Persistent(id=(_, _, str() as key, *_))]:
+            return key
+    return ""
+
+
+def _read_ids(vm: Machine, part: bytes) -> None:
+    """Add the persistent ids in a part that broke to those of the machine."""
+    for match in islice(_MARK.finditer(part), _MAX_RETRIES):
+        if re.match(_STORAGE_ID, _codes(part, match.start())):
+            end = next(at for at, code in opcodes(part, match.start()) if code == ord("Q")) + 1
+            other = Machine(part, 0, "")
+            other.memo = vm.memo
+            if run_part(other, part[match.start() : end]):
+                vm.out.persistent += other.out.persistent
+
+
+# -- running parts
+
+
+class _State:
+    """The stack of a machine where an entry begins."""
+
+    def __init__(self, vm: Machine) -> None:
+        self._frames = [(frame, len(frame), frame[-_KEPT:]) for frame in (*vm.meta, vm.stack)]
+        holders = [frame[-1] for frame, length, _ in self._frames if length]
+        self._holders = [(each, len(each.items or ())) for each in holders if type(each) in (Dict, Call)]
+
+    def runs(self, vm: Machine, part: bytes) -> bool:
+        """Run a part; whether it ends as it should, calls only what has a name, and refers to nothing but storages."""
+        calls, ids = len(vm.out.calls), len(vm.out.persistent)
+        return (
+            run_part(vm, part)
+            and all(type(call.callee) in (Global, Unread) for call in vm.out.calls[calls:])
+            and all(type(node.id) is tuple and len(node.id) in (5, 6) for node in vm.out.persistent[ids:])
+        )
+
+    def restore(self, vm: Machine) -> None:
+        """Put everything back; a failed part reaches no further than ``_KEPT`` values down."""
+        for frame, length, top in self._frames:
+            frame[max(0, length - len(top)) :] = top
+        for holder, length in self._holders:
+            if holder.items is not None:
+                del holder.items[length:]
+        vm.meta[:] = [frame for frame, _, _ in self._frames[:-1]]
+        vm.stack = self._frames[-1][0]
+
+    def is_continued(self, vm: Machine, name: object, last_key: str, key: str) -> bool:
+        """Whether an entry behind a gap belongs to the dictionary that was open before it.
+
+        Within the gap that may have ended, and another with the same names begun: those of an optimizer have the same
+        names for every parameter. Then either a name comes again, or the gap hides as many entries as each of them
+        has. torch numbers storages in the order of their entries.
+        """
+        frame, length, _ = self._frames[-1]
+        below: Any = vm.meta[-1][-1] if vm.meta and vm.meta[-1] else None
+        items = below.items if type(below) in (Dict, Call) else None
+        names = [*frame[:length:2], *(items or ())[::2]]
+        if name in names:
+            return False
+        numbered = last_key.isdecimal() and key.isdecimal() and max(len(key), len(last_key)) < 20
+        return len(vm.meta) <= 1 or (numbered and 0 <= int(key) - int(last_key) - 1 <= len(names))
+
+    def has_grown_by(self, name: object) -> bool:
+        """Whether an entry of this name, with the call of a tensor, was put where it belongs."""
+        frame, length, top = self._frames[-1]
+        added = frame[length : length + 2]
+        if not added and top:  # a dictionary of one entry is filled at once
+            target = top[-1]
+            items = target.items if type(target) in (Dict, Call) else None
+            added = (items or [])[-2:]
+        return len(added) == 2 and added[0] == name and type(added[1]) is Call
+
+
+def _is_ready(vm: Machine, *, last: bool = False) -> bool:
+    """Whether an entry of a dictionary can come next; behind the ``last`` anything may be left."""
+    stack, below = vm.stack, vm.meta[-1] if vm.meta else []
+    if last:
+        return len(stack) == 1 and not vm.meta
+    if stack and (type(stack[-1]) is Dict or (type(stack[-1]) is Call and called(stack[-1]) == ".".join(_ORDERED))):
+        return len(stack) % 2 == (0 if vm.meta and len(stack) > 1 else 1) or not vm.meta
+    fillable = bool(below) and type(below[-1]) in (Dict, Call)
+    return fillable and len(stack) % 2 == 0 and (not stack or type(stack[-2]) in (str, int))
+
+
+def _retry(vm: Machine, data: bytes, texts: list[int], start: int, end: int, state: _State, *, last: bool) -> None:
+    """Go on within a part that broke, behind the damage: at a text that can be a key, or where a dictionary ends."""
+    for text in texts[:_MAX_RETRIES]:
+        at = text
+        while at > start and data[at - 1] == ord("u"):
+            at -= 1
+        if state.runs(vm, data[at:end]) and _is_ready(vm, last=last):
+            return
+        state.restore(vm)
+
+
+def _closed(vm: Machine) -> object:
+    """The object, with everything that was still open put where it belongs."""
+    while vm.meta:
+        items = vm.stack
+        vm.stack = vm.meta.pop()
+        target = vm.stack[-1] if vm.stack else None
+        if type(target) is Dict:
+            target.items += items[: len(items) // 2 * 2]
+        elif type(target) is Call:
+            target.items = [*(target.items or ()), *items[: len(items) // 2 * 2]]
+        elif type(target) is list:
+            target += items
+    root, *others = vm.stack or [Dict([])]
+    if type(root) is Dict:
+        root.items += others[: len(others) // 2 * 2]
+    return root
+
+
+# -- names that every tensor needs
+
+
+def _repair_names(vm: Machine) -> None:
+    """Replace what was destroyed and what only one name fits: the words of torch in calls and persistent ids."""
+    every = {id(call.callee): call.callee for call in vm.out.calls if type(call.callee) is Global}
+    ids = [(node, node.id) for node in vm.out.persistent if type(node.id) is tuple and len(node.id) in (5, 6)]
+    every |= {id(parts[1]): parts[1] for _, parts in ids if type(parts[1]) is Global}
+    for node in every.values():
+        if node.full_name in READERS or node.name in STORAGES:
+            continue
+        near = [(module, name) for module, name in _KNOWN if _is_near(node.full_name, f"{module}.{name}")]
+        if len(near) == 1:
+            node.module, node.name = near[0]
+            node.full_name = ".".join(near[0])
+    for pid, (_, kind, key, device, *rest) in ids:
+        pid.id = ("storage", kind, key, device if type(device) is str else "cpu", *rest)
+    for call in vm.out.calls:
+        args: Any = call.args
+        name = called(call)
+        if name in READERS or name == ".".join(_ORDERED):  # nothing is appended to a dictionary, nor put into a tensor
+            call.appended = None
+            call.items = None if name in READERS else call.items
+            continue
+        match args:
+            case () if type(call.callee) is Unread:
+                call.callee = Global(*_ORDERED, 0)
+            case (Persistent(), int(), tuple(), tuple(), bool(), Call()):
+                call.callee = Global(*_REBUILD, 0)
+            case _ if type(call.callee) is Unread:
+                call.__class__ = Unread
+
+
+def _is_near(one: str, other: str) -> bool:
+    """Whether two names differ in one character."""
+    return len(one) == len(other) and sum(a != b for a, b in zip(one, other, strict=True)) == 1
