@@ -107,8 +107,11 @@ _HARMLESS = _each(
         "rebuilds a numpy array": "numpy._core.multiarray._reconstruct numpy._core.numeric._frombuffer "
         "numpy.core.multiarray._reconstruct numpy.core.numeric._frombuffer",
         "a numpy number": "numpy._core.multiarray.scalar numpy.core.multiarray.scalar",
-        "a file path": "pathlib.Path pathlib.PosixPath pathlib.PurePosixPath pathlib.PureWindowsPath "
-        "pathlib.WindowsPath pathlib._local.PosixPath pathlib._local.WindowsPath",
+        "a file path": " ".join(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")  # where Python 3.13 has them
+            for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+        ),
         "a random number generator": "torch._C.Generator",
         "the bounds of a size, in a nested (jagged) tensor": "torch._dynamo.decorators._DimRange",
         "the torch release that saved the file": "torch.torch_version.TorchVersion",
