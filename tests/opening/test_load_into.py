@@ -599,7 +599,7 @@ class TestMismatches:
 
         error = self.fails(net("backbone", 60), {"state_dict": net("encoder", 60).state_dict()})
         assert str(error) == (
-            "<file object> › state_dict: it does not fit ModuleDict, of whose 122 keys it has 2\n"
+            "<file object> › state_dict: it does not fit ModuleDict: it has 2 of the model's 122 keys\n"
             "the same under other names, it seems:\n"
             "  encoder.* in the file ↔ backbone.* in the model: 120 keys\n"
             'rename={"encoder.": "backbone."} loads 122 of 122 keys.'
@@ -663,7 +663,7 @@ class TestMismatches:
 
     def test_nothing_fits_even_when_not_strict(self) -> None:
         error = self.fails(made(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
-        assert str(error).startswith("<file object>: it does not fit Net, of whose 12 keys it has 0\n")
+        assert str(error).startswith("<file object>: it does not fit Net: it has 0 of the model's 12 keys\n")
 
     def test_a_file_without_tensors(self) -> None:
         assert len(self.fails(nn.Linear(1, 1), {"epoch": 3}).missing_keys) == 2

@@ -78,6 +78,24 @@ def _write_json(paths: Sequence[str], results: Iterable[Any]) -> None:
     write(to_json(documents, several=len(paths) > 1))
 
 
+def _show_results(
+    paths: Sequence[str],
+    results: Sequence[Any],
+    report: Callable[[Any], Iterable[Block]],
+    several: Callable[[Sequence[Any], int], Iterable[Block]],
+    arguments: Namespace,
+) -> list[Any]:
+    """Show the report of one file, or the table of several; return the results without the errors."""
+    done = [result for result in results if not isinstance(result, TransloadError)]
+    if arguments.json:
+        _write_json(paths, results)
+    elif len(results) > 1:
+        show(several(done, len(results)), arguments.color)
+    elif done:
+        show(report(done[0]), arguments.color)
+    return done
+
+
 # -- inspect
 
 
@@ -172,7 +190,9 @@ exit codes:
 
 def run_verify(arguments: Namespace) -> int:
     """Verify all files, show what there is to show, write the manifest if all is well, return the worst exit code."""
-    from transload.verifying import verify
+    from functools import partial
+
+    from transload.verifying import report, several, verify
 
     manifest = None
     if arguments.write or arguments.against:
@@ -189,17 +209,9 @@ def run_verify(arguments: Namespace) -> int:
     results = _each(
         paths, lambda path: verify(path, hashes=hashes, values=arguments.values, against=manifest, progress=True)
     )
-    done = [result for result in results if not isinstance(result, TransloadError)]
-    if arguments.json:
-        _write_json(paths, results)
-    elif len(results) > 1:
-        from transload.verifying import several
-
-        show(several(done, len(results), hashes=arguments.hash), arguments.color)
-    elif done:
-        from transload.verifying import report
-
-        show(report(done[0], hashes=arguments.hash), arguments.color)
+    done = _show_results(
+        paths, results, partial(report, hashes=arguments.hash), partial(several, hashes=arguments.hash), arguments
+    )
     if len(done) < len(results):
         return 2
     code = int(any(not verification.ok for verification in done))
@@ -248,13 +260,7 @@ def run_check(arguments: Namespace) -> int:
         device = [name.strip() for name in arguments.device.split(",")]
     diagnosis = diagnosis_here()
     results = _each(paths, lambda path: check_here(path, device, diagnosis))
-    done = [result for result in results if not isinstance(result, TransloadError)]
-    if arguments.json:
-        _write_json(paths, results)
-    elif len(results) > 1:
-        show(several(done, len(results)), arguments.color)
-    elif done:
-        show(report(done[0]), arguments.color)
+    done = _show_results(paths, results, report, several, arguments)
     return 2 if len(done) < len(results) else int(not all(result.ok for result in done))
 
 
@@ -327,11 +333,5 @@ def run_retag(arguments: Namespace) -> int:
         )
 
     results = _each(paths, change, finish=False)  # retag does that itself, and says more
-    done = [result for result in results if not isinstance(result, TransloadError)]
-    if arguments.json:
-        _write_json(paths, results)
-    elif len(results) > 1:
-        show(several(done, len(results)), arguments.color)
-    elif done:
-        show(report(done[0]), arguments.color)
+    done = _show_results(paths, results, report, several, arguments)
     return 2 if len(done) < len(results) else 0

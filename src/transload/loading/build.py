@@ -288,7 +288,7 @@ class _Builder:
             raise Wrong("a tensor made by something that is not a name")
         kind, args, state = values
         if type(args) is not tuple:
-            raise Wrong("a tensor that is made of arguments that are none")
+            raise Wrong("a tensor made of arguments that are not a tuple")
         function = self._names[nodes[0]]
         if self._rebuilder.has(function):
             inner = self._rebuilder.make(function, args)

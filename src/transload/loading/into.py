@@ -794,8 +794,8 @@ class _Loading:
         match, place = self._match, self._match.branch.name
         missing = {key: slot.shape if (slot := self._slots.get(key)) else None for key in self.missing}
         unexpected = {key: tensor.shape if (tensor := match.rest.get(key)) else None for key in self.unexpected}
-        what = f"{lead}it does not fit {type(self._model).__name__}, of whose {len(self._slots):,} keys it has "
-        lines = [f"{what}{len(match.tensors):,}"]
+        what = f"{lead}it does not fit {type(self._model).__name__}"
+        lines = [f"{what}: it has {len(match.tensors):,} of the model's {len(self._slots):,} keys"]
         renames = likely_renames(missing, unexpected)
         covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
         if renames:

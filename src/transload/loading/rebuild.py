@@ -333,7 +333,7 @@ class Rebuilder:
                 case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
                     width = self.torch.empty((), dtype=dtype, device="meta").element_size()
                 case _:
-                    raise Wrong("a part of a storage that is none")
+                    raise Wrong("a part of a storage that is not described by a key and two numbers")
             if (first + count) * width > storage.nbytes():
                 raise Wrong("a part of a storage that reaches beyond it")
             known, held = ("view", part), storage[first * width : (first + count) * width]
@@ -408,7 +408,7 @@ class Rebuilder:
             raise Wrong("a tensor that does not say whether it wants gradients")
         if flags:
             if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
-                raise Wrong("a tensor with flags that are none")
+                raise Wrong("a tensor with flags that are not true or false")
             self.torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
         made._backward_hooks = hooks  # noqa: SLF001 - the same
         return made if self._faked is None else self._faked(made)

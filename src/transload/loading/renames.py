@@ -15,7 +15,7 @@ _FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a fu
 
 
 def key_function(rename: Any) -> KeyFunction:
-    r"""One function for all forms of ``rename``; ``UsageError`` for what is none of them.
+    r"""One function for all forms of ``rename``; ``UsageError`` for anything else.
 
     >>> rename = key_function({"encoder.": "backbone.", "head.bias": None})
     >>> rename("encoder.weight"), rename("head.bias"), rename("head.weight")

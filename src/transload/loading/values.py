@@ -96,7 +96,7 @@ def _set_byte_order(made: Any, state: Any) -> None:
 def _shape(shape: object) -> tuple[int, ...]:
     sizes = shape if type(shape) is tuple else (shape,)
     if len(sizes) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
-        raise Wrong("an array of a shape that is none")
+        raise Wrong("an array with an invalid shape")
     return sizes
 
 
