@@ -294,3 +294,16 @@ def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     path.write_bytes(dumped({"a": torch.ones(3)}))
     program = f"import sys, transload; print(len(transload.inspect({str(path)!r}).tensors), 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"1 False\n"
+
+
+@pytest.mark.filterwarnings("ignore::transload.LandingWarning")
+@pytest.mark.parametrize("package", ["cloudpickle", "dill"])
+def test_other_packages_that_pickle(package: str, tmp_path: Path) -> None:
+    module = pytest.importorskip(package)
+    weights = torch.nn.Linear(3, 2).state_dict()
+    path = tmp_path / "model.pkl"
+    with tagged("cuda:1"):
+        path.write_bytes(module.dumps({"model": weights}))
+    assert transload.inspect(path).safety == "data-only"
+    loaded = transload.load(path)["model"]
+    assert all(torch.equal(loaded[key], weights[key]) for key in weights)
