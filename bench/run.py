@@ -1,6 +1,6 @@
 """Programs written for a GPU: how many run to their end under ``python``, and under ``transload run`` without one.
 
-    python bench/run.py [--only NAME,…]
+    python bench/run.py [--only NAME,…] [--jobs N]
 
 Each program prints numbers on its last line. On a machine with a GPU they are those of the GPU, and what ``transload
 run`` prints with the GPU hidden must be close to them; elsewhere ``python`` mostly fails, and only the second is run to
@@ -16,12 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 0.02  # of a loss, between a GPU and a CPU
+TIMEOUT = 120  # seconds for one program
 
 
 class Program(NamedTuple):
@@ -445,7 +447,7 @@ with torch.no_grad():
     "Lightning": Program(
         MODEL
         + """
-import lightning
+import pytorch_lightning as lightning
 from torch.utils.data import DataLoader, TensorDataset
 class Module(lightning.LightningModule):
     def __init__(self):
@@ -461,7 +463,7 @@ trainer = lightning.Trainer(accelerator="gpu", devices=1, max_epochs=2, logger=F
 trainer.fit(Module(), DataLoader(TensorDataset(x, y), batch_size=16))
 print(nn.functional.mse_loss(model.cpu()(x), y).item())
 """,
-        needs=("lightning",),
+        needs=("pytorch_lightning",),
         options=("--pretend-cuda",),
     ),
 }
@@ -474,17 +476,33 @@ def numbers(text: str) -> list[float]:
 
 
 def run(program: Program, script: Path, *, ours: bool) -> subprocess.CompletedProcess[str]:
-    """Run it in its folder, with or without us."""
+    """Run it in its folder, with or without us. One that does not end has failed."""
     front = ["-m", "transload", "run", *program.options] if ours else []
     if program.ranks:
         front = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={program.ranks}", *front]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    # Nothing is downloaded; without a network the libraries would try for minutes.
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     if ours:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(
-        [sys.executable, *front, script.name, *program.arguments],
-        cwd=script.parent, env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = [sys.executable, *front, script.name, *program.arguments]
+    try:
+        return subprocess.run(
+            command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"it did not end in {TIMEOUT} s")
+
+
+def run_both(program: Program) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """Run it without us, and with us."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "program.py"
+        script.write_text(program.text, encoding="utf-8")
+        return run(program, script, ours=False), run(program, script, ours=True)
 
 
 def close(theirs: list[float], ours: list[float]) -> bool:
@@ -498,20 +516,20 @@ def main() -> int:
     """Run all of them; 1 if one fails under us, or computes something else."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names, separated by commas")
-    only = [name for name in parser.parse_args().only.split(",") if name]
+    parser.add_argument("--jobs", type=int, default=1, help="how many programs run at the same time")
+    arguments = parser.parse_args()
+    only = [name for name in arguments.only.split(",") if name]
     tally = {"python": 0, "ours": 0, "compared": 0, "tried": 0}
     bad = False
+    chosen = []
     for name, program in PROGRAMS.items():
-        if only and name not in only:
-            continue
         missing = [each for each in program.needs if find_spec(each) is None]
         if missing:
             print(f"{name:36} left out: {', '.join(missing)} is not installed")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "program.py"
-            script.write_text(program.text, encoding="utf-8")
-            theirs, ours = (run(program, script, ours=each) for each in (False, True))
+        elif not only or name in only:
+            chosen.append(name)
+    pool = ThreadPoolExecutor(arguments.jobs)
+    for name, (theirs, ours) in zip(chosen, pool.map(run_both, map(PROGRAMS.__getitem__, chosen)), strict=True):
         tally["tried"] += 1
         tally["python"] += theirs.returncode == 0
         tally["ours"] += ours.returncode == 0
