@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "transload"
-PAGES = ROOT / "docs" / "doctor"
+DOCS = ROOT / "docs"
 
 # zipapp writes a __main__ of its own, but that one drops what main() returns: every exit code would be 0. The check
 # comes before the import, because an older Python stops at our syntax with a traceback.
@@ -41,7 +41,9 @@ def build(target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder)
         shutil.copytree(PACKAGE, stage / "transload", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(PAGES, stage / "transload" / "diagnose" / "pages")
+        manual = stage / "transload" / "manual"
+        shutil.copytree(DOCS / "doctor", manual / "doctor")
+        shutil.copy(DOCS / "findings.md", manual)
         (stage / "__main__.py").write_text(MAIN, encoding="utf-8")
         for path in [stage, *stage.rglob("*")]:
             os.utime(path, (MEMBER_TIME, MEMBER_TIME))

@@ -8,6 +8,7 @@ import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import jsonschema
 import pytest
@@ -16,8 +17,9 @@ from tests.test_packaging import ROOMS
 
 import transload
 from transload.checkpoint import FORMATS
+from transload.findings import INTEGRITY, SAFETY, Severity
 from transload.judge import inspect
-from transload.judge.problems import RULES
+from transload.judge.problems import rules
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "transload").rglob("*.py"))
@@ -54,17 +56,20 @@ def calls() -> frozenset[tuple[str, str]]:
 
 def test_every_problem_has_a_rule() -> None:
     codes = {*literals("Problem"), *(code for code in literals("add") if "-" in code)}
-    assert codes - RULES.keys() == set()
+    assert codes - rules().keys() == set()
 
 
 def test_every_rule_is_a_problem_somebody_meets() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES if path.name != "problems.py")
-    assert [code for code in RULES if f'"{code}"' not in text] == []
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    assert [code for code in rules() if f'"{code}"' not in text] == []
 
 
-def test_the_page_of_findings_is_up_to_date() -> None:
-    script = load_script("findings_page")
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/findings_page.py"
+def test_the_rules_are_ordered_and_complete() -> None:
+    assert list(rules()) == sorted(rules())
+    for rule in rules().values():
+        assert rule.severity in get_args(Severity)
+        assert rule.safety in SAFETY
+        assert rule.integrity in INTEGRITY
 
 
 def test_the_page_of_the_api_is_up_to_date() -> None:
@@ -94,8 +99,7 @@ def test_every_page_has_its_place_in_the_contents() -> None:
 
 
 def test_every_judged_finding_is_on_the_page() -> None:
-    script = load_script("findings_page")
-    assert literals("Finding") - script.JUDGED.keys() - RULES.keys() == set()
+    assert literals("Finding") - rules().keys() == set()
 
 
 def test_links_in_the_manual_lead_somewhere() -> None:

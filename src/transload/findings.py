@@ -29,7 +29,7 @@ def worst_integrity(*verdicts: Integrity) -> Integrity:
 class Problem:
     """Something a reader met that is not as it should be. A fact: what it means is judged later.
 
-    ``code`` is a key of ``judge.problems.RULES``; ``where`` is a place inside the file, outermost first (``"data.pkl
+    ``code`` is a section of docs/findings.md; ``where`` is a place inside the file, outermost first (``"data.pkl
     › byte 1234"``), empty for the file itself; ``detail`` is one plain sentence, or several lines of them. ``title``
     and ``fix`` stand in for those of the rule where the reader knows better what the thing is.
     """
@@ -158,3 +158,16 @@ def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
     """
     file = quoted(path) if is_named(path) else "FILE"
     return f"$ transload rescue {file} NEW{ending}{f' --member {quoted(member)}' if member else ''}"
+
+
+def manual_page(name: str) -> str:
+    """A page of the manual that the program reads too: ``docs/NAME.md``, which a wheel and the zipapp carry along."""
+    import pkgutil
+
+    try:
+        data = pkgutil.get_data("transload", f"manual/{name}.md")
+    except OSError:  # not packed: this is a source tree
+        from pathlib import Path
+
+        data = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_bytes()
+    return (data or b"").decode()

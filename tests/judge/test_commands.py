@@ -15,7 +15,7 @@ from tests.each import each
 import transload
 from transload.checkpoint import Checkpoint
 from transload.cli.main import main
-from transload.judge.problems import CONVERT, RESCUE, RULES
+from transload.judge.problems import CONVERT, RESCUE, rules
 
 DATA = Path(__file__).parent.parent / "data"
 WHOLE = DATA / "h200" / "whole_custom_module_cuda0.pt"
@@ -219,9 +219,9 @@ def test_nothing_is_taken_out_of_what_holds_no_tensor() -> None:
 # -- the table
 
 
-@each("code", [code for code, rule in RULES.items() if {RESCUE, CONVERT} & set(rule.fix)])
+@each("code", [code for code, rule in rules().items() if {RESCUE, CONVERT} & set(rule.fix)])
 def test_a_sentence_leads_to_each_command_of_the_table(code: str) -> None:
-    fix = RULES[code].fix
+    fix = rules()[code].fix
     for at, line in enumerate(fix):
         if line.startswith("$ "):
             assert at

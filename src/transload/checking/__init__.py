@@ -175,7 +175,7 @@ def checked(
 
 def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
     """Why ``load`` would raise, in its order: what the file is, what it asks for, what the machine lacks."""
-    from transload.judge.problems import RULES
+    from transload.judge.problems import rules
 
     try:
         refuse_broken(checkpoint)
@@ -186,8 +186,8 @@ def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
         titles["needs-trust"] = "it asks for names that nobody has allowed"
     first = [titles[code] for code in ("is-a-program", "no-torch") if code in titles]
     for finding in checkpoint.findings:  # nobody can allow these
-        rule = RULES.get(finding.code)
-        if finding.code in ("dangerous-globals", "dangerous-use") or (rule and rule.safety == "dangerous"):
+        rule = rules().get(finding.code)
+        if rule and rule.safety == "dangerous":
             first.append(finding.title)
     last = ("needs-trust", "no-such-device", "too-little-memory", "torch-too-old")
     return next(iter((*first, *(titles[code] for code in last if code in titles))), "")

@@ -1,7 +1,6 @@
 """The page of a cause, in Markdown: ``doctor --explain`` prints it, ``explain`` quotes it, the site shows it.
 
-The pages are docs/doctor/CODE.md, where a reader of the repository looks for them. A wheel and the zipapp carry them
-as diagnose/pages.
+The pages are docs/doctor/CODE.md, where a reader of the repository looks for them.
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 import re
 from textwrap import dedent
 from typing import TYPE_CHECKING
+
+from transload.findings import manual_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +20,7 @@ _MARKUP = re.compile(r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(h
 
 def page(code: str) -> str:
     """The Markdown of a cause's page."""
-    import pkgutil
-
-    try:
-        data = pkgutil.get_data("transload.diagnose", f"pages/{code}.md")
-    except OSError:  # not packed: this is a source tree
-        from pathlib import Path
-
-        data = (Path(__file__).parents[3] / "docs" / "doctor" / f"{code}.md").read_bytes()
-    return (data or b"").decode()
+    return manual_page(f"doctor/{code}")
 
 
 def parts(markdown: str) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from transload.io import pool
 from transload.io.atomic import AtomicFile
 from transload.io.sources import SourceLike
 from transload.judge import integrity_of, judge
-from transload.judge.problems import RESCUED, RULES, rule_of
+from transload.judge.problems import RESCUED, rule_of
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Line, Prose, Table, as_text, heading, note, row
 from transload.render.words import count, plural, printable, size
@@ -234,7 +234,7 @@ class _Found:
             findings=tuple(
                 finding  # about the bytes: what a file would run does not matter here
                 for finding in judged.findings
-                if finding.code in RULES and (rule_of(finding.code).integrity != "whole" or finding.code in _REMARKS)
+                if rule_of(finding.code).integrity != "whole" or finding.code in _REMARKS
             ),
             tensors=tuple(entries),
             sha256=hash_of_all(entries) if hashed else "",
