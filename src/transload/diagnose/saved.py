@@ -54,12 +54,19 @@ def machine_from(data: dict[str, Any]) -> Machine:
     return made
 
 
-_hints = cache(get_type_hints)  # which would be most of the time of reading a report
+@cache  # it would be most of the time of reading a report, of which a comparison reads thousands
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
+    """The origin of a kind, its arguments, and, of a dataclass, its fields with their kinds."""
+    hints = get_type_hints(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
+    held = {each.name: hints[each.name] for each in fields(kind)} if hints else None
+    return get_origin(kind) or kind, get_args(kind), held
 
 
 def _value(kind: Any, data: Any, where: str) -> Any:
     """The value of a field of this kind; what it cannot be raises ``ValueError``."""
-    origin, kinds = get_origin(kind) or kind, get_args(kind)
+    if kind is str and type(data) is str:
+        return data[:_TEXT]
+    origin, kinds, held = _form(kind)
     if origin in (Union, UnionType):  # at most one of the kinds is neither ``Unknown`` nor ``None``
         if data is None and type(None) in kinds:
             return None
@@ -73,17 +80,13 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
     if origin is Literal and data in kinds:
         return data
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
-        hints = _hints(kind)
-        names = [each.name for each in fields(kind) if each.name in data]
-        values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names}
+    if held is not None and isinstance(data, dict):
+        values = {name: _value(held[name], data[name], f"{where}.{name}") for name in held if name in data}
         with suppress(TypeError):  # a field without a default is not there
             return kind(**values)
     far = _MANY if where.endswith(".count") else _FAR
     if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
         return kind(data)
-    if kind is str and type(data) is str:
-        return data[:_TEXT]
     if kind is bool and type(data) is bool:
         return data
     try:
