@@ -187,6 +187,10 @@ class Device:
     compute_mode: int = 0
     mig: tuple[int, int] = (0, 0)
     ecc: tuple[int, int] = (1, 1)
+    nvlinks: tuple[int, ...] = ()
+    """Whether each link is up; the driver knows no others (NVML_ERROR_INVALID_ARGUMENT)."""
+    peers: tuple[int, ...] = ()
+    """Whether it can read the cards of these numbers: 0, or why not."""
     remapped_rows: tuple[int, int, int, int] = (0, 0, 0, 0)
     fabric_state: int = 0
     fabric_status: int = 0
@@ -335,6 +339,12 @@ NVML_GETTERS: dict[str, Callable[[Device], Function]] = {
     "nvmlDeviceGetComputeMode": lambda device: numbers(device.compute_mode),
     "nvmlDeviceGetMigMode": lambda device: numbers(*device.mig),
     "nvmlDeviceGetEccMode": lambda device: numbers(*device.ecc),
+    "nvmlDeviceGetNvLinkState": lambda device: switch(
+        1, {at: fills(2, u32(state)) for at, state in enumerate(device.nvlinks)}, returns(2)
+    ),
+    "nvmlDeviceGetP2PStatus": lambda device: switch(
+        1, {HANDLE + at: fills(3, u32(state)) for at, state in enumerate(device.peers)}, returns(2)
+    ),
     "nvmlDeviceGetPciInfo_v3": pci_info,
     "nvmlDeviceGetMinorNumber": lambda device: numbers(device.minor),
     "nvmlDeviceGetRemappedRows": lambda device: numbers(*device.remapped_rows),

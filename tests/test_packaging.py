@@ -51,8 +51,12 @@ ALLOWED_ROOMS = {
     "tensors": "numpy",
     "patching": "torch",
 }
-# The program of the torch child: it runs in a process of its own, by the interpreter that is examined.
-ALLOWED = {"transload.diagnose.probes.ask_torch": "torch", "transload.io.cuda_driver": "torch"}
+# The programs of the torch children: they run in processes of their own, by the interpreter that is examined.
+ALLOWED = {
+    "transload.diagnose.probes.ask_torch": "torch",
+    "transload.diagnose.probes.ask_store": "torch",
+    "transload.io.cuda_driver": "torch",
+}
 
 
 class Import(NamedTuple):

@@ -326,6 +326,12 @@ class NvmlGpu:
     """``licensed``, ``unlicensed``, or empty if none is needed."""
     processes: tuple[str, ...] = ()
     """Other processes that compute on it: ``name (pid), 3.2 GB``."""
+    ecc: str = ""
+    """``enabled``, ``disabled``, or empty if the card does not support it."""
+    nvlinks: int = -1
+    """How many of its NVLinks are up."""
+    peers: int = -1
+    """How many other cards of the machine it can read directly (P2P)."""
 
 
 @facts(frozen=True)
@@ -636,6 +642,8 @@ class TorchRun:
     devices: tuple[str, ...] = ()
     """``NVIDIA H200 (9, 0)``"""
     cudnn: str = ""
+    nccl: str = ""
+    """The release of NCCL that torch loaded: ``2.27.5``."""
     warnings: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     libraries: tuple[str, ...] = ()

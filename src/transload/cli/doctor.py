@@ -32,6 +32,8 @@ examples:
   transload doctor --json > machine.json   a report for a bug thread
   transload doctor --from machine.json     judge a report from another machine
   transload doctor --require cuda && python train.py
+  transload doctor --compare node*.json    who is the odd one out of many machines
+  torchrun --nnodes 4 … -m transload doctor --gather
   transload doctor --explain U04           explain one cause in full
 
 exit codes:
@@ -47,6 +49,10 @@ exit codes:
     option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
     option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
     option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
+    option("--compare", metavar="FILE", nargs="+", help="compare machines saved by --json; - is stdin, or a folder")
+    option(
+        "--gather", metavar="DIR", nargs="?", const="", help="compare all ranks of torchrun; of srun and mpirun by DIR"
+    )
     option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
 
 
@@ -69,6 +75,10 @@ def run_doctor(arguments: Namespace) -> int:
     if arguments.explain is not None:
         _explain(arguments.explain, arguments.color)
         return 0
+    if arguments.compare is not None or arguments.gather is not None:
+        from transload.cli.several import run_compare, run_gather
+
+        return run_compare(arguments) if arguments.compare is not None else run_gather(arguments)
     from transload.diagnose import doctor, judge_machine
     from transload.diagnose.redact import Names, names_here, redacted
 
@@ -100,10 +110,13 @@ def _refuse_nonsense(arguments: Namespace) -> None:
     """Refuse options that would silently do nothing beside others."""
     given = {f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if value not in (None, False)}
     given |= {"--from"} if arguments.saved is not None else set()
+    given |= {"--gather"} if arguments.gather is not None else set()
     probing = ("--python", "--no-torch", "--timeout")
     for option, why, others in (
         ("--explain", "only prints a page", (*probing, "--verbose", "--json", "--require", "--from", "--no-redact")),
         ("--from", "examines nothing on this machine", probing),
+        ("--compare", "reads reports", (*probing, "--from", "--gather", "--explain", "--no-redact", "--verbose")),
+        ("--gather", "compares this very environment", ("--python", "--from", "--explain", "--verbose")),
         ("--no-torch", "runs no torch", ("--timeout",)),
         ("--json", "has all facts anyway", ("--verbose",)),
     ):
@@ -144,25 +157,30 @@ def _interpreter(given: str) -> str:
 
 
 def _saved(path: str) -> Machine:
-    """The machine in a report. The redirection of PowerShell writes UTF-16."""
-    from pathlib import Path
-
+    """The machine in a report."""
     from transload.diagnose.saved import machine_in
+
+    return machine_in(text_of(path), "standard input" if path == "-" else path)
+
+
+def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
+    """The text of a report; ``-`` is standard input. The redirection of PowerShell writes UTF-16."""
+    from pathlib import Path
 
     where = "standard input" if path == "-" else path
     try:
         if path == "-":
-            data = sys.stdin.buffer.read(_LONGEST_REPORT + 1) if sys.stdin is not None else b""
+            data = sys.stdin.buffer.read(longest + 1) if sys.stdin is not None else b""
         else:
             with Path(path).open("rb") as stream:
-                data = stream.read(_LONGEST_REPORT + 1)
+                data = stream.read(longest + 1)
     except (OSError, ValueError) as error:
         number = error.errno if isinstance(error, OSError) else None
         raise CannotReadError(getattr(error, "strerror", None) or str(error), where=where, errno=number) from None
-    if len(data) > _LONGEST_REPORT:
+    if len(data) > longest:
         raise UsageError("it is too long to be a report of transload doctor", where=where)
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    return machine_in(data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape"), where)
+    return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
 @contextmanager

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transload.errors import UsageError
 from transload.machine import Machine, Unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def machine_in(text: str, where: str) -> Machine:
@@ -19,6 +23,11 @@ def machine_in(text: str, where: str) -> Machine:
         document = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"it is not JSON: {error}", where=where, fix=_FIX) from None
+    return machine_of(document, where)
+
+
+def machine_of(document: object, where: str) -> Machine:
+    """The machine in such a report that was parsed already."""
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
         raise UsageError("it is not a report of transload doctor: it has no object 'machine'", where=where, fix=_FIX)
     if document.get("schema") != 1:
@@ -31,6 +40,53 @@ def machine_in(text: str, where: str) -> Machine:
 
 def _no_number(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
+
+
+# How launchers mark each line with who wrote it: ``gpu01: `` of pdsh, clush and srun --label, ``[pod/doctor-x/main] ``
+# of kubectl, ``[1,3]<stdout>: `` of mpirun.
+_LABEL = re.compile(r'[^\S\n]*(?:\[([^\]\s"]+)\](?:<\w+>)?:?|([\w.@/-]+):)[^\S\n]?')
+_LABELLED = re.compile(rf"^{_LABEL.pattern}\{{", re.MULTILINE)
+_BLANK = re.compile(r"\s*")
+_BEGIN = re.compile(r'\{\s*"(?:schema|node)":')
+
+
+def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
+    r"""The reports in a stream, each with the name of who wrote it, empty if the stream does not tell.
+
+    They follow each other, in an array or not; lines of several may be mixed where each says whose it is. What cannot
+    be parsed is an error, and reading goes on with the next report.
+
+    >>> [(name, told["schema"]) for name, told in reports_in('b: {\na: {"schema": 1}\nb: "schema": 2}')]
+    [('b', 2), ('a', 1)]
+    """
+    streams = {"": text}
+    if _LABELLED.search(text) and text.lstrip()[:1] not in ("{", ""):
+        lines: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            if match := _LABEL.match(line):
+                lines.setdefault(match[1] or match[2], []).append(line[match.end() :])
+        streams = {label: "\n".join(held) for label, held in lines.items()}
+    for label, stream in streams.items():
+        name = f"rank {label}" if label.isdigit() else label
+        found = list(_parsed(stream))
+        words = f", only: {stream.strip()[:200]}" if stream.strip() else ""
+        yield from ((name, each) for each in found or [ValueError(f"there is no report in it{words}")])
+
+
+def _parsed(stream: str) -> Iterator[object | ValueError]:
+    """The reports that follow each other in a text; what stands between them is passed over."""
+    decoder, at = json.JSONDecoder(parse_constant=_no_number), 0
+    while (at := _BLANK.match(stream, at).end()) < len(stream):  # type: ignore[union-attr]  # it always matches
+        if stream[at] in "{[":
+            try:
+                told, at = decoder.raw_decode(stream, at)
+            except (ValueError, RecursionError) as error:
+                yield ValueError(f"it is not JSON: {error}")
+            else:
+                yield from told if isinstance(told, list) else [told]
+                continue
+        begin = _BEGIN.search(stream, at + 1)
+        at = begin.start() if begin else len(stream)
 
 
 _FAR, _MANY = 1 << 63, 1 << 16

@@ -272,6 +272,7 @@ def test_nvml_at_work(world: World) -> None:
             mig="disabled",
             fabric="not-supported",
             virtualization="none",
+            ecc="enabled",
         ),
     )
 
@@ -292,6 +293,16 @@ def test_nvml_on_cards_in_trouble(world: World) -> None:
     assert (other.compute_mode, other.virtualization) == ("prohibited", "passthrough")
     assert (other.remap_pending, other.remap_failure) == (False, True)
     assert (other.fabric, other.address) == ("completed", "00010000:a1:00.0")
+
+
+@loadable
+def test_nvlinks_and_peers(world: World) -> None:
+    told = world.nvml(
+        fake_nvml(devices=(Device(nvlinks=(1, 0, 1), peers=(6, 0, 5)), Device(ecc=(0, 1), peers=(0, 6, 0)), Device()))
+    )
+    assert [gpu.nvlinks for gpu in told.gpus] == [2, -1, -1]
+    assert [gpu.peers for gpu in told.gpus] == [1, 2, -1]
+    assert [gpu.ecc for gpu in told.gpus] == ["enabled", "disabled", "enabled"]
 
 
 @loadable

@@ -150,7 +150,11 @@ FABRIC_INFO_V = struct.Struct("=I16sIIII")
 LICENCES, LICENCE = struct.Struct("=iI"), struct.Struct("=II128s128sI16s")
 """Whether licences are supported, how many follow; of each its code, whether it is licensed, texts, and more."""
 COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
-MIG = ("disabled", "enabled")
+MIG = ECC = ("disabled", "enabled")
+NVLINKS = 18
+"""Links that a card may have."""
+P2P_READ = 0
+"""Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. Its status is 0 where that works."""
 FABRIC = ("not-supported", "not-started", "in-progress", "completed")
 VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 
@@ -174,15 +178,32 @@ def ask_nvml(driver: Driver) -> None:
         count = ctypes.c_uint()
         code = driver.newest("nvmlDeviceGetCount_v2", ctypes.byref(count))
         tell(count=-1 if code else count.value, count_code=code)
-        for index in range(0 if code else min(count.value, DEVICES)):
+        numbers = range(0 if code else min(count.value, DEVICES))
+        for index in numbers:
             tell(gpu=nvml_gpu(driver, index))
+        tell(peers=nvml_peers(driver, [nvml_card(driver, index)[0] for index in numbers]))
     driver.report.done()
+
+
+def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
+    """The handle of a card, and the result of getting it."""
+    card = ctypes.c_void_p()
+    return card, driver.newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
+
+
+def nvml_peers(driver: Driver, cards: list[ctypes.c_void_p]) -> tuple[int, ...]:
+    """How many other cards each can read directly; -1 where NVML does not say."""
+    peers = []
+    for card in cards:
+        others = [other for other in cards if other is not card and other.value and card.value]
+        states = [driver.numbers("nvmlDeviceGetP2PStatus", card, other, P2P_READ) for other in others]
+        peers.append(states.count([0]) if any(states) else -1)
+    return tuple(peers)
 
 
 def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
     """The fields of an ``NvmlGpu``; only the code where that is an error. Of processes the numbers, and their bytes."""
-    card = ctypes.c_void_p()
-    code = driver.newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
+    card, code = nvml_card(driver, index)
     if code:
         return {"index": index, "code": code}
 
@@ -213,6 +234,7 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
         device = ctypes.c_void_p()
         if driver.call("nvmlDeviceGetMigDeviceHandleByIndex", card, at, ctypes.byref(device)) == 0:
             mig_devices.append(driver.text("nvmlDeviceGetUUID", device))
+    links = [state for at in range(NVLINKS) for state in driver.numbers("nvmlDeviceGetNvLinkState", card, at)]
     virtualization = word(VIRTUALIZATION, driver.numbers("nvmlDeviceGetVirtualizationMode", card))
     return {
         "index": index,
@@ -233,6 +255,8 @@ def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
         "virtualization": virtualization,
         "licence": licence(driver, card) if virtualization == "vgpu" else "",  # a share of a card needs one
         "processes": processes,
+        "ecc": word(ECC, driver.numbers("nvmlDeviceGetEccMode", card, count=2)[:1]),
+        "nvlinks": sum(links) if links else -1,
     }
 
 

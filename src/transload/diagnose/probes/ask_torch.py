@@ -91,6 +91,7 @@ def examine(report: Report, torch: Any) -> None:
     report.say(version=attribute(torch, "__version__"), file=attribute(torch, "__file__"), cuda=cuda, hip=hip)
     flags = quietly(report, "architectures", lambda: torch._C._cuda_getArchFlags() or "")  # noqa: SLF001
     report.say(libraries=libraries(), architectures=tuple((flags or "").split()))
+    report.say(nccl=quietly(report, "nccl", lambda: ".".join(map(str, torch.cuda.nccl.version()[:3]))) or "")
     if step(report, "available", lambda: report.say(available=bool(torch.cuda.is_available()))):
         step(report, "count", lambda: report.say(count=int(torch.cuda.device_count())))
     if not ((cuda or hip) and compute(report, torch, cudnn=bool(cuda))):

@@ -53,9 +53,10 @@ def nvml(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvml:
         return f"{name} ({pid})" if used == _NOT_STATED else f"{name} ({pid}), {used / 1e9:.1f} GB"
 
     gpus = []
+    peers = dict(enumerate(outcome.facts.get("peers", ())))
     for gpu in outcome.all("gpu"):
         others = tuple(process(*each) for each in gpu.get("processes", ()) if each[0] not in ours)
-        gpus.append(NvmlGpu(**{**gpu, "processes": others}))
+        gpus.append(NvmlGpu(**{**gpu, "processes": others, "peers": peers.get(gpu["index"], -1)}))
     found = Nvml(_answer(host, outcome, "nvml"), **outcome.told(Nvml))
     return replace(found, library=host.named(found.library), gpus=tuple(gpus))
 

@@ -1,0 +1,164 @@
+"""``transload doctor --compare`` and ``--gather``: the reports of many machines, judged and compared."""
+
+from __future__ import annotations
+
+import os
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+from transload.cli.output import complain, show_result
+from transload.errors import TransloadError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterable, Iterator
+
+    from transload.diagnose.compare import Comparison
+    from transload.diagnose.report import Diagnosis
+
+_LONGEST = 1 << 30  # bytes of all reports in one stream
+_GRACE = 5.0
+
+
+class _Reports:
+    """Reports as they are read: judged, or why not."""
+
+    def __init__(self) -> None:
+        self.diagnoses: dict[str, Diagnosis] = {}
+        self.unreadable: dict[str, str] = {}
+
+    def add(self, text: str, name: str) -> None:
+        """Take the reports in a text, which is called ``name`` unless it says who wrote it."""
+        from transload.diagnose import judge_machine
+        from transload.diagnose.saved import machine_of, reports_in
+
+        told = list(reports_in(text))
+        for place, (label, document) in enumerate(told, 1):
+            given = document.get("node") if isinstance(document, dict) else None
+            unnamed = (f"{name} {place}" if len(told) > 1 else name) if name else f"report {place}"
+            who = self._unique(given if isinstance(given, str) and given else label or unnamed)
+            try:
+                if isinstance(document, ValueError):
+                    raise document
+                self.diagnoses[who] = judge_machine(machine_of(document, ""))
+            except TransloadError as error:
+                self.unreadable[who] = error.what
+            except ValueError as error:
+                self.unreadable[who] = str(error)
+
+    def _unique(self, name: str) -> str:
+        place, who = 1, name
+        while who in self.diagnoses or who in self.unreadable:
+            place += 1
+            who = f"{name} ({place})"
+        return who
+
+
+def run_compare(arguments: Namespace) -> int:
+    """Compare the reports in files, folders and standard input."""
+    from transload.cli.doctor import text_of
+    from transload.diagnose.compare import compare
+
+    reports, silent = _Reports(), []
+    paths = list(_paths(arguments.compare))
+    for path, name in zip(paths, _names(paths), strict=True):
+        try:
+            text = text_of(path, _LONGEST)
+        except TransloadError as error:
+            reports.unreadable[name] = error.what
+            continue
+        if text.strip():
+            reports.add(text, "" if path == "-" else name)
+        else:
+            silent.append(name)  # the launcher made the file, and nothing came
+    return _show(compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable), arguments)
+
+
+def _show(comparison: Comparison, arguments: Namespace) -> int:
+    from transload.diagnose.compare import folded, report
+
+    show_result(comparison, report, arguments)
+    if arguments.require and comparison.without_cuda:
+        complain(UsageError(f"CUDA is required but not usable on {folded(comparison.without_cuda)}"))
+    if comparison.unreadable or not comparison.nodes:
+        return 2
+    return int(not comparison.ok or bool(arguments.require and comparison.without_cuda))
+
+
+def _paths(given: Iterable[str]) -> Iterator[str]:
+    """The files that are meant: a folder stands for the ``.json`` in it, and a pattern for what matches it."""
+    from glob import escape, glob
+
+    for path in given:
+        found = [path]
+        if os.path.isdir(path):
+            found = sorted(glob(os.path.join(escape(path), "*.json")))
+        elif path != "-" and not os.path.exists(path) and any(sign in path for sign in "*?["):
+            found = sorted(glob(path))
+        if not found:
+            raise UsageError("there is no report in it", where=path, fix="Name the files of transload doctor --json.")
+        yield from found
+
+
+def _names(paths: list[str]) -> list[str]:
+    """What to call the machines: their files without what all have in common.
+
+    >>> _names(["out/gpu1.json", "out/gpu2.json"]), _names(["out/0/stdout.log", "out/1/stdout.log"])
+    (['gpu1', 'gpu2'], ['0', '1'])
+    """
+    names = [os.path.basename(path).removesuffix(".json") for path in paths]
+    if len({*names}) == len(names):
+        return names
+    parts = [os.path.normpath(path).split(os.sep) for path in paths]
+    for end in (0, -1):
+        while len({each[end] for each in parts}) == 1 and min(map(len, parts)) > 1:
+            parts = [each[1:] if end == 0 else each[:-1] for each in parts]
+    return ["/".join(each).removesuffix(".json") for each in parts]
+
+
+def run_gather(arguments: Namespace) -> int:
+    """Examine this rank's machine and bring the report to rank 0, which compares them all.
+
+    The other ranks end with 0 whatever was found on them: a launcher that sees one fail ends all, rank 0 included.
+    """
+    from transload.diagnose import doctor
+    from transload.diagnose.compare import compare, report
+    from transload.diagnose.gather import PATIENCE, Gathering, rank_of
+    from transload.diagnose.redact import names_here, redacted
+    from transload.render.json import to_json
+    from transload.render.lines import as_text
+
+    rank, size = rank_of(os.environ)
+    seconds = arguments.timeout or PATIENCE
+    end, code = monotonic() + seconds, 0
+    try:
+        gathering = Gathering(rank, size, arguments.gather, end - monotonic())
+        diagnosis = doctor(torch=not arguments.no_torch, timeout=seconds / 2)
+        python, node = diagnosis.machine.python.executable, f"rank {rank}"
+        if arguments.no_redact:
+            node = f"{node} on {os.uname().nodename if hasattr(os, 'uname') else os.environ.get('COMPUTERNAME')}"
+        else:
+            diagnosis = redacted(diagnosis, names_here())
+        text = "".join(to_json([{"node": node, **diagnosis.to_dict()}], several=False))
+        try:
+            found = gathering.exchange(text, python)
+        except TransloadError as error:
+            if rank:
+                raise
+            complain(error)
+            found, code = {0: text}, 2
+    except TransloadError as error:
+        if rank == 0:
+            raise
+        complain(error)
+        sleep(max(0.0, end + _GRACE - monotonic()))  # until rank 0 is done: see above
+        return 2
+    if rank:
+        return 0
+    reports = _Reports()
+    for number in sorted(found):
+        reports.add(found[number], f"rank {number}")
+    silent = [f"rank {number}" for number in range(size) if number not in found]
+    comparison = compare(reports.diagnoses, silent=silent, unreadable=reports.unreadable, together=True)
+    gathering.finish(as_text(report(comparison)) + "\n")
+    return _show(comparison, arguments) or code

@@ -1,0 +1,513 @@
+"""Many machines compared: who is the odd one out and in what, and whether that explains why something fails.
+
+Each fact groups the machines by its value. A value that more than half of them share is the usual one. What could not
+be determined on a machine does not count as a difference.
+"""
+
+from __future__ import annotations
+
+import re
+from calendar import timegm
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from time import strptime
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from transload.diagnose.report import steps
+from transload.diagnose.rules import BY_CODE
+from transload.machine import Unknown
+from transload.render.lines import BLANK, Block, Prose, heading
+from transload.render.words import plural, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from transload.diagnose.report import Diagnosis
+    from transload.machine import Machine
+
+Level = Literal["breaks", "matters", "note"]
+"""``breaks``: a job over these machines hangs or fails. ``matters``: it may. ``note``: it seldom does."""
+
+_MARKS = {"breaks": ("✗", "bad"), "matters": ("!", "trust"), "note": ("·", "dim")}
+_TOGETHER = 60.0  # seconds between reports that were taken at the same time
+_VALUE = 100
+_MOST = 8  # of values, of names, of faults in full
+_MOST_DIGITS = 16
+
+
+class Fact(NamedTuple):
+    """One thing to compare: what to call it, how much it matters, and how to read it from a machine."""
+
+    name: str
+    level: Level
+    read: Callable[[Machine], str]
+    """Its value; empty where it is unknown."""
+    layers: str = ""
+    """Layers of the doctor: a fault in one of them may follow from this."""
+    why: str = ""
+    after: tuple[str, ...] = ()
+    """Facts that bring this one with them: where it differs on the same machines, only they are shown."""
+    same_cards: bool = False
+    """Compare it only between machines with the same GPUs."""
+
+
+# -- how facts are read
+
+
+def _torch(m: Machine) -> str:
+    first = m.torch.first
+    if m.torch.shadow:
+        return "hidden by another file"
+    if first is None and not isinstance(m.torch.installs, Unknown) and not m.python.problem:
+        return m.torch_run.version.partition("+")[0] or "not installed"
+    return (m.torch_run.version or (first.version or first.dist_version if first else "")).partition("+")[0]
+
+
+def _build(m: Machine) -> str:
+    """What torch is built for."""
+    run, first = m.torch_run, m.torch.first
+    if m.torch.shadow or not (run.version or (first and first.known)):
+        return ""
+    cuda, hip = run.cuda or (first.cuda if first else ""), run.hip or (first.hip if first else "")
+    return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "without CUDA"
+
+
+def _nccl(m: Machine) -> str:
+    needed = (each.version for each in m.torch_libraries.needed if each.name.startswith("libnccl.so"))
+    owned = (version for name, version in m.python.packages.items() if name.startswith("nvidia-nccl-"))
+    return m.torch_run.nccl or next(filter(None, (*needed, *owned)), "")
+
+
+def _models(m: Machine) -> list[str]:
+    named = [gpu.name for gpu in m.driver.nvml.gpus if gpu.name] or [gpu.model for gpu in m.kernel.gpus if gpu.model]
+    return sorted(named or [gpu.name for gpu in m.driver.cuda.gpus])
+
+
+def _model(m: Machine) -> str:
+    return ", ".join(dict.fromkeys(_models(m))) or ("none" if _count(m) == "0" else "")
+
+
+def _count(m: Machine) -> str:
+    """How many GPUs the machine has: lost ones count, since NVML and the bus still list them."""
+    if m.driver.nvml.count >= 0:
+        return str(m.driver.nvml.count)
+    unread = isinstance(m.hardware.pci, Unknown) or m.hardware.dxg or m.hardware.tegra
+    return "" if unread else str(len(m.kernel.gpus or m.hardware.gpus))
+
+
+def _usable(m: Machine) -> str:
+    cuda = m.driver.cuda
+    if cuda.init or not cuda.answer.answered or cuda.count < 0 or _count(m) == "0":  # the doctor says why
+        return ""
+    return "all" if str(cuda.count) == _count(m) else f"{cuda.count} of {_count(m) or 'several'}"
+
+
+def _driver(m: Machine) -> str:
+    return m.driver.nvml.driver or _module(m).partition(" ")[0]
+
+
+def _module(m: Machine) -> str:
+    if m.kernel.loaded is False:
+        return "" if _count(m) == "0" else "none"
+    return f"{m.kernel.version} {m.kernel.flavour}".strip()
+
+
+def _libcuda(m: Machine) -> str:
+    found = m.driver.libraries.libcuda
+    if found is None:
+        return "" if isinstance(m.driver.libraries.cuda, Unknown) or _count(m) == "0" else "none"
+    return found.version if found.kind == "driver" else f"{found.kind} {found.version}".strip()
+
+
+def _each(field: str) -> Callable[[Machine], str]:
+    """A fact of each card as NVML sees it: one value where all have the same, empty where it is unknown of any."""
+
+    def read(m: Machine) -> str:
+        shown = Counter(str(getattr(gpu, field)) for gpu in m.driver.nvml.gpus if gpu.code == 0)
+        if not shown or "" in shown or "-1" in shown:
+            return ""
+        several = (f"{value} on {plural(number, 'GPU')}" for value, number in shown.items())
+        return next(iter(shown)) if len(shown) == 1 else ", ".join(several)
+
+    return read
+
+
+def _variable(name: str, m: Machine) -> str:
+    if "variables" in m.problems:
+        return ""
+    value = m.variables.values.get(name)
+    if name == "CUDA_VISIBLE_DEVICES" and value:  # each rank may well have its own
+        return plural(value.count(",") + 1, "device")
+    return "not set" if value is None else value or "empty"
+
+
+def _package(name: str, m: Machine) -> str:
+    return "" if m.python.problem else m.python.packages.get(name, "not installed")
+
+
+_CODE = "python build torch-libraries fit run extensions"
+_DRIVER = "kernel nodes libraries driver fit run"
+_CARD = "hardware kernel driver run"
+_ALONE = "A rank without a GPU of its own fails."
+FACTS = (
+    Fact("torch", "breaks", _torch, _CODE, "Ranks with different releases of torch may hang or disagree."),
+    Fact("build of torch", "breaks", _build, _CODE, "It brings other CUDA libraries, NCCL among them."),
+    Fact("NCCL", "breaks", _nccl, _CODE, "Ranks with different releases fail or hang when they connect."),
+    Fact("GPU model", "breaks", _model, _CARD, "The slowest card sets the pace, and memory or kernels may not fit."),
+    Fact("GPUs", "breaks", _count, f"{_CARD} nodes", _ALONE, ("GPU model",)),
+    Fact("GPUs for CUDA", "breaks", _usable, "", _ALONE, ("GPU model", "GPUs")),
+    Fact("driver", "matters", _driver, _DRIVER, "It decides which CUDA works, and what NCCL can use."),
+    Fact("kernel module", "matters", _module, _DRIVER, "It must match the driver's libraries.", ("driver",)),
+    Fact("libcuda", "matters", _libcuda, _DRIVER, "It must match the kernel module.", ("driver",)),
+    Fact("MIG", "breaks", _each("mig"), _CARD, "A MIG device is a part of a card, without P2P.", (), True),
+    Fact("NVLink", "matters", _each("nvlinks"), _CARD, "Fewer links make every collective slower.", ("MIG",), True),
+    Fact("P2P", "matters", _each("peers"), _CARD, "Without it, NCCL copies through the host.", ("MIG", "NVLink"), True),
+    Fact("NVLink fabric", "matters", _each("fabric"), _CARD, "CUDA does not start until it is up.", (), True),
+    Fact("ECC", "matters", _each("ecc"), _CARD, "Without it, errors of the memory stay unseen.", (), True),
+    Fact("compute mode", "matters", _each("compute_mode"), _CARD, "It limits how processes share a card.", (), True),
+    Fact("architecture", "matters", lambda m: m.platform.machine, _CODE, "Packages for one do not run on the other."),
+    Fact("Python", "matters", lambda m: m.python.version.rpartition(".")[0], _CODE, "Ranks exchange pickled objects."),
+    Fact("Python release", "note", lambda m: m.python.version, _CODE, "", ("Python",)),
+    Fact("cuDNN", "note", lambda m: m.torch_run.cudnn, _CODE, "", ("torch", "build of torch")),
+    Fact("kernel", "note", lambda m: m.platform.kernel, "kernel"),
+    Fact("system", "note", lambda m: m.platform.distribution_name, _CODE),
+    Fact("C library", "note", lambda m: m.platform.libc, _CODE, "", ("system",)),
+    Fact("container", "note", lambda m: m.surroundings.container or "none", "surroundings nodes libraries"),
+    Fact("transload", "note", lambda m: m.transload),
+)
+
+_VARIABLES: tuple[tuple[str, Level, str], ...] = (
+    ("NCCL_DEBUG", "note", ""),
+    ("NCCL_ GLOO_ FI_", "matters", "Ranks must agree on how they connect."),
+    ("LD_", "matters", "Other libraries may be loaded."),
+    ("CUDA_", "matters", "It changes what CUDA does."),
+    ("PYTORCH_ TORCH TRITON_ NVIDIA_TF32 OMP_ PYTHON", "note", ""),
+)
+"""How environment variables begin, how much they matter and why. Others, such as HOME, may well differ."""
+
+
+def _facts(machines: Sequence[Machine]) -> Iterator[Fact]:
+    """All facts, those of the variables and packages of any machine included."""
+    yield from FACTS
+    variables = {name for m in machines for name in m.variables.values}
+    for starts, level, why in _VARIABLES:
+        for name in sorted(name for name in variables if name.startswith(tuple(starts.split()))):
+            variables.discard(name)
+            yield Fact(name, level, partial(_variable, name), f"variables surroundings {_CODE} {_DRIVER}", why)
+    known = ("torch-", "nvidia-nccl-")
+    for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(known)}):
+        yield Fact(f"package {name}", "note", partial(_package, name), _CODE, "", ("torch", "build of torch", "NCCL"))
+
+
+# -- the comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A fact that is not the same everywhere. ``groups`` are its values with the names of the machines, most first."""
+
+    fact: str
+    level: Level
+    why: str
+    usual: str
+    """The value of more than half of the machines; empty where there is none."""
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+    follows: str = ""
+    """Another difference that brings this one with it."""
+    explains: tuple[str, ...] = ()
+    """Codes of faults on the same machines that may follow from it."""
+
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """The machines with another value than the usual one."""
+        return tuple(name for value, names in self.groups for name in names if self.usual and value != self.usual)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        groups = [{"value": value, "nodes": list(names)} for value, names in self.groups]
+        told = {"fact": self.fact, "level": self.level, "why": self.why, "usual": self.usual or None}
+        return {**told, "groups": groups, "follows": self.follows or None, "explains": list(self.explains)}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something the doctor found, an error or a warning, and where."""
+
+    code: str
+    severity: str
+    title: str
+    fix: tuple[str, ...]
+    nodes: tuple[str, ...]
+    because: tuple[str, ...] = ()
+    """Facts that differ where it occurs, and may be why."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        told = {"code": self.code, "severity": self.severity, "title": self.title, "fix": list(self.fix)}
+        return {**told, "nodes": list(self.nodes), "because": list(self.because)}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is alike and what differs between machines, by name."""
+
+    nodes: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    faults: tuple[Fault, ...]
+    alike: Mapping[str, str]
+    """Fact → the value that all machines share."""
+    without_cuda: tuple[str, ...]
+    silent: tuple[str, ...] = ()
+    """Those that never reported."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Those whose report cannot be read, and why."""
+
+    @property
+    def matters(self) -> tuple[Difference, ...]:
+        """The differences that may break a job, without those that follow from another."""
+        return tuple(each for each in self.differences if each.level != "note" and not each.follows)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all machines reported, are alike in what matters, and have nothing to repair."""
+        return not (self.matters or self.faults or self.silent or self.unreadable)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, schema 1."""
+        return {
+            "schema": 1,
+            "ok": self.ok,
+            "nodes": list(self.nodes),
+            "silent": list(self.silent),
+            "unreadable": dict(self.unreadable),
+            "without_cuda": list(self.without_cuda),
+            "differences": [each.to_dict() for each in self.differences],
+            "faults": [each.to_dict() for each in self.faults],
+            "alike": dict(self.alike),
+        }
+
+
+def compare(
+    diagnoses: Mapping[str, Diagnosis],
+    *,
+    silent: Iterable[str] = (),
+    unreadable: Mapping[str, str] | None = None,
+    together: bool = False,
+) -> Comparison:
+    """Compare machines by name; ``together`` says that they were examined at the same time, by one launcher."""
+    machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
+    cards = {name: (_count(m), *_models(m)) for name, m in machines.items()}
+    found: list[tuple[Fact, Difference]] = []
+    alike: dict[str, str] = {}
+    for fact in _facts([*machines.values()]):
+        values = {name: value for name, m in machines.items() if (value := fact.read(m))}
+        for kind in dict.fromkeys(cards.values()) if fact.same_cards else [()]:
+            some = {name: value for name, value in values.items() if not kind or cards[name] == kind}
+            if len({*some.values()}) > 1:
+                found.append((fact, _difference(fact, some)))
+        if len({*values.values()}) == 1 and len(values) == len(machines) and fact in FACTS:
+            alike[fact.name] = next(iter(values.values()))
+    clock = _clock({name: m.taken for name, m in machines.items()}, together=together)
+    differences = [each for _, each in found] + ([clock] if clock else [])
+    for place, (fact, difference) in enumerate(found):
+        before = [each for each in differences[:place] if each.fact in fact.after and not each.follows]
+        same = (each.fact for each in before if {*_parts(each)} == {*_parts(difference)})
+        differences[place] = replace(difference, follows=next(same, ""))
+
+    faults: dict[str, Fault] = {}
+    for name, diagnosis in diagnoses.items():
+        for each in diagnosis.findings:
+            if each.severity != "note":
+                fault = faults.setdefault(each.code, Fault(each.code, each.severity, each.title, each.fix, ()))
+                faults[each.code] = replace(fault, nodes=(*fault.nodes, name))
+    for code, fault in faults.items():
+        layer = BY_CODE[code].layer if code in BY_CODE else ""
+        for place, (fact, _) in enumerate(found):
+            difference = differences[place]
+            shares = {len({*names}.intersection(fault.nodes)) / len(names) for _, names in difference.groups}
+            if layer in fact.layers.split() and not difference.follows and shares == {0.0, 1.0}:
+                differences[place] = replace(difference, explains=(*difference.explains, code))
+                faults[code] = replace(faults[code], because=(*faults[code].because, difference.fact))
+    order = ("breaks", "matters", "note")
+    return Comparison(
+        tuple(diagnoses),
+        tuple(sorted(differences, key=lambda each: (not each.explains, order.index(each.level)))),
+        tuple(sorted(faults.values(), key=lambda each: (each.severity != "error", -len(each.nodes)))),
+        alike,
+        tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
+        tuple(silent),
+        unreadable or {},
+    )
+
+
+def _difference(fact: Fact, values: Mapping[str, str]) -> Difference:
+    """The machines grouped by value. A value that each machine has for itself is meant so, and only noted."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value, []).append(name)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    usual = ordered[0][0] if 2 * len(ordered[0][1]) > len(values) else ""
+    own = len(groups) == len(values) > 2 and fact not in FACTS
+    level = "note" if own else fact.level
+    return Difference(fact.name, level, fact.why, usual, tuple((value, tuple(names)) for value, names in ordered))
+
+
+def _parts(difference: Difference) -> list[tuple[str, ...]]:
+    """The machines of each value but the usual one."""
+    return [names for value, names in difference.groups if value != difference.usual]
+
+
+def _clock(taken: Mapping[str, str], *, together: bool) -> Difference | None:
+    """Reports that are minutes older or newer than the others, which were taken at the same time."""
+    times: dict[str, float] = {}
+    for name, text in taken.items():
+        with suppress(ValueError):  # a report of another release
+            times[name] = timegm(strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    middle = median(times.values()) if times else 0.0
+    apart = {name: time - middle for name, time in times.items() if abs(time - middle) > _TOGETHER}
+    if not apart or len(apart) > max(1, len(times) // 10) or len(times) <= 2:
+        return None
+    groups = {"in step": [name for name in times if name not in apart]}
+    for name, seconds in apart.items():
+        words = f"{plural(round(abs(seconds) / 60), 'minute')} {'behind' if seconds < 0 else 'ahead'}"
+        groups.setdefault(words, []).append(name)
+    why = "Its clock is wrong, or its report was taken at another time."
+    held = tuple((value, tuple(names)) for value, names in groups.items())
+    return Difference("clock", "matters" if together else "note", why, "in step", held)
+
+
+# -- the report
+
+
+def report(comparison: Comparison) -> Iterator[Block]:
+    """Who differs, in what, what is wrong, and what is alike."""
+    total = len(comparison.nodes)
+    role = "good" if comparison.ok else "bad" if comparison.faults or comparison.silent else "trust"
+    yield Prose(((_headline(comparison), role),))
+    shown = [each for each in comparison.differences if not each.follows]
+    width = min(22, max((len(each.fact) for each in shown), default=0))
+    if shown:
+        yield from heading("What differs")
+    for difference in shown:
+        mark, colour = _MARKS[difference.level]
+        lead = (("  ", ""), (f"{mark} ", colour), (f"{printable(difference.fact):<{width}}  ", ""))
+        codes = "".join(f"  [{code}]" for code in difference.explains)
+        yield Prose(((_groups(difference), ""), (codes, "dim")), lead=lead)
+        if difference.why and difference.level != "note":
+            yield Prose(((difference.why, "dim"),), lead=" " * (width + 6))
+    unreadable = tuple(comparison.unreadable.items())
+    if unreadable:
+        yield from heading("What cannot be read")
+    for name, error in unreadable[:_MOST]:
+        yield Prose(printable(error), lead=((f"  {printable(name)}  ", "strong"),))
+    if len(unreadable) > _MOST:
+        yield Prose(f"{len(unreadable) - _MOST} more: {folded([name for name, _ in unreadable[_MOST:]])}", lead="  ")
+    if comparison.faults:
+        yield from heading("What is wrong")
+    for place, fault in enumerate(comparison.faults):
+        mark, colour = _MARKS["breaks" if fault.severity == "error" else "matters"]
+        where = f"all {total} nodes" if len(fault.nodes) == total > 1 else folded(fault.nodes)
+        why = f", explained by {_listed(fault.because)}" if fault.because else ""
+        title = ((printable(fault.title, None), "strong"), (f"  [{fault.code}]", "dim"))
+        yield Prose(title, lead=(("  ", ""), (f"{mark} ", colour)))
+        yield Prose(((f"on {where}{why}", ""),), lead="      ")
+        if place < _MOST:
+            yield from steps(fault.fix, "      ")
+    if comparison.alike and total > 1:
+        yield from heading("What is alike")
+        yield Prose("; ".join(f"{name} {printable(value)}" for name, value in comparison.alike.items()), lead="  ")
+    yield BLANK
+    yield Prose((("transload doctor --from FILE shows one report in full; --json names every node", "dim"),))
+
+
+def _headline(c: Comparison) -> str:
+    """All alike, or who differs; and whether that explains what fails."""
+    total, parts = len(c.nodes), []
+    if c.silent:
+        parts.append(f"{folded(c.silent)} did not report")
+    if c.unreadable:
+        parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
+    everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
+    odd = tuple(dict.fromkeys(name for each in c.matters for name in each.odd))
+    if usual := [each.fact for each in c.matters if each.usual]:
+        others = f"differ{'s' if len(odd) == 1 else ''} from the other {total - len(odd)}"
+        parts.append(f"{f'{folded(odd)} {others}' if len(odd) < total else f'{everyone} differ'} in {_listed(usual)}")
+    if split := [each.fact for each in c.matters if not each.usual]:
+        parts.append(f"{everyone} differ in {_listed(split)}")
+    if c.faults:
+        fault = next((each for each in c.faults if each.because), c.faults[0])
+        problem = f"{printable(fault.title, None)} [{fault.code}]"
+        where = everyone if len(fault.nodes) == total else folded(fault.nodes)
+        if fault.because:
+            verb = "explains" if len(fault.because) == 1 else "explain"
+            parts.append(f"{_listed(fault.because)} {verb} what is wrong on {where}: {problem}")
+        elif len(fault.nodes) == total:
+            alike = "are alike, and " if total > 1 and not c.matters else ""
+            parts.append(f"{where} {alike}ha{'ve' if total > 1 else 's'} a problem: {problem}")
+        else:
+            parts.append(f"no difference explains what is wrong on {where}: {problem}")
+    elif c.matters:
+        parts.append("no failure was found that this explains")
+    elif total:
+        cards = f": {c.alike['GPUs']} × {c.alike.get('GPU model', 'GPU')}" if c.alike.get("GPUs", "0") != "0" else ""
+        parts.append(f"{everyone} {'are alike and' if total > 1 else 'is'} healthy{cards}")
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:] if text.startswith(("all ", "the ", "no ")) else text
+
+
+def _listed(words: Sequence[str], most: int = 3) -> str:
+    """``a, b and c``; of many the first ones and how many there are beside them."""
+    shown = [*words[:most], *([f"{len(words) - most} more"] if len(words) > most else [])]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
+
+
+def _groups(difference: Difference) -> str:
+    """``2.21.5 on gpu[003,005], 2.27.3 on the other 61``."""
+    rare = [group for group in difference.groups if group[0] != difference.usual]
+    words = [f"{printable(value, _VALUE)} on {folded(names)}" for value, names in rare[:_MOST]]
+    if len(rare) > _MOST:
+        words.append(f"{len(rare) - _MOST} other values on {sum(len(names) for _, names in rare[_MOST:])} nodes")
+    if difference.usual:
+        others = next(len(names) for value, names in difference.groups if value == difference.usual)
+        words.append(f"{printable(difference.usual, _VALUE)} on the other {others}")
+    return "; ".join(words)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """A name around the number that counts machines: the last one before a domain."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], match[2], match[3]) if match and len(match[2]) < _MOST_DIGITS else (name, "", "")
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*(?:\..*)?)")
+
+
+def folded(names: Sequence[str], most: int = _MOST) -> str:
+    """Names with their numbers folded, as schedulers write them.
+
+    >>> folded(["gpu003", "gpu004", "gpu005", "gpu017", "login"])
+    'gpu[003-005,017], login'
+    >>> folded(["rank 7"]), folded(["rank 2", "rank 3", "rank 7"])
+    ('rank 7', 'ranks 2-3,7')
+    """
+    parts = [_split(printable(name)) for name in names]
+    padded = {(before, after) for before, number, after in parts if number.startswith("0") and len(number) > 1}
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    for before, number, after in parts:
+        width = len(number) if (before, after) in padded else 0
+        groups.setdefault((before, after, width), []).append(int(number or -1))
+    shown = []
+    for (before, after, width), numbers in groups.items():
+        ranges: list[tuple[int, int]] = []
+        for value in sorted(numbers):
+            start = ranges.pop()[0] if ranges and ranges[-1][1] == value - 1 else value
+            ranges.append((start, value))
+        texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(each)) for each in ranges]
+        inside = ",".join([*texts[:most], "…"] if len(texts) > most else texts)
+        if len(numbers) > 1:  # of ``rank 2`` and ``rank 3``: ``ranks 2-3``
+            inside, before = (inside, f"{before[:-1]}s ") if before.endswith(" ") else (f"[{inside}]", before)
+        shown.append(before if numbers == [-1] else f"{before}{inside}{after}")
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
