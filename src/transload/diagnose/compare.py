@@ -314,8 +314,14 @@ def compare(
     differences = [each for _, each in found] + ([clock] if clock else [])
     for place, (fact, difference) in enumerate(found):
         before = [each for each in differences[:place] if each.fact in fact.after and not each.follows]
-        same = (each.fact for each in before if {*_parts(each)} == {*_parts(difference)})
-        differences[place] = replace(difference, follows=next(same, ""))
+        said = {names for each in before for names in _parts(each)}
+        own = tuple(group for group in difference.groups if group[1] not in said)
+        if len(own) > 1:  # something remains that does not come with the others
+            differences[place] = replace(difference, groups=own)
+        else:
+            same = {names for _, names in difference.groups}
+            follows = next(each.fact for each in before if not same.isdisjoint(_parts(each)))
+            differences[place] = replace(difference, follows=follows)
 
     faults: dict[str, Fault] = {}
     for name, diagnosis in diagnoses.items():
@@ -436,14 +442,13 @@ def _headline(c: Comparison) -> str:
         others = f"differ{'s' if len(odd) == 1 else ''} from the other {total - len(odd)}"
         parts.append(f"{f'{folded(odd)} {others}' if len(odd) < total else f'{everyone} differ'} in {_listed(usual)}")
     if split := [each.fact for each in c.matters if not each.usual]:
-        parts.append(f"{everyone} differ in {_listed(split)}")
+        parts.append(f"the {total} nodes differ in {_listed(split)}")
     if c.faults:
         fault = next((each for each in c.faults if each.because), c.faults[0])
         problem = f"{printable(fault.title, None)} [{fault.code}]"
         where = everyone if len(fault.nodes) == total else folded(fault.nodes)
         if fault.because:
-            verb = "explains" if len(fault.because) == 1 else "explain"
-            parts.append(f"{_listed(fault.because)} {verb} what is wrong on {where}: {problem}")
+            parts.append(f"the difference in {_listed(fault.because)} explains what is wrong on {where}: {problem}")
         elif len(fault.nodes) == total:
             alike = "are alike, and " if total > 1 and not c.matters else ""
             parts.append(f"{where} {alike}ha{'ve' if total > 1 else 's'} a problem: {problem}")
@@ -507,7 +512,7 @@ def folded(names: Sequence[str], most: int = _MOST) -> str:
             ranges.append((start, value))
         texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(each)) for each in ranges]
         inside = ",".join([*texts[:most], "…"] if len(texts) > most else texts)
-        if len(numbers) > 1:  # of ``rank 2`` and ``rank 3``: ``ranks 2-3``
-            inside, before = (inside, f"{before[:-1]}s ") if before.endswith(" ") else (f"[{inside}]", before)
-        shown.append(before if numbers == [-1] else f"{before}{inside}{after}")
+        one = before if numbers == [-1] else f"{before}{inside}{after}"
+        several = f"{before[:-1]}s {inside}{after}" if before.endswith(" ") else f"{before}[{inside}]{after}"
+        shown.append(one if len(numbers) == 1 else several)
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

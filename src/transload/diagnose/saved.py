@@ -60,7 +60,7 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
     [('b', 2), ('a', 1)]
     """
     streams = {"": text}
-    if _LABELLED.search(text) and text.lstrip()[:1] not in ("{", ""):
+    if text.lstrip()[:1] not in ("{", "") and _LABELLED.search(text):
         lines: dict[str, list[str]] = {}
         for line in text.splitlines():
             if match := _LABEL.match(line):
@@ -122,6 +122,8 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     """The value of a field of this kind; what it cannot be raises ``ValueError``."""
     if kind is str and type(data) is str:
         return data[:_TEXT]
+    if kind is bool and type(data) is bool:
+        return data
     origin, kinds, held = _form(kind)
     if origin in (Union, UnionType):  # at most one of the kinds is neither ``Unknown`` nor ``None``
         if data is None and type(None) in kinds:
@@ -143,8 +145,6 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     far = _MANY if where.endswith(".count") else _FAR
     if kind in (int, float) and type(data) in (int, kind) and -far < data < far:
         return kind(data)
-    if kind is bool and type(data) is bool:
-        return data
     try:
         shown = json.dumps(data)[:60]
     except ValueError:  # Python writes no integer of more than 4300 digits

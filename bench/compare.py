@@ -1,0 +1,80 @@
+"""Whether the odd ones out among many machines are found, and how long that takes.
+
+Usage: python bench/compare.py [--nodes 1000] [--rounds 20]
+
+Each round forges reports of alike machines, makes 1 to 20 of them odd in something, and runs ``transload doctor
+--compare DIR --json``. Every oddity must be found with the nodes that have it, and nothing else may be reported. Times
+are those of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+sys.path[0] = ROOT  # for the tests' machines; and the standard library's `inspect` is not our neighbour
+
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.diagnose.fleet import ODDITIES, document, node
+
+from transload.cli.main import main as transload
+
+GOAL_SECONDS = 5.0
+
+
+def main() -> int:
+    """Print a line a round; fail where something was missed or invented, or it took too long."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    usual = json.dumps(document(node()))
+    missed = invented = 0
+    slowest = 0.0
+    for seed in range(options.rounds):
+        chance = random.Random(seed)
+        names = [f"gpu{number:04}" for number in range(options.nodes)]
+        chosen = chance.sample(list(ODDITIES), 1 + seed % 20)
+        odd = {fact: set(chance.sample(names, chance.randint(1, 3))) for fact in chosen}
+        with TemporaryDirectory() as folder:
+            for name in names:
+                facts = [fact for fact in chosen if name in odd[fact]]
+                text = json.dumps(document(node(*facts))) if facts else usual
+                Path(folder, f"{name}.json").write_text(text, encoding="utf-8")
+            begun = time.process_time()
+            told = asked("doctor", "--compare", folder, "--json")
+            seconds = time.process_time() - begun  # one thread: on an idle machine it takes as long
+        found = {each["fact"]: others(each) for each in told["differences"] if not each["follows"]}
+        missed += (lost := sum(found.get(fact) != nodes for fact, nodes in odd.items()))
+        invented += (more := len(found.keys() - odd.keys()))
+        slowest = max(slowest, seconds)
+        print(f"{len(odd):2} oddities among {options.nodes}: missed {lost}, invented {more}, {seconds:.2f} s")
+    print(f"all: missed {missed}, invented {invented}, slowest {slowest:.2f} s (goal {GOAL_SECONDS:.0f})")
+    return int(bool(missed or invented) or slowest > GOAL_SECONDS)
+
+
+def others(difference: dict[str, Any]) -> set[str]:
+    """The nodes that have not the usual value."""
+    return {name for group in difference["groups"] if group["value"] != difference["usual"] for name in group["nodes"]}
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    """The JSON of a command."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        transload([*arguments])
+    answer: dict[str, Any] = json.loads(printed.getvalue())
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

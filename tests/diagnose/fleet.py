@@ -1,0 +1,120 @@
+"""Machines of a cluster: alike, and each way in which one of them may be odd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tests.diagnose.machines import changed, cuda_gpu, healthy, library, nvml_gpu
+
+from transload.machine import Machine, to_dict
+
+OLD = "570.86.15"
+
+
+def server(gpus: int = 8) -> Machine:
+    """A healthy machine with several cards, all linked."""
+    cards = tuple(
+        replace(nvml_gpu(number), ecc="enabled", nvlinks=18, peers=gpus - 1, fabric="completed")
+        for number in range(gpus)
+    )
+    return changed(
+        healthy(),
+        taken="2026-11-16T12:00:00Z",
+        driver__nvml__gpus=cards,
+        driver__nvml__count=gpus,
+        driver__cuda__gpus=tuple(map(cuda_gpu, range(gpus))),
+        driver__cuda__count=gpus,
+        torch_run__nccl="2.27.5",
+        torch_run__cudnn="9.10.2",
+        variables__values={"NCCL_SOCKET_IFNAME": "eth0", "LD_LIBRARY_PATH": "/opt/lib", "HOME": "/root"},
+    )
+
+
+def card(place: int, **facts: Any) -> Callable[[Machine], Machine]:
+    """One of the cards with other facts."""
+
+    def change(machine: Machine) -> Machine:
+        cards = [*machine.driver.nvml.gpus]
+        cards[place] = replace(cards[place], **facts)
+        return changed(machine, driver__nvml__gpus=tuple(cards))
+
+    return change
+
+
+def variable(name: str, value: str, machine: Machine) -> Machine:
+    return changed(machine, variables__values={**machine.variables.values, name: value})
+
+
+def other_driver(machine: Machine) -> Machine:
+    """The whole driver in another release, kernel module and libraries."""
+    machine = changed(machine, driver__nvml__driver=OLD, kernel__version=OLD)
+    return changed(machine, driver__libraries__cuda=(library("libcuda.so.1", OLD),))
+
+
+def other_torch(machine: Machine) -> Machine:
+    install = replace(machine.torch.first, version="2.12.0+cu130", dist_version="2.12.0")  # type: ignore[type-var]
+    return changed(machine, torch__installs=(install,), torch_run__version="2.12.0+cu130")
+
+
+def other_build(machine: Machine) -> Machine:
+    install = replace(machine.torch.first, version="2.13.0+cu126", cuda="12.6")  # type: ignore[type-var]
+    return changed(machine, torch__installs=(install,), torch_run__version="2.13.0+cu126", torch_run__cuda="12.6")
+
+
+def other_name(machine: Machine) -> Machine:
+    cards = tuple(replace(gpu, name="NVIDIA H100 80GB HBM3") for gpu in machine.driver.nvml.gpus)
+    return changed(machine, driver__nvml__gpus=cards)
+
+
+def one_card_less(machine: Machine) -> Machine:
+    cards = tuple(replace(gpu, peers=6) for gpu in machine.driver.nvml.gpus[:-1])
+    found = {"driver__nvml__gpus": cards, "driver__nvml__count": 7, "driver__cuda__count": 7}
+    return changed(machine, **found, driver__cuda__gpus=machine.driver.cuda.gpus[:-1])
+
+
+ODDITIES: dict[str, Callable[[Machine], Machine]] = {
+    "GPUs": one_card_less,
+    "GPU model": other_name,
+    "torch": other_torch,
+    "build of torch": other_build,
+    "NCCL": partial(changed, torch_run__nccl="2.21.5"),
+    "driver": other_driver,
+    "kernel module": partial(changed, kernel__flavour="proprietary"),
+    "MIG": card(3, mig="enabled"),
+    "NVLink": card(5, nvlinks=17),
+    "P2P": card(0, peers=0),
+    "NVLink fabric": card(1, fabric="in-progress"),
+    "ECC": card(2, ecc="disabled"),
+    "compute mode": card(4, compute_mode="exclusive-process"),
+    "Python": partial(changed, python__version="3.10.14"),
+    "cuDNN": partial(changed, torch_run__cudnn="9.1.0"),
+    "kernel": partial(changed, platform__kernel="6.8.0-31-generic"),
+    "C library": partial(changed, platform__libc="glibc 2.35"),
+    "container": partial(changed, surroundings__container="docker"),
+    "clock": partial(changed, taken="2026-11-16T12:45:00Z"),
+    "NCCL_SOCKET_IFNAME": partial(variable, "NCCL_SOCKET_IFNAME", "ib0"),
+    "NCCL_IB_DISABLE": partial(variable, "NCCL_IB_DISABLE", "1"),
+    "NCCL_DEBUG": partial(variable, "NCCL_DEBUG", "INFO"),
+    "LD_LIBRARY_PATH": partial(variable, "LD_LIBRARY_PATH", "/usr/local/cuda/lib64"),
+    "CUDA_LAUNCH_BLOCKING": partial(variable, "CUDA_LAUNCH_BLOCKING", "1"),
+    "package nvidia-cudnn-cu13": partial(changed, python__packages={"torch": "2.13.0"}),
+}
+"""What a comparison calls it, and how it comes about. The first two come first: others change cards."""
+
+
+def node(*odd: str) -> Machine:
+    """A machine of the cluster that is odd in these things."""
+    machine = server()
+    for fact, change in ODDITIES.items():
+        machine = change(machine) if fact in odd else machine
+    return machine
+
+
+def document(machine: Machine) -> dict[str, Any]:
+    """Its report, as far as it is read."""
+    return {"schema": 1, "machine": to_dict(machine)}
+
+
