@@ -116,5 +116,3 @@ def node(*odd: str) -> Machine:
 def document(machine: Machine) -> dict[str, Any]:
     """Its report, as far as it is read."""
     return {"schema": 1, "machine": to_dict(machine)}
-
-

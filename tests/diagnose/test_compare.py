@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from tests.diagnose.fleet import ODDITIES, document, node, other_driver, server, variable
 from tests.diagnose.machines import bare, changed, refused
 from tests.each import each
@@ -18,6 +18,9 @@ from transload.diagnose.compare import FACTS, Comparison, compare, folded, repor
 from transload.diagnose.saved import reports_in
 from transload.machine import Machine, Unknown
 from transload.render.lines import as_text
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def fleet(*odd: Machine, alike: int = 4) -> dict[str, Machine]:
@@ -40,7 +43,8 @@ def first_line(comparison: Comparison) -> str:
 def test_alike() -> None:
     found = compared(fleet())
     assert found.ok
-    assert found.differences == found.faults == ()
+    assert not found.differences
+    assert not found.faults
     assert first_line(found) == "All 4 nodes are alike and healthy: 8 × NVIDIA H200"
     assert found.alike["NCCL"] == "2.27.5"
 
@@ -120,7 +124,7 @@ def test_facts_of_cards_are_compared_between_the_same_cards() -> None:
 
 
 def test_a_variable_that_each_machine_has_for_itself_is_only_noted() -> None:
-    machines = [variable("NCCL_TOPO_FILE", f"/tmp/{number}.xml", server()) for number in range(5)]
+    machines = [variable("NCCL_TOPO_FILE", f"/scratch/{number}.xml", server()) for number in range(5)]
     found = compared(fleet(*machines, alike=0))
     assert [(each.fact, each.level) for each in found.differences] == [("NCCL_TOPO_FILE", "note")]
     assert found.ok

@@ -117,7 +117,7 @@ def _refuse_nonsense(arguments: Namespace) -> None:
         ("--from", "examines nothing on this machine", probing),
         ("--compare", "reads reports", (*probing, "--from", "--gather", "--explain", "--no-redact", "--verbose")),
         ("--gather", "compares this very environment", ("--python", "--from", "--explain", "--verbose")),
-        ("--no-torch", "runs no torch", ("--timeout",)),
+        ("--no-torch", "runs no torch", () if "--gather" in given else ("--timeout",)),
         ("--json", "has all facts anyway", ("--verbose",)),
     ):
         if beside := " and ".join(name for name in others if {option, name} <= given):

@@ -148,7 +148,7 @@ def run_gather(arguments: Namespace) -> int:
             complain(error)
             found, code = {0: text}, 2
     except TransloadError as error:
-        if rank == 0:
+        if rank == 0 or isinstance(error, UsageError):
             raise
         complain(error)
         sleep(max(0.0, end + _GRACE - monotonic()))  # until rank 0 is done: see above

@@ -29,6 +29,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),  # srun
 )
 _REPORT = re.compile(r"rank-(\d{1,9})\.json")
+_SHARED = "Name a folder that all nodes share: transload doctor --gather DIR needs neither torch nor an address."
 RESULT = "comparison.txt"
 """What rank 0 leaves in the folder: reports that are older belong to an earlier run."""
 
@@ -56,6 +57,8 @@ class Gathering:
         self.rank, self.size, self.folder, self.seconds = rank, size, folder, seconds
         self.deadline = monotonic() + seconds
         self._before = 0
+        if not folder and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise UsageError("MASTER_ADDR and MASTER_PORT are not set, as torchrun does", fix=_SHARED)
         if folder:
             with _using(folder):
                 os.makedirs(folder, exist_ok=True)
@@ -85,7 +88,7 @@ class Gathering:
             why = facts.get("failed") or (outcome.detail if outcome else "")
             raise TransloadError(
                 f"rank {self.rank} cannot reach the others through torch: {why}",
-                fix="Name a folder that all nodes share: transload doctor --gather DIR needs no torch.",
+                fix=_SHARED,
             )
         return found
 

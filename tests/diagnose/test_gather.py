@@ -1,0 +1,179 @@
+"""Reports of the ranks of one job: under a real torchrun, with ranks that are broken or never come."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.each import each
+
+from transload.cli.main import main
+from transload.diagnose.gather import RESULT, Gathering, rank_of
+from transload.errors import TransloadError, UsageError
+
+SOURCES = Path(__file__).parents[2] / "src"
+needs_shell = pytest.mark.skipif(shutil.which("sh") is None, reason="there is no shell here")
+
+
+def torchrun(folder: Path, ranks: int, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script, whose arguments are the command ``transload doctor``, in each rank."""
+    path = folder / "rank.sh"
+    path.write_text(f"{script.format(doctor=f'{sys.executable} -m transload doctor')}\n", encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
+    return subprocess.run(
+        [sys.executable, *launch, "sh", str(path)],
+        check=False,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+    )
+
+
+@needs_shell
+def test_a_rank_with_a_broken_torch_reports_and_one_that_never_starts_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libtorch_cpu.so: cannot open')", encoding="utf-8")
+    script = f"""
+        [ "$RANK" = 2 ] && export PYTHONPATH="{broken.parent}:$PYTHONPATH"
+        [ "$RANK" = 3 ] && exit 0
+        exec {{doctor}} --gather reports --no-torch --timeout 10 --json
+    """
+    begun = time.monotonic()
+    done = torchrun(tmp_path, 4, script)
+    told = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert time.monotonic() - begun < 60
+    assert (told["nodes"], told["silent"]) == (["rank 0", "rank 1", "rank 2"], ["rank 3"])
+    assert [(fault["code"], fault["nodes"]) for fault in told["faults"]] == [("P03", ["rank 2"])]
+    assert {"torch", "PYTHONPATH"} == {*told["faults"][0]["because"]}
+    assert {path.name for path in (tmp_path / "reports").iterdir()} == {
+        *("rank-0.json", "rank-1.json", "rank-2.json", RESULT)
+    }
+
+
+@needs_shell
+def test_ranks_report_through_the_store_of_torchrun(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, 2, "exec {doctor} --gather --no-torch --json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["ok"], told["nodes"]) == (0, True, ["rank 0", "rank 1"]), done.stderr
+
+
+def test_without_torchrun_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(Gathering(1, 2, "", 60.0).exchange, "one")
+        assert Gathering(0, 2, "", 60.0).exchange("zero") == {0: "zero", 1: "one"}
+        assert sent.result() == {}
+    begun = time.monotonic()
+    assert Gathering(0, 3, "", 2.0).exchange("zero") == {0: "zero"}  # the others never come
+    assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_cannot_import_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UsageError, match="MASTER_ADDR and MASTER_PORT are not set"):
+        Gathering(1, 2, "", 10.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(TransloadError, match="rank 1 cannot reach the others through torch: ImportError: broken"):
+        Gathering(1, 2, "", 10.0).exchange("{}")
+
+
+# -- a folder
+
+
+def test_all_reports_or_those_that_came_by_the_deadline(tmp_path: Path) -> None:
+    folder = str(tmp_path / "new" / "folder")
+    assert Gathering(1, 3, folder, 10.0).exchange("one") == {}
+    (tmp_path / "new" / "folder" / "rank-7.json").write_text("not one of three", encoding="utf-8")
+    assert Gathering(0, 3, folder, 0.3).exchange("zero") == {0: "zero", 1: "one"}
+    Gathering(2, 3, folder, 10.0).exchange("two")
+    begun = time.monotonic()
+    assert Gathering(0, 3, folder, 60.0).exchange("zero") == {0: "zero", 1: "one", 2: "two"}
+    assert time.monotonic() - begun < 30
+
+
+def test_reports_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    Gathering(1, 3, folder, 10.0).exchange("one")
+    Gathering(2, 3, folder, 10.0).exchange("two")
+    first = Gathering(0, 3, folder, 10.0)
+    assert len(first.exchange("zero")) == 3
+    time.sleep(0.05)  # a file system may count in hundredths
+    first.finish("all alike\n")
+    time.sleep(0.05)
+    Gathering(2, 3, folder, 10.0).exchange("two again")
+    assert Gathering(0, 3, folder, 0.2).exchange("zero") == {0: "zero", 2: "two again"}
+    long_ago = time.time() - 1000
+    (tmp_path / RESULT).unlink()
+    os.utime(tmp_path / "rank-1.json", (long_ago, long_ago))
+    assert Gathering(0, 3, folder, 0.2).exchange("zero") == {0: "zero", 2: "two again"}
+
+
+def test_a_rank_that_starts_takes_its_old_report_away(tmp_path: Path) -> None:
+    Gathering(1, 2, str(tmp_path), 10.0).exchange("old")
+    Gathering(1, 2, str(tmp_path), 10.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TransloadError, match="cannot be used to gather reports") as caught:
+        Gathering(0, 2, str(tmp_path / "file" / "folder"), 10.0)
+    assert caught.value.where == str(tmp_path / "file" / "folder")
+
+
+# -- launchers
+
+
+@each(
+    ("environ", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, (3, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8)),
+    ],
+)
+def test_launchers(environ: dict[str, str], rank: tuple[int, int]) -> None:
+    assert rank_of(environ) == rank
+
+
+@each("environ", [{}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0"}])
+def test_no_launcher(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="no launcher"):
+        rank_of(environ)
+
+
+@each(
+    "options",
+    [
+        ("--compare", "a.json", "--no-torch"),
+        ("--compare", "a.json", "--from", "b.json"),
+        ("--gather", "--python", "python3"),
+        ("--gather", "--from", "b.json"),
+        ("--gather", "--verbose"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *options]) == 2
+    assert re.search("cannot go with it", capsys.readouterr().err)
