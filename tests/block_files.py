@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import random
 import warnings
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tests.diagnose.machines import healthy
 
 import transload
+from transload.machine import to_dict
 
 DATA = Path(__file__).parent / "data" / "h200"
 WHOLE = DATA / "state_dict_cuda0.pt"
@@ -87,6 +90,11 @@ def random_state() -> bytes:
     return stream.getvalue()
 
 
+def machine() -> bytes:
+    """A report of the doctor."""
+    return json.dumps({"schema": 1, "machine": to_dict(healthy())}).encode()
+
+
 COMMON: dict[str, Callable[[], bytes]] = {
     "model.pt": WHOLE.read_bytes,
     "model_cuda0.pt": WHOLE.read_bytes,
@@ -105,6 +113,7 @@ COMMON: dict[str, Callable[[], bytes]] = {
 }
 OF_PAGES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
     ("README.md", "Use it"): {"train.py": INFER.encode},
+    ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
     ("retag.md", ""): {"model.pt": (DATA / "mixed_cpu_cuda.pt").read_bytes},
     ("verify.md", "transload verify"): {"model.pt": damaged},

@@ -11,7 +11,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
 SHELLS = ("console", "bash", "sh")
-PROGRAMS = ("$", "cd", "docker", "export", "make", "pip", "python", "torchrun", "transload", "unset")
+PROGRAMS = (
+    *("$", "cd", "docker", "export", "make", "pip", "python", "transload", "unset"),
+    *("torchrun", "srun", "mpirun", "pdsh", "clush"),
+)
 FENCE = re.compile(r"```(\w*)")
 NOTE = re.compile(r"<!-- (.+) -->")
 SIGNATURE = re.compile(r"transload\.(\w+)\((.*\*,.*)\)", re.DOTALL)

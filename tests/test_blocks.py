@@ -69,6 +69,9 @@ def folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, call in (("python", served), ("python3", ""), ("transload", f"{ours} -m transload")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
+    for name in ("srun", "mpirun", "pdsh", "clush"):
+        shutil.copyfile(Path(__file__).with_name("launcher.sh"), programs / name)
+        (programs / name).chmod(0o755)
     environment = tmp_path / "here" / ".venv" / "bin"
     environment.mkdir(parents=True)
     (environment / "python").symlink_to(sys.executable)

@@ -70,6 +70,30 @@ def test_ranks_report_through_the_store_of_torchrun(tmp_path: Path) -> None:
     assert (done.returncode, told["ok"], told["nodes"]) == (0, True, ["rank 0", "rank 1"]), done.stderr
 
 
+@needs_shell
+def test_the_init_container_of_the_recipe(tmp_path: Path) -> None:
+    recipes = (SOURCES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    found = re.search(r'command: \[sh, -c, "(.* /shared/doctor)"\]', recipes)
+    assert found is not None
+    command = found[1].replace("/shared", str(tmp_path)).replace("WORLD_SIZE=4", "WORLD_SIZE=2") + " --no-torch --json"
+    program = tmp_path / "bin" / "transload"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m transload "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    environ = {**os.environ, "PYTHONPATH": str(SOURCES), "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+    pods = [
+        subprocess.Popen(
+            ["sh", "-c", command],  # noqa: S607
+            stdout=subprocess.PIPE,
+            env={**environ, "JOB_COMPLETION_INDEX": str(index)},
+        )
+        for index in (0, 1)
+    ]
+    told = [pod.communicate(timeout=60)[0] for pod in pods]
+    assert json.loads(told[0])["nodes"] == ["rank 0", "rank 1"]
+    assert [pod.returncode for pod in pods] == [0, 0]
+
+
 def test_without_torchrun_rank_0_keeps_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

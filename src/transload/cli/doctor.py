@@ -32,8 +32,8 @@ examples:
   transload doctor --json > machine.json   a report for a bug thread
   transload doctor --from machine.json     judge a report from another machine
   transload doctor --require cuda && python train.py
-  transload doctor --compare node*.json    who is the odd one out of many machines
-  torchrun --nnodes 4 … -m transload doctor --gather
+  transload doctor --compare node*.json    which of many machines is different
+  srun --ntasks-per-node=1 transload doctor --gather reports
   transload doctor --explain U04           explain one cause in full
 
 exit codes:
@@ -46,13 +46,11 @@ exit codes:
     option("--require", choices=("cuda",), help="exit with 1 unless it is usable")
     option("--python", metavar="PATH", help="examine the environment of another interpreter")
     option("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take")
+    option("--timeout", metavar="SECONDS", type=_seconds, help="the longest that torch may take; all of --gather")
     option("--from", dest="saved", metavar="FILE", help="judge a machine saved by --json; - is stdin")
     option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    option("--compare", metavar="FILE", nargs="+", help="compare machines saved by --json; - is stdin, or a folder")
-    option(
-        "--gather", metavar="DIR", nargs="?", const="", help="compare all ranks of torchrun; of srun and mpirun by DIR"
-    )
+    option("--compare", metavar="FILE", nargs="+", help="compare machines saved by --json; - is stdin")
+    option("--gather", metavar="DIR", nargs="?", const="", help="compare the machines of all ranks of this job")
     option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
 
 

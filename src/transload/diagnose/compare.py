@@ -397,13 +397,15 @@ def report(comparison: Comparison) -> Iterator[Block]:
     width = min(22, max((len(each.fact) for each in shown), default=0))
     if shown:
         yield from heading("What differs")
+    why = ""
     for difference in shown:
         mark, colour = _MARKS[difference.level]
         lead = (("  ", ""), (f"{mark} ", colour), (f"{printable(difference.fact):<{width}}  ", ""))
         codes = "".join(f"  [{code}]" for code in difference.explains)
         yield Prose(((_groups(difference), ""), (codes, "dim")), lead=lead)
-        if difference.why and difference.level != "note":
+        if difference.why != why and difference.level != "note":
             yield Prose(((difference.why, "dim"),), lead=" " * (width + 6))
+        why = difference.why
     unreadable = tuple(comparison.unreadable.items())
     if unreadable:
         yield from heading("What cannot be read")
