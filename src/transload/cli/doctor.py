@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from transload.cli.output import complain, show, show_result
-from transload.errors import CannotReadError, UsageError
+from transload.errors import UsageError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transload.render.lines import Block
 
 _PATIENCE = 1.0  # seconds after which a user at a terminal is shown what takes so long
-_LONGEST_REPORT = 1 << 26
 _INTERPRETERS = ("bin/python", "bin/python3", "Scripts/python.exe", "python.exe")
 
 
@@ -156,29 +155,10 @@ def _interpreter(given: str) -> str:
 
 def _saved(path: str) -> Machine:
     """The machine in a report."""
+    from transload.cli.several import text_of
     from transload.diagnose.saved import machine_in
 
     return machine_in(text_of(path), "standard input" if path == "-" else path)
-
-
-def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
-    """The text of a report; ``-`` is standard input. The redirection of PowerShell writes UTF-16."""
-    from pathlib import Path
-
-    where = "standard input" if path == "-" else path
-    try:
-        if path == "-":
-            data = sys.stdin.buffer.read(longest + 1) if sys.stdin is not None else b""
-        else:
-            with Path(path).open("rb") as stream:
-                data = stream.read(longest + 1)
-    except (OSError, ValueError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        raise CannotReadError(getattr(error, "strerror", None) or str(error), where=where, errno=number) from None
-    if len(data) > longest:
-        raise UsageError("it is too long to be a report of transload doctor", where=where)
-    wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from transload.cli.output import complain, show_result
-from transload.errors import TransloadError, UsageError
+from transload.errors import CannotReadError, TransloadError, UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -16,8 +17,29 @@ if TYPE_CHECKING:
     from transload.diagnose.compare import Comparison
     from transload.diagnose.report import Diagnosis
 
-_LONGEST = 1 << 30  # bytes of all reports in one stream
+_LONGEST_REPORT = 1 << 26
+_LONGEST = 1 << 30  # of all reports in one stream
 _GRACE = 5.0
+
+
+def text_of(path: str, longest: int = _LONGEST_REPORT) -> str:
+    """The text of a report; ``-`` is standard input. The redirection of PowerShell writes UTF-16."""
+    from pathlib import Path
+
+    where = "standard input" if path == "-" else path
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(longest + 1) if sys.stdin is not None else b""
+        else:
+            with Path(path).open("rb") as stream:
+                data = stream.read(longest + 1)
+    except (OSError, ValueError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        raise CannotReadError(getattr(error, "strerror", None) or str(error), where=where, errno=number) from None
+    if len(data) > longest:
+        raise UsageError("it is too long to be a report of transload doctor", where=where)
+    wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
 
 
 class _Reports:
@@ -56,7 +78,6 @@ class _Reports:
 
 def run_compare(arguments: Namespace) -> int:
     """Compare the reports in files, folders and standard input."""
-    from transload.cli.doctor import text_of
     from transload.diagnose.compare import compare
 
     reports, silent = _Reports(), []
@@ -106,7 +127,7 @@ def _names(paths: list[str]) -> list[str]:
     >>> _names(["out/gpu1.json", "out/gpu2.json"]), _names(["out/0/stdout.log", "out/1/stdout.log"])
     (['gpu1', 'gpu2'], ['0', '1'])
     """
-    names = [os.path.basename(path).removesuffix(".json") for path in paths]
+    names = ["standard input" if path == "-" else os.path.basename(path).removesuffix(".json") for path in paths]
     if len({*names}) == len(names):
         return names
     parts = [os.path.normpath(path).split(os.sep) for path in paths]
@@ -114,6 +135,14 @@ def _names(paths: list[str]) -> list[str]:
         while len({each[end] for each in parts}) == 1 and min(map(len, parts)) > 1:
             parts = [each[1:] if end == 0 else each[:-1] for each in parts]
     return ["/".join(each).removesuffix(".json") for each in parts]
+
+
+def _waiting(missing: list[int], seconds: float) -> None:
+    """Say why nothing happens."""
+    from transload.diagnose.compare import folded
+
+    who = folded([f"rank {rank}" for rank in missing])
+    print(f"transload: waiting at most {seconds:.0f} s for the reports of {who}", file=sys.stderr, flush=True)
 
 
 def run_gather(arguments: Namespace) -> int:
@@ -132,7 +161,7 @@ def run_gather(arguments: Namespace) -> int:
     seconds = arguments.timeout or PATIENCE
     end, code = monotonic() + seconds, 0
     try:
-        gathering = Gathering(rank, size, arguments.gather, end - monotonic())
+        gathering = Gathering(rank, size, arguments.gather, end - monotonic(), _waiting)
         diagnosis = doctor(torch=not arguments.no_torch, timeout=seconds / 2)
         python, node = diagnosis.machine.python.executable, f"rank {rank}"
         if arguments.no_redact:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from transload.diagnose.report import Diagnosis
+    from transload.findings import Finding
     from transload.machine import Machine
 
 Level = Literal["breaks", "matters", "note"]
@@ -315,7 +316,7 @@ def compare(
     for place, (fact, difference) in enumerate(found):
         before = [each for each in differences[:place] if each.fact in fact.after and not each.follows]
         said = {names for each in before for names in _parts(each)}
-        own = tuple(group for group in difference.groups if group[1] not in said)
+        own = tuple(group for group in difference.groups if group[0] == difference.usual or group[1] not in said)
         if len(own) > 1:  # something remains that does not come with the others
             differences[place] = replace(difference, groups=own)
         else:
@@ -323,25 +324,27 @@ def compare(
             follows = next(each.fact for each in before if not same.isdisjoint(_parts(each)))
             differences[place] = replace(difference, follows=follows)
 
-    faults: dict[str, Fault] = {}
+    findings: dict[str, dict[str, Finding]] = {}
     for name, diagnosis in diagnoses.items():
-        for each in diagnosis.findings:
-            if each.severity != "note":
-                fault = faults.setdefault(each.code, Fault(each.code, each.severity, each.title, each.fix, ()))
-                faults[each.code] = replace(fault, nodes=(*fault.nodes, name))
-    for code, fault in faults.items():
-        layer = BY_CODE[code].layer if code in BY_CODE else ""
+        for finding in diagnosis.findings:
+            if finding.severity != "note":
+                findings.setdefault(finding.code, {})[name] = finding
+    faults = []
+    for code, by_name in findings.items():
+        layer, because = BY_CODE[code].layer, []
         for place, (fact, _) in enumerate(found):
             difference = differences[place]
-            shares = {len({*names}.intersection(fault.nodes)) / len(names) for _, names in difference.groups}
+            shares = {len(by_name.keys() & names) / len(names) for _, names in difference.groups}
             if layer in fact.layers.split() and not difference.follows and shares == {0.0, 1.0}:
                 differences[place] = replace(difference, explains=(*difference.explains, code))
-                faults[code] = replace(faults[code], because=(*faults[code].because, difference.fact))
+                because.append(difference.fact)
+        first = next(iter(by_name.values()))
+        faults.append(Fault(code, first.severity, first.title, first.fix, tuple(by_name), tuple(because)))
     order = ("breaks", "matters", "note")
     return Comparison(
         tuple(diagnoses),
         tuple(sorted(differences, key=lambda each: (not each.explains, order.index(each.level)))),
-        tuple(sorted(faults.values(), key=lambda each: (each.severity != "error", -len(each.nodes)))),
+        tuple(sorted(faults, key=lambda each: (each.severity != "error", -len(each.nodes)))),
         alike,
         tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
         tuple(silent),

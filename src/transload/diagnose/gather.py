@@ -22,6 +22,7 @@ from transload.errors import TransloadError, UsageError
 PATIENCE = 120.0
 """Seconds for everything, unless the user says otherwise: twice what torch may take."""
 _AGAIN = 0.1
+_SILENCE = 10.0  # seconds after which rank 0 says whom it waits for
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun of Open MPI
@@ -50,11 +51,18 @@ def rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
     )
 
 
-class Gathering:
-    """One rank of a job that gathers, from its start, with ``seconds`` for everything."""
+Waiting = Callable[[list[int], float], None]
 
-    def __init__(self, rank: int, size: int, folder: str, seconds: float) -> None:
+
+class Gathering:
+    """One rank of a job that gathers, from its start, with ``seconds`` for everything.
+
+    Rank 0 calls ``waiting`` once, after a while, with the ranks that have not reported and the seconds that are left.
+    """
+
+    def __init__(self, rank: int, size: int, folder: str, seconds: float, waiting: Waiting | None = None) -> None:
         self.rank, self.size, self.folder, self.seconds = rank, size, folder, seconds
+        self.waiting = waiting
         self.deadline = monotonic() + seconds
         self._before = 0
         if not folder and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -114,7 +122,7 @@ class Gathering:
         found: dict[int, str] = {}
         with _using(folder):
             own = os.stat(os.path.join(folder, f"rank-{self.rank}.json")).st_mtime_ns
-        before = max(self._before, own - int(2e9 * self.seconds))
+        before, begun = max(self._before, own - int(2e9 * self.seconds)), monotonic()
         while True:
             last = over() or monotonic() >= self.deadline  # first: what comes between the two is seen below
             with _using(folder), os.scandir(folder) as entries:
@@ -126,6 +134,9 @@ class Gathering:
                             found[rank] = stream.read()
             if last or len(found) == self.size:
                 return found
+            if self.waiting and monotonic() > begun + _SILENCE:
+                self.waiting([rank for rank in range(self.size) if rank not in found], self.deadline - monotonic())
+                self.waiting = None
             sleep(_AGAIN)
 
 
