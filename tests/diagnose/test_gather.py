@@ -134,6 +134,14 @@ def test_all_reports_or_those_that_came_by_the_deadline(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 30
 
 
+def test_whom_rank_0_waits_for_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[list[int]] = []
+    monkeypatch.setattr("transload.diagnose.gather._SILENCE", 0.0)
+    Gathering(1, 4, str(tmp_path), 10.0).exchange("one")
+    Gathering(0, 4, str(tmp_path), 0.3, lambda missing, _: said.append(missing)).exchange("zero")
+    assert said == [[2, 3]]
+
+
 def test_reports_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     folder = str(tmp_path)
     Gathering(1, 3, folder, 10.0).exchange("one")

@@ -66,7 +66,7 @@ class Gathering:
         self.deadline = monotonic() + seconds
         self._before = 0
         if not folder and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise UsageError("MASTER_ADDR and MASTER_PORT are not set, as torchrun does", fix=_SHARED)
+            raise UsageError("MASTER_ADDR and MASTER_PORT are not set; torchrun sets them", fix=_SHARED)
         if folder:
             with _using(folder):
                 os.makedirs(folder, exist_ok=True)
