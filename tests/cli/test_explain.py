@@ -38,7 +38,7 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes, *, terminal: bool = False
 def test_a_file_is_explained(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(log), "--no-checks"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("✗ The end of the file is missing")
+    assert shown.out.startswith("✗ The file is cut off, or it is not an archive")
     assert "archive-cut-off" in shown.out
     assert "line 1: RuntimeError: PytorchStreamReader" in shown.out
     assert not shown.err
@@ -60,7 +60,10 @@ def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["explain"]) == 1
     assert " ".join(capsys.readouterr().out.split()) == (
         "? not known line 1 ZeroDivisionError: division by zero "
-        "→ If it is about a file: transload check FILE. If it is about the GPU: transload doctor."
+        "→ If it is about a file: transload check FILE. If it is about the GPU: transload doctor. "
+        "→ To report it, include all of the text, from its first line on; transload doctor --json, which has the versions "
+        "and no names; and, if it is about a file, transload inspect FILE --json. If the text is private, transload "
+        'explain --json has it without paths and numbers, as "normalised".'
     )
 
 

@@ -47,5 +47,30 @@ def test_what_is_like_nothing_has_nothing_near() -> None:
 
 def test_what_is_not_known_ends_with_what_to_do_next() -> None:
     shown = str(transload.explain("ZeroDivisionError: division by zero", checks=False)).splitlines()
-    assert "transload check FILE" in shown[-1]
-    assert "transload doctor" in shown[-1]
+    assert "transload check FILE" in shown[2]
+    assert "transload doctor" in shown[2]
+
+
+def test_what_is_not_known_says_what_a_report_needs() -> None:
+    explanation = transload.explain("ValueError: rank 3 at 10.0.0.7:2950 wants /home/me/run 2/x.bin", checks=False)
+    shown = " ".join(str(explanation).split())
+    assert "To report it, include all of the text" in shown
+    assert "transload doctor --json" in shown
+    (unknown,) = explanation.to_dict()["unknown"]
+    assert unknown["normalised"] == "ValueError: rank … at …:… wants … …"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("E: 3 of 4", "E: 17 of 2,048"),
+        ("E: C:\\Users\\me\\a.pt is bad", "E: /home/you/b_1.pt is bad"),
+        ("E: <Thing at 0x7f00> has 1.5 GB", "E: <Thing at 0x12ab> has 20 GB"),
+        ("E: see https://host/a?b=1 or ask", "E: see http://10.1.1.1:80/ or ask"),
+        ("E: node 9f8a6c1d-aaaa-bbbb-cccc-0123456789ab gone", "E: node 00000000-1111-2222-3333-444444444444 gone"),
+    ],
+)
+def test_two_reports_of_one_error_are_alike(one: str, other: str) -> None:
+    first, second = (transload.explain(text, checks=False).unknown[0].normalised for text in (one, other))
+    assert first == second
+    assert "…" in first

@@ -148,6 +148,27 @@ SECTIONS = {
     "app-no-gpu/skip-test": (
         "RuntimeError: Torch is not able to use GPU; add --skip-torch-cuda-test to COMMANDLINE_ARGS variable"
     ),
+    "backend-not-built/nccl": "RuntimeError: Distributed package doesn't have NCCL built in",
+    "forked-cuda/notebook": (
+        "ValueError: To launch a multi-GPU training from your notebook, you need to avoid running any instruction using "
+        "`torch.cuda` in any cell. Please restart your notebook"
+    ),
+    "toolkit-of-another-version/deepspeed": (
+        "CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 11.5 does not match the version torch was "
+        "compiled with 12.4, unable to compile cuda/cpp extensions without a matching cuda version."
+    ),
+    **{
+        f"nccl-error/{name}": f"DistBackendError: NCCL error in: /x.cpp:1691, {words}, NCCL version 2.19.3"
+        for name, words in {
+            "system": "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "cuda": "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+            "internal": "internal error - please report this issue to the NCCL developers",
+        }.items()
+    },
+    "port-in-use/certain": (
+        "DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, "
+        "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    ),
     "library-missing/driver": "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory",
     **{
         f"container-start/{name}": f"nvidia-container-cli: initialization error: {why}: unknown"

@@ -194,4 +194,21 @@ def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -
             below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
             errors[" ".join(" ".join(each.text for each in (line, *below)).split())] = line.number
     for said, number in sorted(errors.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
-        yield Unexplained(said[:_LONGEST], number, nearest(said))
+        yield Unexplained(said[:_LONGEST], number, nearest(said), normalised(said[:_LONGEST]))
+
+
+_OWN = (
+    r"\w+://\S+",  # addresses
+    r"(?:[A-Za-z]:)?(?:[\w.@~+-]*[/\\])+[\w.@~+-]*\w",  # paths
+    r"\b(?:\d{1,3}\.){3}\d{1,3}\b|\b0x[0-9a-fA-F]+\b|\b[0-9a-f]{8,}(?:-[0-9a-f]{4,})*\b",  # hosts, pointers, ids
+    r"\d+(?:[.,]\d+)*",
+)
+
+
+def normalised(said: str) -> str:
+    """A text without what differs from run to run.
+
+    >>> normalised("OSError: /home/me/a.pt: 17 of 20 bytes at 0x7f12")
+    'OSError: …: … of … bytes at …'
+    """
+    return re.sub("|".join(_OWN), "…", said)

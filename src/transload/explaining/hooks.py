@@ -7,6 +7,7 @@ uses, and returns the names of the ``###`` sections that apply, in the order in 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 Values = dict[str, str]
@@ -125,9 +126,10 @@ def state_dict_keys(values: Values) -> Sections:
 
 
 def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool]:
-    """A prefix that all names of one list have before those of the other; and whether the file is the one that has it.
+    """A prefix that most names of one list have before those of the other; and whether the file is the one that has it.
 
-    torch never reports a missing ``num_batches_tracked`` (of BatchNorm), so those are in one of the lists only.
+    torch never reports a missing ``num_batches_tracked`` (of BatchNorm), so those are in one of the lists only. A few
+    names that have no counterpart (a new last layer, the weights of a loss) do not matter.
 
     >>> prefix_between(["weight"], ["module.weight"])
     ('module.', True)
@@ -136,8 +138,9 @@ def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool
     unexpected = [name for name in unexpected if not name.endswith(_NEVER_MISSING)]
     for longer, shorter, in_file in ((unexpected, missing, True), (missing, unexpected, False)):
         known = set(shorter)
-        for name in shorter if longer else ():
-            prefix = longer[0].removesuffix(name) if longer[0].endswith(name) else ""
-            if prefix and all(each.startswith(prefix) and each.removeprefix(prefix) in known for each in longer[:50]):
+        ends = ((name, dot.end()) for name in longer for dot in re.finditer(r"\.", name))
+        prefixes = Counter(name[:end] for name, end in ends if name[end:] in known)
+        for prefix, count in prefixes.most_common(1):
+            if count > len(longer) / 2:
                 return prefix, in_file
     return "", False

@@ -38,7 +38,7 @@ from transload.explaining.result import Near
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
-    *("driver", "results", "libraries", "machine", "around"),
+    *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
 )
 """The files of ``pages``, in the order in which they are matched and documented."""
 
@@ -49,6 +49,9 @@ _BLANKS = {
     "o": r"<[^<>]{1,300}>|torch\.Size\(\[[^\]]{0,200}\]\)|\([\d, ]{1,60}\)|[^\s,;]{1,300}",
     "rest": r".{1,400}",
 }
+
+
+_BLANK = re.compile(r"(?<!\{)\{[a-z]+(?::[a-z]+)?\}(?!\}(?!\}))")
 
 
 class Wording:
@@ -63,10 +66,15 @@ class Wording:
     """
 
     def __init__(self, text: str) -> None:
-        self.parts = list(Formatter().parse(text))
-        literals = [literal for literal, *_ in self.parts]
+        self.text = text
+        literals = [literal.replace("{{", "{").replace("}}", "}") for literal in _BLANK.split(text)]
         self.anchor = max((*literals[:-1], literals[-1].removesuffix(".")), key=len)
         self.weight = sum(map(len, literals))
+
+    @cached_property
+    def parts(self) -> list[tuple[str, str | None, str | None, str | None]]:
+        """Fixed parts, each with the name and the kind of the blank that follows it."""
+        return list(Formatter().parse(self.text))
 
     @property
     def shown(self) -> str:

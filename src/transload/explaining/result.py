@@ -80,11 +80,16 @@ class Near(Plain):
 
 @facts(frozen=True)
 class Unexplained(Plain):
-    """An error of the text that is not known, and the known ones that are most like it."""
+    """An error of the text that is not known, and the known ones that are most like it.
+
+    ``normalised`` is ``said`` with ``…`` for paths, addresses and numbers: two reports of one error have the same, and
+    it names nothing of the machine it comes from.
+    """
 
     said: str
     line: int
     nearest: tuple[Near, ...] = ()
+    normalised: str = ""
 
 
 @facts(frozen=True)
@@ -133,7 +138,12 @@ _NEAR = 160
 _MARGIN = "    "
 _DEEPER = "          "
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
-_NEXT = "If it is about a file: transload check FILE. If it is about the GPU: transload doctor."
+_NEXT = (
+    "If it is about a file: transload check FILE. If it is about the GPU: transload doctor.",
+    "To report it, include all of the text, from its first line on; transload doctor --json, which has the versions and "
+    "no names; and, if it is about a file, transload inspect FILE --json. If the text is private, transload explain --json "
+    "has it without paths and numbers, as \"normalised\".",
+)
 
 
 def report(explanation: Explanation) -> Iterator[Block]:
@@ -154,7 +164,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
             why = f" ({near.why})" if near.why else ""
             yield Prose(((f"{printable(near.says, _NEAR)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
     if explanation.unknown:
-        yield from _steps((_NEXT,))
+        yield from _steps(_NEXT)
     if explanation.shortened:
         yield BLANK
         yield note("the text is long: only its end was read")

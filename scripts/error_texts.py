@@ -1,0 +1,248 @@
+"""Print the error texts in the packages that people use with torch, one JSON object per line.
+
+Usage: python scripts/error_texts.py [PATH...] > texts.jsonl
+
+A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; without any, it is the one of this
+Python. ``bench/explain.py`` gives the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
+and ``assert``, C++ for TORCH_CHECK and its relatives, Rust for the texts of errors, and compiled libraries are searched
+for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, saving, devices and processes count.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import struct
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PROJECTS: dict[str, str] = {
+    "torch": r"""
+        (?:serialization|_weights_only_unpickler|storage|_utils|_utils_internal|hub|random|_tensor)\.py
+        |(?:cuda|distributed|accelerator|mps|xpu|mtia|multiprocessing|package|amp|nn/parallel|backends)/.*\.py
+        |(?:jit/_serialization|jit/_script|nn/modules/module|optim/optimizer|utils/cpp_extension)\.py
+        |(?:utils/data|utils/serialization|utils/checkpoint|export/pt2_archive)\b.*\.py|export/__init__\.py
+        |lib/lib(?:c10|c10_cuda|torch_cpu|torch_cuda|torch_python)\.so""",
+    "safetensors": r".*\.(?:py|rs)",
+    "transformers": r"""
+        (?:modeling_utils|core_model_loading|conversion_mapping|trainer|trainer_utils|trainer_pt_utils|training_args)\.py
+        |(?:integrations|quantizers|distributed)/.*\.py|modeling_gguf.*\.py
+        |utils/(?:hub|import_utils|loading_report|quantization_config|generic|peft_utils)\.py""",
+    "accelerate": r".*\.py",
+    "lightning": r"(?:fabric|pytorch)/.*\.py",
+    "deepspeed": r"(?:runtime|checkpoint|comm|launcher|accelerator|utils|op_builder|ops/op_builder|inference)\b.*\.py",
+    "triton": r"(?:runtime|backends|compiler)/.*\.(?:py|c)|knobs\.py",
+    "flash_attn": r"[^/]*\.py|ops/.*\.py|modules/.*\.py|utils/.*\.py|.*\.cpp",
+    "bitsandbytes": r".*\.py",
+    "vllm": r"""
+        (?:config|platforms|distributed|device_allocator|v1/worker|v1/executor|v1/engine|engine|utils|lora)\b.*\.py
+        |(?:model_executor/model_loader|transformers_utils)/.*\.py|[^/]*\.py|csrc/.*\.(?:cpp|cu)""",
+    "nvidia/nccl": r"lib/libnccl\.so\.2",
+}
+"""By the name under which a project is imported: its files that count, below its folder."""
+SKIPPED = re.compile(r"(?:^|/)(?:tests?|testing|_internal/test|benchmarks?|examples?)/|(?:^|/)(?:test_|conftest)")
+
+
+class Text(NamedTuple):
+    """A wording, with ``{}`` for its blanks: who says it, where, and as which exception."""
+
+    project: str
+    where: str
+    line: int
+    error: str
+    text: str
+
+
+def main() -> int:
+    """Print all texts."""
+    for path in sys.argv[1:] or [sysconfig.get_paths()["platlib"]]:
+        for each in texts(Path(path)):
+            print(json.dumps(each._asdict(), ensure_ascii=False))
+    return 0
+
+
+def texts(path: Path) -> Iterator[Text]:
+    """The error texts of a package, or of all packages in a folder; each once."""
+    seen: set[tuple[str, str]] = set()
+    for name, content in files(path):
+        place = project_of(name)
+        if place is None:
+            continue
+        project, inside = place
+        for line, error, text in READERS[Path(name).suffix](content()):
+            words = " ".join(text.split())
+            if speaks(words) and (project, words) not in seen:
+                seen.add((project, words))
+                yield Text(project, inside, line, error, words)
+
+
+def files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The files of an archive or a folder: their paths inside, and their contents."""
+    if path.is_dir():
+        for each in sorted(path.rglob("*")):
+            if each.is_file():
+                yield each.relative_to(path).as_posix(), each.read_bytes
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                yield name, lambda name=name: archive.read(name)  # type: ignore[misc]
+    else:
+        with tarfile.open(path) as packed:
+            for member in packed:
+                if member.isfile():
+                    taken = packed.extractfile(member)
+                    yield re.sub(r"^([^/]+?)-[\d.][^/]*", r"\1", member.name), taken.read if taken else bytes
+
+
+def project_of(name: str) -> tuple[str, str] | None:
+    """The project of a file, and its path from the project's folder on, if it counts."""
+    if SKIPPED.search(name):
+        return None
+    for project, pattern in PROJECTS.items():
+        for start in re.finditer(rf"(?:^|/)(?={project}/)", name):
+            inside = name[start.end() + len(project) + 1 :]
+            if Path(name).suffix in READERS and re.fullmatch(pattern, inside, re.VERBOSE):
+                return project, f"{project}/{inside}"
+    return None
+
+
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+_FEWEST = 3
+
+
+def speaks(text: str) -> bool:
+    """Whether a text says something: some words besides its blanks, and not a whole page."""
+    return _FEWEST <= len(_WORDS.findall(text.replace("{}", ""))) and len(text) < 2_000  # noqa: PLR2004
+
+
+Found = Iterator[tuple[int, str, str]]
+
+# -- Python
+
+
+def python_texts(data: bytes) -> Found:
+    """The messages of ``raise`` and ``assert``."""
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError):
+        return
+    named = {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            error = ast.unparse(node.exc.func).rpartition(".")[2]
+            for argument in node.exc.args[:1] or [keyword.value for keyword in node.exc.keywords[:1]]:
+                yield node.lineno, error, message(argument, named)
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            yield node.lineno, "AssertionError", message(node.msg, named)
+
+
+def message(node: ast.expr, named: dict[str, ast.expr], depth: int = 0) -> str:
+    """An expression as a text with blanks."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(message(value, named, depth) for value in values)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return message(left, named, depth) + message(right, named, depth)
+        case ast.BinOp(op=ast.Mod(), left=left):
+            return re.sub(r"%[-\d.]*[sdrxf]", "{}", message(left, named, depth))
+        case ast.Call(func=ast.Attribute(attr="format", value=value)):
+            return re.sub(r"\{[^{}]*\}", "{}", message(value, named, depth))
+        case ast.Name(id=name) if name in named and depth < 2:  # noqa: PLR2004
+            return message(named[name], named, depth + 1)
+        case _:
+            return "{}"
+
+
+# -- C++ and Rust
+
+_CHECK = re.compile(
+    r"\b(TORCH_CHECK\w*|TORCH_INTERNAL_ASSERT|C10_THROW_ERROR|STD_TORCH_CHECK|CHECK|AT_ERROR|WARN|PyErr_SetString"
+    r"|PyErr_Format|C10D_\w*THROW\w*|throw std::\w+)\s*\("
+)
+_LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+
+
+def c_texts(data: bytes) -> Found:
+    """The string literals in each call that reports an error, with a blank for what stands between them."""
+    source = data.decode("utf-8", "replace")
+    for call in _CHECK.finditer(source):
+        body, depth, at = [], 1, call.end()
+        while depth and at < min(len(source), call.end() + 4_000):
+            literal = _LITERAL.match(source, at)
+            if literal:
+                between = source[at - 1]
+                body.append(literal[1])
+                at = literal.end()
+                rest = re.match(r"\s*(?:,\s*|<<\s*|\+\s*)[^\s\"]", source[at:])
+                body.append("{}" if rest and between else "")
+                continue
+            depth += {"(": 1, ")": -1}.get(source[at], 0)
+            at += 1
+        text = "".join(body).replace('\\"', '"').replace("\\n", " ")
+        yield source.count("\n", 0, call.start()) + 1, "RuntimeError", re.sub(r"%[-\d.]*l*[sdupxf]", "{}", text)
+
+
+def rust_texts(data: bytes) -> Found:
+    """The formats of errors."""
+    source = data.decode("utf-8", "replace").partition("#[cfg(test)]")[0]
+    for call in re.finditer(r'(?:new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"((?:[^"\\]|\\.)*)"', source):
+        text = re.sub(r"\{[^{}]*\}", "{}", call[1]).replace('\\"', '"')
+        yield source.count("\n", 0, call.start()) + 1, "SafetensorError", re.sub(r"\\\n\s*", "", text)
+
+
+# -- compiled libraries
+
+_SENTENCE = re.compile(rb"[ -~\t\n]{20,800}(?=\0)")
+_ABOUT = re.compile(
+    r"\b(?:cuda|nccl|gloo|ucc|mps|xpu|hip|gpus?|devices?|storages?|checkpoints?|archive|zip|seriali[sz]\w*|pickle|ranks?"
+    r"|process ?group|store|rendezvous|socket|pinned|pin_memory|streams?|events?|allocator|out of memory|driver|accelerator"
+    r"|shared memory|mmap|file|collectives?|timed? ?out|peer|nvlink|communicator|network|interface|backend)\b",
+    re.IGNORECASE,
+)
+_PROSE = re.compile(r"\b(?:the|is|are|was|not|cannot|can't|failed|to|of|for|must|only|no|should|but|could)\b")
+_NOT_PROSE = re.compile(r"::|^\S+$|\(\$|[{};]\s*$|^\s*(?:def |return |//|#)|->|\.cpp|%\{|\$\{|Tensor\(|\w\(Tensor")
+
+
+def library_texts(data: bytes) -> Found:
+    """Sentences in a compiled library that are about our subjects. Not all of them are errors."""
+    for found in _SENTENCE.finditer(read_only_data(data)):
+        text = re.sub(r"%[-\d.]*l*[sdupxf]", "{}", found[0].decode("ascii"))
+        text = text.split("\0")[-1]
+        if _ABOUT.search(text) and _PROSE.search(text) and not _NOT_PROSE.search(text) and text.count("\n") < 5:  # noqa: PLR2004
+            yield 0, "RuntimeError", text
+
+
+def read_only_data(data: bytes) -> bytes:
+    """The section ``.rodata`` of a 64-bit ELF file: the rest is code, mostly for the GPU."""
+    table, size, count, names = (*struct.unpack_from("<Q", data, 0x28), *struct.unpack_from("<HHH", data, 0x3A))
+    sections = [struct.unpack_from("<IIQQQQ", data, table + index * size) for index in range(count)]
+    strings = sections[names][4]
+    for name, *_, offset, length in sections:
+        if data[strings + name : strings + name + 8] == b".rodata\0":
+            return data[offset : offset + length]
+    return b""
+
+
+READERS: dict[str, Callable[[bytes], Found]] = {
+    ".py": python_texts,
+    ".rs": rust_texts,
+    **dict.fromkeys((".c", ".cpp", ".cu", ".h"), c_texts),
+    **dict.fromkeys((".so", ".2"), library_texts),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
