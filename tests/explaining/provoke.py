@@ -7,6 +7,7 @@ import ctypes
 import gzip
 import io
 import json
+import pathlib
 import pickle
 import struct
 import sys
@@ -686,3 +687,140 @@ def text_that_is_almost_a_pickle(folder: Path) -> object:
 @provokes("torch-lacks-it")
 def argument_of_a_newer_torch(folder: Path) -> object:
     return load(folder, saved({}), weights_only=False, skip_data=True)
+
+
+@provokes("map-location-kind")
+def number_for_a_device(folder: Path) -> object:
+    return load(folder, saved({"w": torch.zeros(2)}), map_location=0)
+
+
+@provokes("map-location-kind")
+def devices_in_a_dictionary(folder: Path) -> object:
+    return load(folder, saved({"w": torch.zeros(2)}), map_location={"cpu": torch.device("cpu")})
+
+
+class _OfWindows:
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return pathlib.WindowsPath, ("model",)
+
+
+@provokes("path-of-another-system")
+def path_of_windows(folder: Path) -> object:
+    return load(folder, saved({"folder": _OfWindows()}), weights_only=False)
+
+
+@provokes("archive-cut-off")
+def page_as_a_program(folder: Path) -> object:
+    path = folder / "model.pt"
+    path.write_bytes(b"<!DOCTYPE html><html>Not found</html>")
+    return torch.jit.load(str(path))
+
+
+@provokes("archive-none")
+def nothing_as_a_program(folder: Path) -> object:
+    path = folder / "model.pt"
+    path.write_bytes(b"")
+    return torch.jit.load(str(path))
+
+
+@provokes("load-key")
+def gguf(folder: Path) -> object:
+    return load(folder, b"GGUF" + struct.pack("<IQQ", 3, 2, 5) + bytes(64), weights_only=False)
+
+
+@provokes("mps-not-available")
+def device_of_a_mac(_: Path) -> object:
+    return torch.zeros(1, device="mps")
+
+
+@provokes("backend-not-built")
+def build_without_nccl(_: Path) -> object:
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with mock.patch("torch.distributed.distributed_c10d.is_nccl_available", return_value=False):
+        return dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+
+
+@provokes("rendezvous-variable")
+def started_with_plain_python(_: Path) -> object:
+    import torch.distributed as dist
+
+    with mock.patch.dict("os.environ", clear=True):
+        return dist.init_process_group("gloo")
+
+
+@provokes("group-not-initialized")
+def no_process_group(_: Path) -> object:
+    import torch.distributed as dist
+
+    return dist.all_reduce(torch.zeros(1))
+
+
+@provokes("ddp-device-ids")
+def gpu_for_a_model_on_the_cpu(_: Path) -> object:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0])
+    finally:
+        dist.destroy_process_group()
+
+
+@provokes("group-twice", since=(2, 2))
+def two_process_groups(_: Path) -> object:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    finally:
+        dist.destroy_process_group()
+
+
+@provokes("port-in-use", since=(2, 4))
+def port_of_another(_: Path) -> object:
+    import socket
+
+    import torch.distributed as dist
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return dist.TCPStore("127.0.0.1", server.getsockname()[1], 1, is_master=True)
+
+
+@provokes("cpu-memory-full")
+def more_than_there_is(_: Path) -> object:
+    return torch.empty(1 << 59, dtype=torch.uint8)
+
+
+@provokes("safetensors-only-tensors")
+def number_in_safetensors(folder: Path) -> object:
+    from safetensors.torch import save_file
+
+    return save_file({"epoch": 3}, folder / "model.safetensors")  # type: ignore[dict-item]
+
+
+@provokes("meta-no-op")
+def weights_into_nothing(_: Path) -> object:
+    return torch.nn.Linear(2, 2, device="meta").load_state_dict(torch.nn.Linear(2, 2).state_dict())
+
+
+@provokes("scaler-state-empty", since=(2, 3))
+def state_of_a_disabled_scaler(_: Path) -> object:
+    return torch.amp.GradScaler("cpu").load_state_dict({})
+
+
+@provokes("hub-hash")
+def another_file_than_published(folder: Path) -> object:
+    (folder / "published").write_bytes(b"?")
+    source, target = (folder / "published").as_uri(), str(folder / "model.pt")
+    return torch.hub.download_url_to_file(source, target, hash_prefix="00", progress=False)
+
+
+@provokes("unknown-architecture")
+def card_of_the_future(_: Path) -> object:
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+    with mock.patch.dict("os.environ", {"TORCH_CUDA_ARCH_LIST": "99.9"}):
+        return _get_cuda_arch_flags()
