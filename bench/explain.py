@@ -1,10 +1,14 @@
 """How often ``explain`` is right: known texts in all wordings, and errors that are none of its business.
 
-Usage: python bench/explain.py
+Usage: python bench/explain.py [PACKAGE...]
 
 Every wording is given bare, at the end of a traceback, with the prefix of a rank before each line, with colours and a
 time stamp, and between the lines of a long log; those of the installed torch are provoked. Whole logs of frameworks
 follow, then unrelated errors, of which none may be claimed. And the time that it takes.
+
+Last, how many of the texts in the sources of torch and of packages around it are known, by project: of those that are
+installed, or of wheels, source distributions and outputs of ``scripts/error_texts.py`` that are named. No goal: most
+say what is wrong with a call, and need no explanation.
 """
 
 from __future__ import annotations
@@ -15,20 +19,27 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
 sys.path[0] = ROOT  # for the tests' texts; and the standard library's `inspect` is not our neighbour
 
+import importlib.util
+import json
 import logging
 import re
 import subprocess
+import sysconfig
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.explaining.provoke import PROVOCATIONS, RELEASE
+from tests.explaining.provoke import PROVOCATIONS
 from tests.explaining.unrelated import PASTED, PROVOKED, provoked
 from tests.explaining.wordings import WORDINGS, sections
+from tests.release import RELEASE
 
 import transload
+from transload.explaining.logs import lines_of, split
+from transload.explaining.matching import known_errors, search
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/run.py", line 3, in <module>\n    main()\n'
 REPEATS = 5
@@ -41,6 +52,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     goals = [wordings(), from_torch(), logs(), unrelated()]
     run_time()
+    from_sources([Path(path) for path in sys.argv[1:] or [sysconfig.get_paths()["platlib"]]])
     return 0 if all(goals) else 1
 
 
@@ -123,6 +135,61 @@ def unrelated() -> bool:
     count = sum(map(bool, claimed.values()))
     print(f"{'unrelated errors':<36} {count:4} of {len(texts):4} claimed (goal none)")
     return not count
+
+
+# -- the texts in the sources
+
+AREAS = {
+    "torch, compiled": r"torch/lib/",
+    "torch, loading and saving": (
+        r"torch/(?:serialization|_weights_only|storage|_utils|hub|jit/|package/|export/|utils/serial|_tensor)"
+    ),
+    "torch, modules and optimizers": r"torch/(?:nn/modules|optim|utils/checkpoint)",
+    "torch, sharding and RPC": r"torch/distributed/(?:fsdp|tensor|rpc|pipelining|algorithms|optim|nn|_\w+)\b",
+    "torch, processes": r"torch/(?:distributed|multiprocessing|utils/data|nn/parallel)",
+    "torch, devices and extensions": r"torch/",
+}
+SAMPLES = ("0", "cuda", "model.pt")
+"""What is put into the blanks of a text."""
+
+
+def from_sources(paths: list[Path]) -> None:
+    """How many of the texts in some packages are known."""
+    counts: Counter[str] = Counter()
+    known: Counter[str] = Counter()
+    fragments = [wording.text for error in known_errors() for wording in error.says]
+    for text in {(each["project"], each["text"]): each for path in paths for each in texts(path)}.values():
+        where = text["where"]
+        area = next((name for name, pattern in AREAS.items() if re.match(pattern, where)), text["project"])
+        # A compiled library has the parts of a text, without what is put between them.
+        part = ".so" in where and any(text["text"].rstrip() in fragment for fragment in fragments)
+        counts[area] += 1
+        known[area] += part or any(is_known(text, sample) for sample in SAMPLES)
+    print(f"{'texts in the sources of':<36} {'all':>6} {'known':>6}")
+    for area in sorted(counts, key=lambda area: (not area.startswith("torch"), area)):
+        print(f"{area:<36} {counts[area]:6} {known[area]:6} {known[area] / counts[area]:7.1%}")
+    print(f"{'together':<36} {counts.total():6} {known.total():6} {known.total() / max(1, counts.total()):7.1%}")
+
+
+def texts(path: Path) -> Iterator[dict[str, str]]:
+    """The texts of a package, or those that were extracted before."""
+    if path.suffix == ".jsonl":
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return
+    spec = importlib.util.spec_from_file_location("error_texts", Path(ROOT) / "scripts" / "error_texts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    yield from (each._asdict() for each in script.texts(path))
+
+
+def is_known(text: dict[str, str], sample: str) -> bool:
+    """Whether a text is known where it is raised, with something in its blanks."""
+    frame = f'  File "/env/lib/python3.11/site-packages/{text["where"]}", line {text["line"]}, in load\n    raise\n'
+    error = text["error"] if re.fullmatch(r"\w+(?:Error|Exception)", text["error"]) else "RuntimeError"
+    log = f"{TRACEBACK}{frame}{error}: {text['text'].replace('{}', sample)}\n"
+    return bool(search(*split(lines_of(log))).found)
 
 
 # -- time

@@ -5,7 +5,7 @@ Usage: python scripts/error_texts.py [PATH...] > texts.jsonl
 A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; without any, it is the one of this
 Python. ``bench/explain.py`` gives the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
 and ``assert``, C++ for TORCH_CHECK and its relatives, Rust for the texts of errors, and compiled libraries are searched
-for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, saving, devices and processes count.
+for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, devices and processes count.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PROJECTS: dict[str, str] = {
     "lightning": r"(?:fabric|pytorch)/.*\.py",
     "deepspeed": r"(?:runtime|checkpoint|comm|launcher|accelerator|utils|op_builder|ops/op_builder|inference)\b.*\.py",
     "triton": r"(?:runtime|backends|compiler)/.*\.(?:py|c)|knobs\.py",
-    "flash_attn": r"[^/]*\.py|ops/.*\.py|modules/.*\.py|utils/.*\.py|.*\.cpp",
+    "flash_attn": r"[^/]*\.py|(?:ops|modules|utils|layers)/.*\.py|csrc/flash_attn/.*\.cpp",
     "bitsandbytes": r".*\.py",
     "vllm": r"""
         (?:config|platforms|distributed|device_allocator|v1/worker|v1/executor|v1/engine|engine|utils|lora)\b.*\.py
-        |(?:model_executor/model_loader|transformers_utils)/.*\.py|[^/]*\.py|csrc/.*\.(?:cpp|cu)""",
+        |(?:model_executor/model_loader|transformers_utils)/.*\.py|[^/]*\.py""",
     "nvidia/nccl": r"lib/libnccl\.so\.2",
 }
 """By the name under which a project is imported: its files that count, below its folder."""
@@ -118,7 +118,7 @@ _FEWEST = 3
 
 def speaks(text: str) -> bool:
     """Whether a text says something: some words besides its blanks, and not a whole page."""
-    return _FEWEST <= len(_WORDS.findall(text.replace("{}", ""))) and len(text) < 2_000  # noqa: PLR2004
+    return len(_WORDS.findall(text.replace("{}", ""))) >= _FEWEST and len(text) < 2_000
 
 
 Found = Iterator[tuple[int, str, str]]
@@ -161,7 +161,7 @@ def message(node: ast.expr, named: dict[str, ast.expr], depth: int = 0) -> str:
             return re.sub(r"%[-\d.]*[sdrxf]", "{}", message(left, named, depth))
         case ast.Call(func=ast.Attribute(attr="format", value=value)):
             return re.sub(r"\{[^{}]*\}", "{}", message(value, named, depth))
-        case ast.Name(id=name) if name in named and depth < 2:  # noqa: PLR2004
+        case ast.Name(id=name) if name in named and depth < 2:
             return message(named[name], named, depth + 1)
         case _:
             return "{}"
@@ -197,10 +197,12 @@ def c_texts(data: bytes) -> Found:
 
 
 def rust_texts(data: bytes) -> Found:
-    """The formats of errors."""
+    """The formats of errors. Those of the library itself are printed after some words of its Python part."""
     source = data.decode("utf-8", "replace").partition("#[cfg(test)]")[0]
-    for call in re.finditer(r'(?:new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"((?:[^"\\]|\\.)*)"', source):
-        text = re.sub(r"\{[^{}]*\}", "{}", call[1]).replace('\\"', '"')
+    for call in re.finditer(r'(new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"((?:[^"\\]|\\.)*)"', source):
+        text = re.sub(r"\{[^{}]*\}", "{}", call[2]).replace('\\"', '"')
+        if call[1].startswith("write"):
+            text = f"Error while deserializing header: {text}"
         yield source.count("\n", 0, call.start()) + 1, "SafetensorError", re.sub(r"\\\n\s*", "", text)
 
 
@@ -209,8 +211,9 @@ def rust_texts(data: bytes) -> Found:
 _SENTENCE = re.compile(rb"[ -~\t\n]{20,800}(?=\0)")
 _ABOUT = re.compile(
     r"\b(?:cuda|nccl|gloo|ucc|mps|xpu|hip|gpus?|devices?|storages?|checkpoints?|archive|zip|seriali[sz]\w*|pickle|ranks?"
-    r"|process ?group|store|rendezvous|socket|pinned|pin_memory|streams?|events?|allocator|out of memory|driver|accelerator"
-    r"|shared memory|mmap|file|collectives?|timed? ?out|peer|nvlink|communicator|network|interface|backend)\b",
+    r"|process ?group|store|rendezvous|socket|pinned|pin_memory|streams?|events?|allocator|out of memory"
+    r"|driver|accelerator|shared memory|mmap|file"
+    r"|collectives?|timed? ?out|peer|nvlink|communicator|network|interface|backend)\b",
     re.IGNORECASE,
 )
 _PROSE = re.compile(r"\b(?:the|is|are|was|not|cannot|can't|failed|to|of|for|must|only|no|should|but|could)\b")
@@ -222,7 +225,7 @@ def library_texts(data: bytes) -> Found:
     for found in _SENTENCE.finditer(read_only_data(data)):
         text = re.sub(r"%[-\d.]*l*[sdupxf]", "{}", found[0].decode("ascii"))
         text = text.split("\0")[-1]
-        if _ABOUT.search(text) and _PROSE.search(text) and not _NOT_PROSE.search(text) and text.count("\n") < 5:  # noqa: PLR2004
+        if _ABOUT.search(text) and _PROSE.search(text) and not _NOT_PROSE.search(text) and text.count("\n") < 5:
             yield 0, "RuntimeError", text
 
 

@@ -61,9 +61,9 @@ def test_an_unknown_text_exits_with_one(monkeypatch: pytest.MonkeyPatch, capsys:
     assert " ".join(capsys.readouterr().out.split()) == (
         "? not known line 1 ZeroDivisionError: division by zero "
         "→ If it is about a file: transload check FILE. If it is about the GPU: transload doctor. "
-        "→ To report it, include all of the text, from its first line on; transload doctor --json, which has the versions "
-        "and no names; and, if it is about a file, transload inspect FILE --json. If the text is private, transload "
-        'explain --json has it without paths and numbers, as "normalised".'
+        "→ To report it, include all of the text, from its first line on; transload doctor --json, which has the "
+        "versions and no names; and, if it is about a file, transload inspect FILE --json. If the text is private, "
+        'transload explain --json has it without paths and numbers, as "normalised".'
     )
 
 

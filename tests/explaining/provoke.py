@@ -798,7 +798,8 @@ def more_than_there_is(_: Path) -> object:
 def number_in_safetensors(folder: Path) -> object:
     from safetensors.torch import save_file
 
-    return save_file({"epoch": 3}, folder / "model.safetensors")  # type: ignore[dict-item]
+    tensors: Any = {"epoch": 3}
+    return save_file(tensors, folder / "model.safetensors")
 
 
 @provokes("meta-no-op")
@@ -824,3 +825,11 @@ def card_of_the_future(_: Path) -> object:
 
     with mock.patch.dict("os.environ", {"TORCH_CUDA_ARCH_LIST": "99.9"}):
         return _get_cuda_arch_flags()
+
+
+@provokes("container-not-allowed", since=(2, 5))
+def queue_that_is_allowed(folder: Path) -> object:
+    from collections import deque
+
+    with torch.serialization.safe_globals([deque]):
+        return load(folder, saved(deque([1, 2])), weights_only=True)

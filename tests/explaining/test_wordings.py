@@ -150,12 +150,12 @@ SECTIONS = {
     ),
     "backend-not-built/nccl": "RuntimeError: Distributed package doesn't have NCCL built in",
     "forked-cuda/notebook": (
-        "ValueError: To launch a multi-GPU training from your notebook, you need to avoid running any instruction using "
-        "`torch.cuda` in any cell. Please restart your notebook"
+        "ValueError: To launch a multi-GPU training from your notebook, you need to avoid running any instruction "
+        "using `torch.cuda` in any cell. Please restart your notebook"
     ),
     "toolkit-of-another-version/deepspeed": (
-        "CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 11.5 does not match the version torch was "
-        "compiled with 12.4, unable to compile cuda/cpp extensions without a matching cuda version."
+        "CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 11.5 does not match the version torch "
+        "was compiled with 12.4, unable to compile cuda/cpp extensions without a matching cuda version."
     ),
     **{
         f"nccl-error/{name}": f"DistBackendError: NCCL error in: /x.cpp:1691, {words}, NCCL version 2.19.3"

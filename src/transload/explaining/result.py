@@ -140,9 +140,11 @@ _DEEPER = "          "
 _SIGNS = {"cause": ("✗ ", "bad"), "frame": ("✗ ", "bad"), "remark": ("· ", "dim")}
 _NEXT = (
     "If it is about a file: transload check FILE. If it is about the GPU: transload doctor.",
-    "To report it, include all of the text, from its first line on; transload doctor --json, which has the versions and "
-    "no names; and, if it is about a file, transload inspect FILE --json. If the text is private, transload explain --json "
-    "has it without paths and numbers, as \"normalised\".",
+    (
+        "To report it, include all of the text, from its first line on; transload doctor --json, which has the "
+        "versions and no names; and, if it is about a file, transload inspect FILE --json. If the text is private, "
+        'transload explain --json has it without paths and numbers, as "normalised".'
+    ),
 )
 
 
