@@ -149,6 +149,10 @@ AREAS = {
     "torch, processes": r"torch/(?:distributed|multiprocessing|utils/data|nn/parallel)",
     "torch, devices and extensions": r"torch/",
 }
+OF_A_CALL = {
+    *("ValueError", "TypeError", "AssertionError", "NotImplementedError", "KeyError", "AttributeError", "IndexError"),
+}
+"""Exceptions by which code says that it was called wrongly."""
 SAMPLES = ("0", "cuda", "model.pt")
 """What is put into the blanks of a text."""
 
@@ -156,6 +160,7 @@ SAMPLES = ("0", "cuda", "model.pt")
 def from_sources(paths: list[Path]) -> None:
     """How many of the texts in some packages are known."""
     counts: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     known: Counter[str] = Counter()
     fragments = [wording.text for error in known_errors() for wording in error.says]
     for text in {(each["project"], each["text"]): each for path in paths for each in texts(path)}.values():
@@ -164,11 +169,15 @@ def from_sources(paths: list[Path]) -> None:
         # A compiled library has the parts of a text, without what is put between them.
         part = ".so" in where and any(text["text"].rstrip() in fragment for fragment in fragments)
         counts[area] += 1
+        calls[area] += text["error"] in OF_A_CALL
         known[area] += part or any(is_known(text, sample) for sample in SAMPLES)
-    print(f"{'texts in the sources of':<36} {'all':>6} {'known':>6}")
-    for area in sorted(counts, key=lambda area: (not area.startswith("torch"), area)):
-        print(f"{area:<36} {counts[area]:6} {known[area]:6} {known[area] / counts[area]:7.1%}")
-    print(f"{'together':<36} {counts.total():6} {known.total():6} {known.total() / max(1, counts.total()):7.1%}")
+    print(f"{'texts in the sources of':<36} {'all':>6} {'of a wrong call':>16} {'known':>6} {'share':>6}")
+    areas = sorted(counts, key=lambda area: (not area.startswith("torch"), area))
+    for area in areas:
+        share = known[area] / counts[area]
+        print(f"{area:<36} {counts[area]:6} {calls[area]:16} {known[area]:6} {share:6.1%}")
+    share = known.total() / max(1, counts.total())
+    print(f"{'together':<36} {counts.total():6} {calls.total():16} {known.total():6} {share:6.1%}")
 
 
 def texts(path: Path) -> Iterator[dict[str, str]]:
