@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from math import log
-from string import Formatter
 from typing import Any, NamedTuple
 
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
@@ -52,6 +51,7 @@ _BLANKS = {
 
 
 _BLANK = re.compile(r"(?<!\{)\{[a-z]+(?::[a-z]+)?\}(?!\}(?!\}))")
+_INNER_WORD = re.compile(r"(?<=[^A-Za-z])[A-Za-z]{4,}(?=[^A-Za-z])")
 
 
 class Wording:
@@ -67,19 +67,28 @@ class Wording:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        literals = [literal.replace("{{", "{").replace("}}", "}") for literal in _BLANK.split(text)]
+        literals = _BLANK.split(text) if "{" in text else [text]
+        if "{{" in text:
+            literals = [literal.replace("{{", "{").replace("}}", "}") for literal in literals]
         self.anchor = max((*literals[:-1], literals[-1].removesuffix(".")), key=len)
         self.weight = sum(map(len, literals))
 
     @cached_property
     def parts(self) -> list[tuple[str, str | None, str | None, str | None]]:
         """Fixed parts, each with the name and the kind of the blank that follows it."""
+        from string import Formatter
+
         return list(Formatter().parse(self.text))
+
+    @cached_property
+    def word(self) -> str:
+        """The longest whole word of the anchor, or nothing: a text without it does not have the anchor."""
+        return max(_INNER_WORD.findall(self.anchor), key=len, default="")
 
     @property
     def shown(self) -> str:
         """The text with dots in place of the blanks."""
-        return "".join(literal + ("…" if name is not None else "") for literal, name, _, _ in self.parts)
+        return _BLANK.sub("…", self.text).replace("{{", "{").replace("}}", "}")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -177,9 +186,10 @@ def _section(text: str) -> dict[str, Any]:
     """The fields of a section; unknown ones fail where the ``KnownError`` is made."""
     code, *blocks = text.strip("\n").split("\n\n")
     fields: dict[str, Any] = {"code": code}
+    says: list[Wording] = []
     for block in blocks:
         if block.startswith("- "):
-            fix = [" ".join(step.split()) for step in block[2:].split("\n- ")]
+            fix = block[2:].replace("\n  ", " ").split("\n- ")
             for index, step in enumerate(fix):
                 if step[0] == step[-1] == "`":
                     fix[index] = step[1:-1] if step.startswith("`$ ") else f"| {step[1:-1]}"
@@ -187,29 +197,31 @@ def _section(text: str) -> dict[str, Any]:
             continue
         if not block.startswith("    "):
             wrong = block.startswith("Wrong: ")
-            fields["wrong" if wrong else "cause"] = " ".join(block.removeprefix("Wrong: ").split())
+            fields["wrong" if wrong else "cause"] = block.removeprefix("Wrong: ").replace("\n", " ")
             continue
         for line in block.split("\n"):
-            name, _, value = line.strip().partition(": ")
-            if name == "value":
-                fields["value"] = (*fields.get("value", ()), value)
-                continue
-            forms = [value] if name == "says" else []
-            if name == "cuda":
+            name, _, value = line[4:].partition(": ")
+            if name == "says":
+                says.append(Wording(value))
+            elif name == "cuda":
                 numbers, _, words = value.partition(" ")
                 first, *earlier = numbers.split("/")
                 forms = [f"CUDA error: {words}", f"Error {first}: {words}", f"Cuda failure {first} '{words}'"]
                 forms += [f"cuda runtime error ({number}) : {words}" for number in (first, *earlier)]
-            if forms:
-                fields["says"] = (*fields.get("says", ()), *map(Wording, forms))
+                says += map(Wording, forms)
+            elif name == "value":
+                fields["value"] = (*fields.get("value", ()), value)
             else:
                 fields[name] = tuple(value.split()) if name in ("needs", "doctor") else value
+    if says:
+        fields["says"] = tuple(says)
     return fields
 
 
 # -- searching
 
 _MOST = 50  # places where one wording is looked at: a loop may print it a million times
+_LONG = 100_000  # characters of a text whose words are listed first: to search it for every anchor takes longer
 _AROUND = 1_000  # characters before and after the anchor of a wording in which the rest of it must be
 _BESIDE = 400  # characters before and after an error in a log in which the file that it is about is named
 
@@ -309,8 +321,11 @@ def _matches(text: str, surroundings: str) -> list[Match]:
     Only the neighbourhood of the anchors is searched, never all of the text.
     """
     matches: list[Match] = []
+    words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
     for known in known_errors():
-        mentioned = [wording for wording in known.says if wording.anchor in text]
+        mentioned = [
+            wording for wording in known.says if (words is None or wording.word in words) and wording.anchor in text
+        ]
         if not mentioned or not known.fits(surroundings):
             continue
         for wording in mentioned:
@@ -348,7 +363,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     for known in known_errors():
         for wording in known.says:
             rows.append((known.code, wording.shown, set(_WORD.findall(wording.shown.lower()))))
-            if known.context and known.role == "cause" and wording.pattern.search(text):
+            if known.context and known.role == "cause" and wording.anchor in text and wording.pattern.search(text):
                 near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, where a checkpoint is loaded")
     counts = Counter(word for _, _, words in rows for word in words)
     weights = {word: log(1 + len(rows) / count) for word, count in counts.items()}
