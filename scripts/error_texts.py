@@ -173,6 +173,7 @@ _CHECK = re.compile(
     r"\b(TORCH_CHECK\w*|TORCH_INTERNAL_ASSERT|C10_THROW_ERROR|STD_TORCH_CHECK|CHECK|AT_ERROR|WARN|PyErr_SetString"
     r"|PyErr_Format|C10D_\w*THROW\w*|throw std::\w+)\s*\("
 )
+_VALUE = re.compile(r"\s*(?:,\s*|<<\s*|\+\s*)[^\s\"]")
 _LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
@@ -184,11 +185,8 @@ def c_texts(data: bytes) -> Found:
         while depth and at < min(len(source), call.end() + 4_000):
             literal = _LITERAL.match(source, at)
             if literal:
-                between = source[at - 1]
-                body.append(literal[1])
                 at = literal.end()
-                rest = re.match(r"\s*(?:,\s*|<<\s*|\+\s*)[^\s\"]", source[at:])
-                body.append("{}" if rest and between else "")
+                body += literal[1], "{}" if _VALUE.match(source, at) else ""
                 continue
             depth += {"(": 1, ")": -1}.get(source[at], 0)
             at += 1

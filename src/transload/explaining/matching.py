@@ -364,7 +364,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
         for wording in known.says:
             rows.append((known.code, wording.shown, set(_WORD.findall(wording.shown.lower()))))
             if known.context and known.role == "cause" and wording.anchor in text and wording.pattern.search(text):
-                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, where a checkpoint is loaded")
+                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, in another context")
     counts = Counter(word for _, _, words in rows for word in words)
     weights = {word: log(1 + len(rows) / count) for word, count in counts.items()}
     there = set(_WORD.findall(text[:_COMPARED].lower()))
