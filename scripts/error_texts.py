@@ -181,7 +181,8 @@ def c_texts(data: bytes) -> Found:
     """The string literals in each call that reports an error, with a blank for what stands between them."""
     source = data.decode("utf-8", "replace")
     for call in _CHECK.finditer(source):
-        body, depth, at = [], 1, call.end()
+        body: list[str] = []
+        depth, at = 1, call.end()
         while depth and at < min(len(source), call.end() + 4_000):
             literal = _LITERAL.match(source, at)
             if literal:
