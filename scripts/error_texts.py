@@ -200,7 +200,7 @@ def rust_texts(data: bytes) -> Found:
     source = data.decode("utf-8", "replace").partition("#[cfg(test)]")[0]
     for call in re.finditer(r'(new_err\(|format!\(|write!\(\s*f,|panic!\()\s*"((?:[^"\\]|\\.)*)"', source):
         text = re.sub(r"\{[^{}]*\}", "{}", call[2]).replace('\\"', '"')
-        if call[1].startswith("write"):
+        if call[1].startswith("write") and speaks(text):
             text = f"Error while deserializing header: {text}"
         yield source.count("\n", 0, call.start()) + 1, "SafetensorError", re.sub(r"\\\n\s*", "", text)
 
