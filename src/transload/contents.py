@@ -31,6 +31,7 @@ FORMATS: dict[str, str] = {
     "aotinductor": "AOTInductor package",
     "torch-package": "torch.package archive",
     "safetensors": "safetensors",
+    "gguf": "GGUF",
     "sharded": "sharded checkpoint",
     "dcp": "torch.distributed.checkpoint directory",
     "deepspeed": "DeepSpeed checkpoint directory",

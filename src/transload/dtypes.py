@@ -17,9 +17,23 @@ ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE for name in n
 
 QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
-# Bits an element takes where that is no whole byte, while shape and numel count elements. F4 and F6 are names of
-# safetensors.
-_BITS = {"quint4x2": 4, "quint2x4": 2, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+# ggml's types, by number (enum ggml_type in ggml.h): those that torch has, then name, elements and bytes of a block.
+GGML: dict[int, str] = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
+GGML.update({24: "int8", 25: "int16", 26: "int32", 27: "int64"})
+_QUANTIZED_BLOCKS = """
+    2 Q4_0 32 18; 3 Q4_1 32 20; 6 Q5_0 32 22; 7 Q5_1 32 24; 8 Q8_0 32 34; 9 Q8_1 32 40; 10 Q2_K 256 84; 11 Q3_K 256 110;
+    12 Q4_K 256 144; 13 Q5_K 256 176; 14 Q6_K 256 210; 15 Q8_K 256 292; 16 IQ2_XXS 256 66; 17 IQ2_XS 256 74;
+    18 IQ3_XXS 256 98; 19 IQ1_S 256 50; 20 IQ4_NL 32 18; 21 IQ3_S 256 110; 22 IQ2_S 256 82; 23 IQ4_XS 256 136;
+    29 IQ1_M 256 56; 34 TQ1_0 256 54; 35 TQ2_0 256 66; 39 MXFP4 32 17; 40 NVFP4 64 36; 41 Q1_0 128 18
+"""
+
+# Elements, and the bytes they take together, where an element takes no whole byte, while shape and numel count
+# elements. F4 and F6 are names of safetensors.
+BLOCKS = {"quint4x2": (2, 1), "quint2x4": (4, 1), "F4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}
+for _row in _QUANTIZED_BLOCKS.split(";"):
+    _number, _name, _elements, _bytes = _row.split()
+    GGML[int(_number)] = _name
+    BLOCKS[_name] = int(_elements), int(_bytes)
 
 
 def itemsize(dtype: str, numel: int = 1) -> int:
@@ -28,9 +42,9 @@ def itemsize(dtype: str, numel: int = 1) -> int:
     >>> itemsize("float32", 10), itemsize("quint4x2", 3)
     (40, 2)
     """
-    bits = _BITS.get(dtype)
-    if bits:
-        return -(-numel * bits // 8)
+    block = BLOCKS.get(dtype)
+    if block:
+        return -(-numel * block[1] // block[0])
     return ITEMSIZE.get(dtype, 1) * numel
 
 

@@ -121,6 +121,11 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         return torch_legacy.read_legacy(source)
     if looks_like(source):
         return read_safetensors(source)
+    if source.read(0, 4) == b"GGUF":
+        from transload.formats import gguf
+
+        if gguf.looks_like(source):
+            return gguf.read_gguf(source)
     from transload.formats.plain_pickle import read_plain_pickle
 
     plain = read_plain_pickle(source)

@@ -304,6 +304,7 @@ _MACH_O = (b"\xfe\xed\xfa\xce", b"\xfe\xed\xfa\xcf", b"\xce\xfa\xed\xfe", b"\xcf
 
 # (offset, bytes, format, title, fix). The first match counts.
 _MAGIC: tuple[tuple[int, bytes | tuple[bytes, ...], str, str, str], ...] = (
+    (0, b"GGUF", "gguf", "a GGUF file of a version other than 2 and 3", "Convert it with llama.cpp's scripts."),
     (0, b"lmgg", "ggml", "a GGML model (older than GGUF)", "Convert it with llama.cpp's scripts."),
     (0, b"fmgg", "ggml", "a GGML model (ggmf, older than GGUF)", "Convert it with llama.cpp's scripts."),
     (0, b"tjgg", "ggml", "a GGML model (ggjt, older than GGUF)", "Convert it with llama.cpp's scripts."),
@@ -358,15 +359,6 @@ def _by_magic(view: View) -> Foreign | None:
     for offset, mark, format_, title, fix in _MAGIC:
         if head.startswith(mark, offset):
             return Foreign(format_, f"{title}, not a checkpoint", (), (fix.format(file=view.file, path=view.path),))
-    if head[:4] == b"GGUF" and len(head) >= 24:  # its fixed header
-        order = "little" if head[4] or head[5] else "big"
-        version = int.from_bytes(head[4:8], order)  # type: ignore[arg-type]
-        # Version 1 counted in 32 bits.
-        tensors = int.from_bytes(head[8 : 12 if version == 1 else 16], order)  # type: ignore[arg-type]
-        named = re.search(rb"general\.architecture\x08\0\0\0(.)\0{7}([\w.-]+)", head[:4096], re.DOTALL)
-        details = (f"architecture {clean(named[2][: named[1][0]])}",) if named else ()
-        title = f"a GGUF model (version {version}, {tensors:,} tensors), not a PyTorch checkpoint"
-        return Foreign("gguf", title, details, _GGUF_FIX)
     if any(head.startswith(HDF5_MAGIC, offset) for offset in HDF5_OFFSETS):
         if any(mark in head for mark in (b"keras_version", b"layer_names", b"model_weights")):
             fix = f"keras.models.load_model({view.path!r})"
@@ -395,10 +387,6 @@ def _by_magic(view: View) -> Foreign | None:
     return Foreign("pickle", f"a {writer} pickle ({protocol}), not written by torch.save", (), (fix,))
 
 
-_GGUF_FIX = (
-    "Run it with llama.cpp.",
-    "Or with transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME)",
-)
 _PICKLERS = (
     (b"joblib.numpy_pickle", "joblib"),
     (b"sklearn.", "scikit-learn"),

@@ -36,8 +36,11 @@ BITS: dict[str, int] = {
 }
 
 
-class _Entry(NamedTuple):
-    """One line of the table, checked. ``broken`` entries have a name, dtype and shape but no bytes to trust."""
+class Entry(NamedTuple):
+    """A tensor as a header describes it, checked; it lies from ``begin`` to ``end`` of the data.
+
+    ``broken`` entries have a name, dtype and shape but no bytes to trust.
+    """
 
     name: str
     dtype: str
@@ -97,8 +100,8 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     entries = sorted((entry for entry in read if entry is not None), key=attrgetter("begin", "end"))
     start = PREFIX + length
     if header and not noted.has("safetensors-header-invalid"):
-        _check_layout(entries, source.size - start, noted)
-    pairs = [_tensor(entry, start, source.size, file, noted) for entry in entries]
+        check_layout(entries, source.size - start, noted)
+    pairs = [tensor_of(_as_torch(entry, noted), start, source.size, file) for entry in entries]
     return Checkpoint(
         path=source.name,
         format="safetensors",
@@ -195,7 +198,7 @@ _new = tuple.__new__  # a named tuple in one call, without the Python function t
 _FIELD_SET = frozenset(FIELDS)
 
 
-def _entry(name: str, raw: Any, noted: Noted) -> _Entry | None:
+def _entry(name: str, raw: Any, noted: Noted) -> Entry | None:
     """One entry, checked field by field; ``None`` if it does not even say what the tensor is."""
     if type(raw) is list and len(raw) == len(FIELDS):  # one of the two other spellings that the reference lets through
         raw = dict(zip(FIELDS, raw, strict=True))
@@ -222,7 +225,7 @@ def _entry(name: str, raw: Any, noted: Noted) -> _Entry | None:
             break
     bits = numel * (width or 0)
     if width and bits == 8 * (end - begin) and bits < MAX_COUNT and numel < MAX_COUNT:
-        return _new(_Entry, (name, dtype, shape, begin, end, False))
+        return _new(Entry, (name, dtype, shape, begin, end, False))
     what = f"{dtype} {list(shape[:8])}"
     if width is None:
         noted.add("safetensors-dtype-unknown", _at(name), f"dtype {_cut(dtype)!r}")
@@ -233,7 +236,7 @@ def _entry(name: str, raw: Any, noted: Noted) -> _Entry | None:
     else:
         detail = f"{what} needs {bits // 8:,} bytes; it is given {begin:,} to {end:,}"
         noted.add("safetensors-size-mismatch", _at(name), detail)
-    return None if numel >= MAX_COUNT else _Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
+    return None if numel >= MAX_COUNT else Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
 
 
 def _counts(raw: Any) -> tuple[int, ...] | None:
@@ -245,35 +248,48 @@ def _counts(raw: Any) -> tuple[int, ...] | None:
     return tuple(raw)
 
 
-def _check_layout(entries: list[_Entry], held: int, noted: Noted) -> None:
-    """The tensors must cover the data exactly, one after the other: holes hide bytes, and overlaps share them."""
-    reached = 0
+def check_layout(entries: list[Entry], held: int, noted: Noted, *, prefix: str = "safetensors", align: int = 1) -> None:
+    """Note where tensors, in the order of the file, do not cover the data exactly: holes hide bytes, overlaps share them.
+
+    Each must begin at the next multiple of ``align``; ``prefix`` is that of the codes.
+    """
+    reached = padded = 0
     for entry in entries:
-        if entry.begin > reached:
-            detail = f"{entry.begin - reached:,} bytes before it belong to no tensor"
-            noted.add("safetensors-hole", _at(entry.name), detail)
+        if entry.begin > padded:
+            detail = f"{entry.begin - padded:,} bytes before it belong to no tensor"
+            noted.add(f"{prefix}-hole", _at(entry.name), detail)
         elif entry.begin < reached:
             detail = f"it begins {reached - entry.begin:,} bytes before the one ahead of it ends"
-            noted.add("safetensors-overlap", _at(entry.name), detail)
+            noted.add(f"{prefix}-overlap", _at(entry.name), detail)
+        elif entry.begin < padded:
+            noted.add(f"{prefix}-hole", _at(entry.name), f"byte {entry.begin:,} is not a multiple of {align:,}")
         reached = max(reached, entry.end)
+        padded = -(-reached // align) * align
     if reached > held:
         whole = sum(entry.end <= held for entry in entries)
         lost = f"{reached - max(held, 0):,} bytes are missing at the end"
-        noted.add("safetensors-truncated", "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
-    elif reached < held:
-        noted.add("safetensors-trailing", "", f"{held - reached:,} bytes after the last tensor belong to nothing")
+        noted.add(f"{prefix}-truncated", "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
+    elif padded < held:
+        noted.add(f"{prefix}-trailing", "", f"{held - padded:,} bytes after the last tensor belong to nothing")
 
 
-def _tensor(entry: _Entry, start: int, size: int, file: str, noted: Noted) -> tuple[Tensor, Storage | None]:
-    """The entry as torch would see it, and the bytes it looks at."""
-    name, kind, shape, begin, end, broken = entry
-    dtype = SAFETENSORS.get(kind, kind)
+def _as_torch(entry: Entry, noted: Noted) -> Entry:
+    """The entry with the dtype that torch has for it."""
+    kind, shape = entry.dtype, entry.shape
     if kind == "F4" and shape and shape[-1] % 2 == 0:  # torch's four-bit float counts pairs
-        shape = (*shape[:-1], shape[-1] // 2)
-    elif kind == "F4" or kind not in SAFETENSORS:
-        dtype = kind
-        if kind in BITS:
-            noted.add("safetensors-dtype-not-in-torch", _at(name), f"{kind} {list(shape)[:8]}")
+        return entry._replace(dtype=SAFETENSORS[kind], shape=(*shape[:-1], shape[-1] // 2))
+    if kind != "F4" and kind in SAFETENSORS:
+        return entry._replace(dtype=SAFETENSORS[kind])
+    if kind in BITS:
+        noted.add("safetensors-dtype-not-in-torch", _at(entry.name), f"{kind} {list(shape)[:8]}")
+    return entry
+
+
+def tensor_of(
+    entry: Entry, start: int, size: int, file: str, *, big_endian: bool = False
+) -> tuple[Tensor, Storage | None]:
+    """The tensor of an entry and the bytes it looks at, of a file of ``size`` bytes whose data begin at ``start``."""
+    name, dtype, shape, begin, end, broken = entry
     stride = (1,) if len(shape) == 1 else contiguous(shape)
     path = (name,)
     if broken:
@@ -283,5 +299,5 @@ def _tensor(entry: _Entry, start: int, size: int, file: str, noted: Noted) -> tu
     place = offset if stored or not nbytes else None
     return (
         _new(Tensor, (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())),
-        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", file, None, False, False, path)),
+        _new(Storage, (name, name, "cpu", dtype, nbytes, stored, place, "", file, None, False, big_endian, path)),
     )

@@ -120,6 +120,8 @@ _OTHER_LOADER: dict[str, str] = {
     "directory": "fails on a directory",
     "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
     "else use safetensors.torch.load_file(path)",
+    "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
+    "not quantized",
 }
 # Containers that torch reads as long as the part it looks at is in order.
 _TWO_READINGS = frozenset(

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Storage
+from transload.dtypes import ITEMSIZE
 from transload.errors import (
     BrokenFileError,
     DoesNotFitError,
@@ -25,6 +26,7 @@ from transload.errors import (
     UsageError,
 )
 from transload.formats import no_collecting
+from transload.frozen import replace
 from transload.io.memory import view
 from transload.judge.problems import refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
@@ -104,8 +106,10 @@ def load(
     # Ordinary tensors are counted first, without a tree of the pickle; what is wrong in it is found with the tree.
     for tree in (True,) if trusted else (False, True):
         with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
+            _refuse(opened.checkpoint, trusted=trusted)
+            if opened.checkpoint.format == "gguf":
+                _leave_out_quantized(opened)
             checkpoint = opened.checkpoint
-            _refuse(checkpoint, trusted=trusted)
             plan = _plan(checkpoint, map_location, mapped=mapped)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
             tell = None
@@ -202,6 +206,16 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
         refuse_unsafe(checkpoint, Allowed())
 
 
+def _leave_out_quantized(opened: OpenCheckpoint) -> None:
+    """Leave out the tensors for which torch has no dtype; ``_warn`` names them."""
+    checkpoint = opened.checkpoint
+    tensors = tuple(tensor for tensor in checkpoint.tensors if tensor.dtype in ITEMSIZE)
+    kept = {tensor.storage for tensor in tensors}
+    storages = tuple(storage for storage in checkpoint.storages if storage.id in kept)
+    opened.checkpoint = replace(checkpoint, tensors=tensors, storages=storages)
+    opened.pieces = tuple(replace(piece, checkpoint=opened.checkpoint) for piece in opened.pieces)
+
+
 def _plan(checkpoint: Checkpoint, map_location: Any, *, mapped: bool) -> Plan:
     """The plan, if it can be carried out."""
     plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
@@ -242,7 +256,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
             state.map_location = device_map.locations or None
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
-            plain = piece.checkpoint.format == "safetensors"
+            plain = piece.checkpoint.format in ("safetensors", "gguf")
             made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
     finally:
         if told:

@@ -415,7 +415,7 @@ def _give_state(made: Any, state: Any) -> None:
 
 
 def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
-    """The tensors of a safetensors file by name."""
+    """The tensors of a file without objects by name."""
     import torch
 
     checkpoint = piece.checkpoint

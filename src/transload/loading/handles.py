@@ -30,6 +30,7 @@ from transload.errors import (
     UsageError,
 )
 from transload.formats import no_collecting
+from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
 from transload.formats.tensors import called
 from transload.io.memory import view
@@ -92,7 +93,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the file holds beside tensors: ``__metadata__`` of safetensors, else plain values by name.
+        """What the file holds beside tensors: ``__metadata__`` of safetensors, that of GGUF, else plain values by name.
 
         A value that is not plain (a ``torch.device``, a date) is there as its text.
         """
@@ -257,7 +258,7 @@ def _metadata(opened: Opened) -> dict[str, Any]:
         files = sorted({storage.file for storage in checkpoint.storages} or {""})
     else:
         files = [part.name for part in checkpoint.parts if ("format", "safetensors") in part.facts]
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
     for name in files:
         out |= header_metadata(opened.file(name))
     for leaf in checkpoint.leaves:

@@ -254,7 +254,7 @@ _Chosen = tuple[str, Reason, str]
 _WIDE = frozenset({"float64", "complex128"})
 """What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
 _HALVED = {"float32": 2, "float64": 4}
-_MAPPED = frozenset({"torch-zip", "safetensors"})
+_MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
 
 
 def _fields(of: type[Storage | Tensor], *names: str) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
@@ -211,8 +212,12 @@ _DIRECTORIES = {
 
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise for what is not loaded: directories of ranks, and, unless the file is trusted, programs."""
+    """Raise for what is not loaded: directories of ranks, quantized files, and, unless the file is trusted, programs."""
     kind = checkpoint.format
+    quantized = next((finding for finding in checkpoint.findings if finding.code == "gguf-quantized"), None)
+    if quantized and not any(tensor.dtype in ITEMSIZE for tensor in checkpoint.tensors):
+        what = "all of its tensors are quantized, and torch has no such dtypes"
+        raise LoadError(what, where=checkpoint.path, fix=quantized.fix[0])
     if kind in _DIRECTORIES:
         what, fix = _DIRECTORIES[kind]
         raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)

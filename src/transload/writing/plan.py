@@ -370,6 +370,11 @@ class Plan:
     def _drop_everything(self, selected: list[Entry]) -> None:
         """Drop all of the source's object, or what is below the key; its tensors are kept elsewhere."""
         checkpoint = self.checkpoint
+        if checkpoint.format == "gguf":
+            from transload.formats.gguf import header_values
+
+            values = header_values(self.content.open_file(""))
+            self.dropped.append(((), Dict([part for pair in values.items() for part in pair])))
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
         if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
             for pickle in main:  # the object of each file or item, without the table of a DCP directory

@@ -1,0 +1,248 @@
+"""GGUF: typed metadata, a table of tensors, and the tensors' bytes at multiples of an alignment.
+
+Versions 2 and 3 in both byte orders (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What the readers of
+ggml and of the ``gguf`` package open is read here to the same names, types, shapes and byte ranges; what they refuse is
+read as far as it makes sense, and a problem says so. Quantized tensors have the dtype that ggml calls them by.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from operator import attrgetter
+from typing import Any
+
+from transload.checkpoint import Checkpoint, Leaf
+from transload.dtypes import BLOCKS, GGML, itemsize
+from transload.findings import Noted, some
+from transload.formats.safetensors import MAX_HEADER, Entry, check_layout, tensor_of
+from transload.formats.tensors import short
+from transload.io.sources import Source
+
+MAGIC = b"GGUF"
+_ORDERS = {version.to_bytes(4, order): sign for version in (2, 3) for order, sign in (("little", "<"), ("big", ">"))}
+_STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# The least that a value takes in a header: counts are compared with the bytes that are there before anything is counted.
+_LEAST = {**{kind: struct.calcsize(f"={code}") for kind, code in _STRUCTS.items()}, _STRING: 8, _ARRAY: 12}
+_LEAST_PAIR, _LEAST_TENSOR = 13, 24
+
+# Read at first: what a header without a vocabulary takes.
+_FIRST = 1 << 16
+# A header of the largest size could describe four million tensors, which would take gigabytes of memory.
+_MAX_ENTRIES = 1 << 20
+_MAX_DIMENSIONS = 4  # ggml's own limit
+_MAX_NESTING = 4
+_MAX_NUMEL = 1 << 63
+_SHOWN = 8  # elements of an array
+
+
+class _BadHeaderError(Exception):
+    """The header ends here: a code, and why."""
+
+
+class _Header:
+    """Reads a header from its first count on; ``_BadHeaderError`` where it cannot go on.
+
+    Of an array it keeps the first ``keep`` elements, or all.
+    """
+
+    def __init__(self, source: Source, keep: int | None = None) -> None:
+        self._source, self._keep = source, keep
+        self._held = source.read(0, _FIRST)
+        self.order = _ORDERS[self._held[4:8]]
+        self.at = 8
+
+    def _skip(self, count: int) -> None:
+        """Go on by so many bytes, which may not be there."""
+        self.at += count
+        if self.at > MAX_HEADER:
+            raise _BadHeaderError("gguf-header-invalid", f"it is longer than {MAX_HEADER:,} bytes, the limit")
+        if self.at > self._source.size:
+            raise _BadHeaderError("gguf-header-cut", f"it goes on beyond the {self._source.size:,} bytes of the file")
+
+    def _take(self, count: int) -> int:
+        """Have the next bytes at hand, and go behind them; where they begin."""
+        begin = self.at
+        self._skip(count)
+        if self.at > len(self._held):
+            self._held = self._source.read(0, min(MAX_HEADER, max(self.at, 8 * len(self._held))))
+            if self.at > len(self._held):
+                raise _BadHeaderError("gguf-header-cut", "the file became shorter while it was read")
+        return begin
+
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        """Numbers, by their codes in ``struct``."""
+        begin = self._take(struct.calcsize(self.order + codes))
+        return struct.unpack_from(self.order + codes, self._held, begin)
+
+    def count(self, number: int, least: int, what: str) -> range:
+        """So many entries, of which each takes some bytes at least."""
+        if number * least > self._source.size - self.at:
+            raise _BadHeaderError("gguf-header-cut", f"it claims {number:,} {what}, more than the file has bytes for")
+        return range(number)
+
+    def text(self) -> str:
+        """A string; bytes that are not UTF-8 are spelt out."""
+        (length,) = self.numbers("Q")
+        begin = self._take(length)
+        return self._held[begin : self.at].decode("utf-8", "backslashreplace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A value of a type."""
+        if kind == _STRING:
+            return self.text()
+        if kind in _STRUCTS:
+            return self.numbers(_STRUCTS[kind])[0]
+        if kind != _ARRAY or depth > _MAX_NESTING:
+            raise _BadHeaderError("gguf-header-invalid", f"{kind} is not a type of values")
+        inner, count = self.numbers("IQ")
+        self.count(count, _LEAST.get(inner, 0), "values")
+        kept = count if self._keep is None else min(count, self._keep)
+        if inner in _STRUCTS:
+            values = list(self.numbers(f"{kept}{_STRUCTS[inner]}"))
+            self._skip((count - kept) * _LEAST[inner])
+        elif inner == _STRING:
+            values = [self.text() for _ in range(kept)]
+            self._skip_texts(count - kept)
+        else:
+            values = [self.value(inner, depth + 1) for _ in range(count)][:kept]
+        return _Array(values, count)
+
+    def _skip_texts(self, count: int) -> None:
+        """Go behind strings: a vocabulary has hundreds of thousands."""
+        unpack = struct.Struct(f"{self.order}Q").unpack_from
+        held, at = self._held, self.at
+        for _ in range(count):
+            if at + 8 > len(held):
+                self.at = at
+                self._take(8)
+                held = self._held
+            at += 8 + unpack(held, at)[0]
+        self.at = at
+        self._skip(0)
+
+
+class _Array(list[Any]):
+    """The elements of an array that were kept, and how many it has."""
+
+    def __init__(self, values: list[Any], count: int) -> None:
+        super().__init__(values)
+        self.count = count
+
+
+def looks_like(source: Source) -> bool:
+    r"""Whether it begins as a file of a version that is read here does.
+
+    >>> from transload.io.sources import BytesSource
+    >>> looks_like(BytesSource(b"GGUF\3\0\0\0"))
+    True
+    """
+    head = source.read(0, 8)
+    return head.startswith(MAGIC) and head[4:] in _ORDERS
+
+
+def read_gguf(source: Source) -> Checkpoint:
+    """What a GGUF file holds, from its header alone; never raises for bad content.
+
+    A file cut short still lists every tensor, as in safetensors; one cut in its header those that are described whole.
+    """
+    noted, header = Noted(), _Header(source, _SHOWN + 1)
+    leaves: dict[str, Leaf] = {}
+    entries: dict[str, Entry] = {}
+    align, whole = 32, False
+    try:
+        tensors, pairs = header.numbers("QQ")
+        if max(tensors, pairs) > _MAX_ENTRIES:
+            detail = f"it claims {max(tensors, pairs):,} entries; the limit is {_MAX_ENTRIES:,}"
+            raise _BadHeaderError("gguf-header-invalid", detail)
+        for _ in header.count(pairs, _LEAST_PAIR, "values"):
+            key = header.text()
+            value = header.value(*header.numbers("I"))
+            if key in leaves:
+                noted.add("gguf-duplicate-name", f"header › {key}", "a value has this name already")
+            text = short(value)
+            if isinstance(value, _Array):
+                text = short(list(value)) + (f" ({value.count:,} in all)" if value.count > _SHOWN else "")
+            leaves[key] = Leaf((key,), key, "list" if isinstance(value, _Array) else type(value).__name__, text)
+            align = value if key == "general.alignment" else align
+        if type(align) is not int or align < 1 or align & (align - 1):
+            raise _BadHeaderError("gguf-header-invalid", "general.alignment is not a power of two")
+        for _ in header.count(tensors, _LEAST_TENSOR, "tensors"):
+            entry = _entry(header, noted)
+            if entry.name in entries:
+                noted.add("gguf-duplicate-name", f"header › {entry.name}", "a tensor has this name already")
+            entries[entry.name] = entry
+        whole = True
+    except _BadHeaderError as error:
+        code, detail = error.args
+        noted.add(code, f"header › byte {min(header.at, source.size):,}", detail)
+    ordered = sorted(entries.values(), key=attrgetter("begin", "end"))
+    start = -(-header.at // align) * align if whole else 0
+    if whole:
+        check_layout(
+            [each for each in ordered if not each.broken], source.size - start, noted, prefix="gguf", align=align
+        )
+    else:  # where the data begin is not known
+        ordered = [each._replace(broken=True) for each in ordered]
+    if quantized := [each for each in ordered if each.dtype in BLOCKS]:
+        kinds = ", ".join(
+            f"{kind} {count:,}" for kind, count in Counter(each.dtype for each in quantized).most_common()
+        )
+        detail = f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {some([each.name for each in quantized])}"
+        noted.add("gguf-quantized", "", detail)
+    big = header.order == ">"
+    made = [tensor_of(entry, start, source.size, "", big_endian=big) for entry in ordered]
+    version = int.from_bytes(source.read(4, 4), "big" if big else "little")
+    return Checkpoint(
+        path=source.name,
+        format="gguf",
+        nbytes=source.size,
+        tensors=tuple([tensor for tensor, _ in made]),
+        storages=tuple([storage for _, storage in made if storage is not None]),
+        leaves=tuple(leaves.values()),
+        facts=(("GGUF", f"version {version}"), ("byteorder", "big" if big else "little"), ("alignment", str(align))),
+        problems=noted.problems(),
+    )
+
+
+def header_values(source: Source) -> dict[str, Any]:
+    """All the metadata; the leaves of a checkpoint have what a report has room for."""
+    header, values = _Header(source), {}
+    try:
+        _, pairs = header.numbers("QQ")
+        for _ in header.count(pairs, _LEAST_PAIR, "values"):
+            key = header.text()
+            values[key] = _plain(header.value(*header.numbers("I")))
+    except _BadHeaderError:
+        pass
+    return values
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, _Array) else value
+
+
+def _entry(header: _Header, noted: Noted) -> Entry:
+    """One line of the table of tensors. ggml names the innermost dimension first, torch last."""
+    name = header.text()
+    (rank,) = header.numbers("I")
+    if rank > _MAX_DIMENSIONS:
+        raise _BadHeaderError("gguf-header-invalid", f"a tensor has {rank:,} dimensions; ggml has {_MAX_DIMENSIONS}")
+    shape = header.numbers(f"{rank}Q")[::-1]
+    kind, begin = header.numbers("IQ")
+    dtype = GGML.get(kind, f"type {kind}")
+    numel = 1
+    for size in shape:
+        numel *= size
+    row, (block, _) = shape[-1] if shape else 1, BLOCKS.get(dtype, (1, 0))
+    if kind not in GGML:
+        noted.add("gguf-type-unknown", f"header › {name}", f"type {kind}")
+    elif numel >= _MAX_NUMEL or row % block:
+        detail = (
+            f"its rows of {row:,} are not whole blocks of {block}" if row % block else "its shape overflows 64 bits"
+        )
+        noted.add("gguf-size-mismatch", f"header › {name}", f"{dtype} {list(shape)}: {detail}")
+    else:
+        return Entry(name, dtype, shape, begin, begin + itemsize(dtype, numel))
+    return Entry(name, dtype, shape, begin, begin, broken=True)

@@ -1,0 +1,336 @@
+"""The GGUF reader on forged files, and against the ``gguf`` package where it is installed."""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.each import each, for_each
+
+import transload
+from transload.checkpoint import Checkpoint
+from transload.dtypes import BLOCKS, GGML, ITEMSIZE
+from transload.errors import FileWarning, LoadError, RescueError
+from transload.formats.gguf import header_values, read_gguf
+from transload.io.sources import BytesSource
+
+Value = tuple[str, int, bytes]
+"""A key, its type, and its bytes."""
+NumberOf = {name: number for number, name in GGML.items()}
+
+
+def text(value: bytes, order: str = "<") -> bytes:
+    return struct.pack(f"{order}Q", len(value)) + value
+
+
+def number(code: str, value: float, order: str = "<") -> bytes:
+    return struct.pack(order + code, value)
+
+
+class Forged:
+    """A small file, and where its parts begin."""
+
+    def __init__(
+        self,
+        tensors: dict[str, tuple[str, tuple[int, ...], bytes]],
+        values: tuple[Value, ...] = (),
+        *,
+        order: str = "<",
+        version: int = 3,
+        align: int = 32,
+        offsets: dict[str, int] | None = None,
+    ) -> None:
+        head = b"GGUF" + struct.pack(f"{order}IQQ", version, len(tensors), len(values))
+        for key, kind, value in values:
+            head += text(key.encode(), order) + number("I", kind, order) + value
+        body = b""
+        for name, (dtype, shape, data) in tensors.items():
+            body += bytes(-len(body) % align)
+            at = (offsets or {}).get(name, len(body))
+            sizes = shape[::-1]
+            head += text(name.encode(), order) + struct.pack(f"{order}I{len(sizes)}Q", len(sizes), *sizes)
+            head += struct.pack(f"{order}IQ", NumberOf.get(dtype, 99), at)
+            body += data
+        self.header = len(head)
+        self.data = head + bytes(-len(head) % align) + body
+
+
+def floats(*values: float, order: str = "<") -> bytes:
+    return struct.pack(f"{order}{len(values)}f", *values)
+
+
+def vocabulary(count: int, order: str = "<") -> bytes:
+    words = b"".join(text(b"token %d" % index, order) for index in range(count))
+    return struct.pack(f"{order}IQ", 8, count) + words
+
+
+def small(order: str = "<", version: int = 3, align: int = 32) -> Forged:
+    """Tensors of two dtypes and a quantized one, and values of several types."""
+    values = [
+        ("general.architecture", 8, text(b"llama", order)),
+        ("general.alignment", 4, number("I", align, order)),
+        ("rope", 6, number("f", 0.5, order)),
+        ("big", 11, number("q", -(2**40), order)),
+        ("yes", 7, b"\1"),
+        ("tokens", 9, vocabulary(20, order)),
+        ("ids", 9, struct.pack(f"{order}IQ3H", 2, 3, 7, 8, 9)),
+        ("nested", 9, struct.pack(f"{order}IQ", 9, 1) + struct.pack(f"{order}IQ2b", 1, 2, -1, 1)),
+    ]
+    tensors = {
+        "blk.0.weight": ("float32", (2, 3), floats(0, 1, 2, 3, 4, 5, order=order)),
+        "blk.0.bias": ("int16", (3,), struct.pack(f"{order}3h", 1, -2, 3)),
+        "blk.1.weight": ("Q8_0", (2, 32), bytes(range(68))),
+    }
+    return Forged(tensors, tuple(values), order=order, version=version, align=align)
+
+
+def read(data: bytes) -> Checkpoint:
+    return read_gguf(BytesSource(data))
+
+
+def codes(data: bytes) -> set[str]:
+    return {problem.code for problem in read(data).problems}
+
+
+@each("order, version, align", [("<", 3, 32), (">", 3, 32), ("<", 2, 8), ("<", 3, 256)])
+def test_tensors_and_values_are_read(order: str, version: int, align: int) -> None:
+    forged = small(order, version, align)
+    checkpoint = transload.inspect(forged.data)
+    assert checkpoint.format == "gguf"
+    assert checkpoint.ok
+    assert [finding.code for finding in checkpoint.findings] == ["gguf-quantized"]
+    assert [(each.name, each.dtype, each.shape, each.nbytes) for each in checkpoint.tensors] == [
+        ("blk.0.weight", "float32", (2, 3), 24),
+        ("blk.0.bias", "int16", (3,), 6),
+        ("blk.1.weight", "Q8_0", (2, 32), 68),
+    ]
+    assert dict(checkpoint.facts)["GGUF"] == f"version {version}"
+    values = {leaf.name: (leaf.kind, leaf.text) for leaf in checkpoint.leaves}
+    assert values["general.architecture"] == ("str", "llama")
+    assert values["rope"] == ("float", "0.5")
+    assert values["ids"] == ("list", "[7, 8, 9]")
+    assert values["tokens"][1].startswith("['token 0', ")
+    assert values["tokens"][1].endswith(", …] (20 in all)")
+    with transload.open(forged.data, device="cpu") as handle:
+        assert handle["blk.0.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert handle.slice("blk.0.bias")[1:].tolist() == [-2, 3]
+        assert handle.metadata["tokens"] == [f"token {index}" for index in range(20)]
+        assert (handle.metadata["big"], handle.metadata["yes"], handle.metadata["nested"]) == (
+            -(2**40),
+            True,
+            [[-1, 1]],
+        )
+        with pytest.raises(LoadError, match=r"blk\.1\.weight has the dtype Q8_0"):
+            handle["blk.1.weight"]
+
+
+@each("order", ["<", ">"])
+def test_load_takes_what_is_not_quantized_and_names_the_rest(order: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small(order).data)
+    for mmap in (False, True):
+        with pytest.warns(FileWarning, match=r"left out.*1 of 3 tensors \(Q8_0 1\): blk\.1\.weight"):
+            state = transload.load(path, mmap=mmap)
+        assert {name: tensor.tolist() for name, tensor in state.items()} == {
+            "blk.0.weight": [[0, 1, 2], [3, 4, 5]],
+            "blk.0.bias": [1, -2, 3],
+        }
+
+
+def test_a_file_with_nothing_but_quantized_tensors_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(Forged({"w": ("Q4_0", (32,), bytes(18))}).data)
+    with pytest.raises(LoadError, match="all of its tensors are quantized"):
+        transload.load(path)
+    assert not transload.check(path).ok
+
+
+@each("ending", [".safetensors", ".pt"])
+def test_convert_writes_what_is_not_quantized_and_says_what_is_lost(ending: str, tmp_path: Path) -> None:
+    out = tmp_path / f"out{ending}"
+    done = transload.convert(small().data, out)
+    assert not done.complete
+    assert [(each.name, each.lost) for each in done.left] == [("blk.1.weight", True)]
+    assert '"general.architecture": "llama"' in Path(done.leftovers).read_text()
+    assert '"token 19"' in Path(done.leftovers).read_text()
+    with transload.open(out) as handle:
+        assert {name: handle[name].tolist() for name in handle} == {
+            "blk.0.weight": [[0, 1, 2], [3, 4, 5]],
+            "blk.0.bias": [1, -2, 3],
+        }
+
+
+def test_every_prefix_is_read() -> None:
+    """Nothing raises, nothing that is cut is called whole, and every tensor that is whole can be read."""
+    forged = small()
+    for end in range(len(forged.data)):
+        checkpoint = transload.inspect(forged.data[:end])
+        if end < 8:
+            assert checkpoint.integrity == "not-a-checkpoint"
+            continue
+        assert checkpoint.integrity == "damaged", end
+        cut = "gguf-header-cut" if end < forged.header else "gguf-truncated"
+        assert cut in {problem.code for problem in checkpoint.problems}, end
+        assert bool(checkpoint.storages) == (end >= forged.header)
+    with transload.open(forged.data[:-1], device="cpu") as handle:
+        assert handle["blk.0.bias"].tolist() == [1, -2, 3]
+
+
+def pair(kind: int, value: bytes, count: int = 1) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, count) + text(b"key") + number("I", kind) + value
+
+
+def bent(**offsets: int) -> bytes:
+    return Forged({name: ("float32", (8,), bytes(32)) for name in "abc"}, offsets=offsets).data
+
+
+def shaped(dtype: str, *shape: int) -> bytes:
+    return Forged({"a": (dtype, shape, b"")}).data
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "more tensors than bytes": (b"GGUF" + struct.pack("<IQQ", 3, 1000, 0) + bytes(99), "gguf-header-cut"),
+    "a billion tensors": (b"GGUF" + struct.pack("<IQQ", 3, 10**9, 0), "gguf-header-invalid"),
+    "2**63 values": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63), "gguf-header-invalid"),
+    "a name of 2**62 bytes": (pair(8, struct.pack("<Q", 2**62)), "gguf-header-invalid"),
+    "an array of 2**63 bytes": (pair(9, struct.pack("<IQ", 0, 2**63)), "gguf-header-cut"),
+    "an array of 2**40 texts": (pair(9, struct.pack("<IQ", 8, 2**40)), "gguf-header-cut"),
+    "texts that end beyond the file": (
+        pair(9, struct.pack("<IQ", 8, 12) + text(b"a") * 11 + struct.pack("<Q", 500)),
+        "gguf-header-cut",
+    ),
+    "arrays in arrays": (pair(9, struct.pack("<IQ", 9, 1) * 9 + bytes(12)), "gguf-header-invalid"),
+    "no such type of values": (pair(13, bytes(8)), "gguf-header-invalid"),
+    "no such type in an array": (pair(9, struct.pack("<IQ", 77, 2**40)), "gguf-header-invalid"),
+    "a value twice": (pair(0, b"\1", 2) + text(b"key") + number("I", 0) + b"\2", "gguf-duplicate-name"),
+    "five dimensions": (shaped("float32", 1, 1, 1, 1, 1), "gguf-header-invalid"),
+    "2**64 elements": (shaped("float32", 2**32, 2**32), "gguf-size-mismatch"),
+    "half a block": (shaped("Q4_0", 16), "gguf-size-mismatch"),
+    "no such type": (shaped("float3", 4), "gguf-type-unknown"),
+    "outside": (bent(c=2**40), "gguf-truncated"),
+    "a hole": (bent(c=128) + bytes(64), "gguf-hole"),
+    "not aligned": (bent(b=33, c=96) + bytes(32), "gguf-hole"),
+    "overlapping": (bent(b=0), "gguf-overlap"),
+    "a tail": (bent() + bytes(64), "gguf-trailing"),
+    "an alignment of 3": (small(align=32).data.replace(number("I", 4) + number("I", 32), number("I", 4) + number("I", 3)), "gguf-header-invalid"),
+}  # fmt: skip
+
+
+def test_hostile_files_get_a_clear_answer() -> None:
+    def answered(case: str) -> None:
+        data, code = HOSTILE[case]
+        begun = time.monotonic()
+        checkpoint = transload.inspect(data)
+        assert time.monotonic() - begun < 1
+        assert code in {problem.code for problem in checkpoint.problems}
+        assert (checkpoint.integrity == "damaged") == (code not in ("gguf-hole", "gguf-trailing"))
+        if checkpoint.integrity == "damaged":
+            with pytest.raises(LoadError):
+                transload.load(data)
+
+    for_each(HOSTILE, answered)
+
+
+def test_tensors_of_one_name() -> None:
+    data = Forged({"a": ("int8", (4,), b"abcd"), "b": ("int8", (4,), b"efgh")}).data.replace(text(b"b"), text(b"a"))
+    assert codes(data) >= {"gguf-duplicate-name"}
+
+
+def test_a_name_that_is_not_utf8() -> None:
+    data = Forged({"a": ("int8", (1,), b"a")}).data.replace(text(b"a"), text(b"\xff"))
+    assert read(data).tensors[0].name == "\\xff"
+
+
+def test_a_large_vocabulary_is_passed_over_quickly() -> None:
+    data = Forged({}, (("tokens", 9, vocabulary(100_000)), ("last", 0, b"\5"))).data
+    begun = time.process_time()
+    checkpoint = read(data)
+    assert time.process_time() - begun < 0.5
+    assert checkpoint.leaves[0].text.endswith("(100,000 in all)")
+    assert checkpoint.leaves[1].text == "5"
+    assert len(header_values(BytesSource(data))["tokens"]) == 100_000
+
+
+def test_a_rescue_and_a_retag_say_that_they_do_not_take_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small().data)
+    with pytest.raises(RescueError, match="GGUF"):
+        transload.rescue(path, tmp_path / "new.pt")
+    with pytest.raises(transload.RetagError, match="carries no device"):
+        transload.retag(path, "cpu")
+
+
+def test_quantized_bytes_are_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small().data)
+    hashes = {each.name: each.sha256 for each in transload.verify(path, hashes=True).tensors}
+    assert all(hashes.values())
+    path.write_bytes(small().data[:-1] + b"\0")
+    changed = {each.name: each.sha256 for each in transload.verify(path, hashes=True).tensors}
+    assert {name for name in hashes if hashes[name] != changed[name]} == {"blk.1.weight"}
+
+
+# -- against the package
+
+
+def write(gguf: Any, path: Path, *, big: bool) -> dict[str, Any]:
+    """A file of the package's own writer, and its arrays."""
+    import numpy as np
+
+    endian = gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(path, "llama", endianess=endian)
+    writer.add_name("tiny")
+    writer.add_float64("x.float", 1.5)
+    writer.add_array("x.words", ["a", "b", "ü"])
+    arrays = {
+        name: np.arange(-7, 8).reshape(3, 5).astype(name)
+        for name in NumberOf
+        if name in ITEMSIZE and name != "bfloat16"
+    }
+    for name, array in arrays.items():
+        writer.add_tensor(name, array.copy())  # which it turns round in place
+    if not big:  # of these it writes the same bytes in both orders
+        wide = np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256)
+        for kind in (gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q6_K):
+            try:
+                data = gguf.quants.quantize(wide, kind)
+            except NotImplementedError:
+                block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+                data = np.zeros((2, 256 // block * nbytes), np.uint8)
+            writer.add_tensor(kind.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return arrays
+
+
+@each("big", [False, True])
+def test_files_of_the_package_are_read_as_it_reads_them(big: bool, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    arrays = write(gguf, path, big=big)
+    theirs = gguf.GGUFReader(path)
+    checkpoint = transload.inspect(path)
+    assert checkpoint.ok
+    assert [each.name for each in checkpoint.tensors] == [each.name for each in theirs.tensors]
+    for ours, other in zip(checkpoint.tensors, theirs.tensors, strict=True):
+        assert (ours.shape, ours.nbytes) == (tuple(other.shape.tolist()[::-1]), other.n_bytes)
+        assert ours.file_offset == other.data_offset
+    with transload.open(path, device="cpu") as handle:
+        for name, array in arrays.items():
+            assert handle[name].tolist() == array.tolist()
+        assert handle.metadata["x.words"] == ["a", "b", "ü"]
+        assert (handle.metadata["general.name"], handle.metadata["x.float"]) == ("tiny", 1.5)
+
+
+def test_the_types_are_those_of_the_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    ours = {number: BLOCKS.get(name) or (1, ITEMSIZE[name]) for number, name in GGML.items()}
+    assert ours == {kind.value: gguf.GGML_QUANT_SIZES[kind] for kind in gguf.GGMLQuantizationType}
+    assert {
+        GGML[kind.value] for kind in gguf.GGMLQuantizationType if kind.name in BLOCKS
+    } == BLOCKS.keys() & GGML.values()
