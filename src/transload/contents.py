@@ -32,6 +32,8 @@ FORMATS: dict[str, str] = {
     "torch-package": "torch.package archive",
     "safetensors": "safetensors",
     "gguf": "GGUF",
+    "npz": "numpy archive",
+    "npy": "numpy array",
     "sharded": "sharded checkpoint",
     "dcp": "torch.distributed.checkpoint directory",
     "deepspeed": "DeepSpeed checkpoint directory",

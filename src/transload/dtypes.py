@@ -75,6 +75,14 @@ SAFETENSORS: dict[str, str] = named("""
     F8_E8M0=float8_e8m0fnu F4=float4_e2m1fn_x2
 """)
 
+# What numpy calls them, and with its signs for the order of bytes. Of others, it keeps bytes of their width, as
+# ``ml_dtypes`` saves its own.
+FROM_NUMPY: dict[str, str] = named("""
+    f8=float64 f4=float32 f2=float16 i8=int64 i4=int32 i2=int16 i1=int8 u1=uint8 u2=uint16 u4=uint32 u8=uint64 b1=bool
+    c8=complex64 c16=complex128
+""")
+NUMPY: dict[str, str] = {dtype: f"{'|' if code[1:] == '1' else '<'}{code}" for code, dtype in FROM_NUMPY.items()}
+
 # torch.export writes the ordinal of its own ScalarType enum (torch/_export/serde/schema.py).
 SCALAR_TYPES: dict[int, str] = {
     **dict(enumerate(["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"], 1)),

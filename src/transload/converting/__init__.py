@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from transload.converting.npz import as_checkpoint
 from transload.errors import UsageError
 from transload.frozen import facts
 from transload.judge.problems import refuse_broken
@@ -125,8 +124,7 @@ def convert(
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
-    with open_content(src) as opened:
-        content = as_checkpoint(opened)
+    with open_content(src) as content:
         refuse_broken(content.checkpoint)
         begun, checkpoint = time.monotonic(), content.checkpoint
         written = write_content(
@@ -142,9 +140,8 @@ def parts(src: SourceLike) -> tuple[Candidate, ...]:
     from transload.tensors.content import open_content
 
     with open_content(src) as content:
-        checkpoint = as_checkpoint(content).checkpoint
-        refuse_broken(checkpoint)
-        return candidates(checkpoint)
+        refuse_broken(content.checkpoint)
+        return candidates(content.checkpoint)
 
 
 def _path(path: Any) -> str:

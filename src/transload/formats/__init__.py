@@ -121,11 +121,16 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         return torch_legacy.read_legacy(source)
     if looks_like(source):
         return read_safetensors(source)
-    if source.read(0, 4) == b"GGUF":
+    head = source.read(0, 6)
+    if head.startswith(b"GGUF"):
         from transload.formats import gguf
 
         if gguf.looks_like(source):
             return gguf.read_gguf(source)
+    if head == b"\x93NUMPY":
+        from transload.formats.npz import read_npy
+
+        return read_npy(source)
     from transload.formats.plain_pickle import read_plain_pickle
 
     plain = read_plain_pickle(source)
@@ -172,7 +177,12 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
         prefix = f"{index.root}/" if index.root else ""
         # A name that begins with a slash is one outside the folder.
         names = [name[1:] if name[:1] == "/" else f"{prefix}{name}" for name in index.records]
-        return _named(source, identify_zip(names, source.name), index)
+        what = identify_zip(names, source.name)
+        if what.format != "npz":
+            return _named(source, what, index)
+        from transload.formats.npz import read_npz
+
+        reader = read_npz
     problems = Problems(index.problems)
     # The first bytes of a zip archive can be the header length of a safetensors file, which torch knows by name.
     if b"{" in source.read(8, 64):

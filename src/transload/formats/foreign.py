@@ -321,6 +321,7 @@ _MAGIC: tuple[tuple[int, bytes | tuple[bytes, ...], str, str, str], ...] = (
     (0, b"\x7fELF", "elf", "a Linux program or library (ELF)", _ASIDE),
     (0, _MACH_O, "mach-o", "a macOS program or library", _ASIDE),
     (0, b"\xca\xfe\xba\xbe", "mach-o", "a macOS universal program, or a Java class", _ASIDE),
+    (0, b"\x93NUMPY", "npy", "a NumPy array", "numpy.load({path!r}, allow_pickle=False)"),
     (0, b"%PDF-", "pdf", "a PDF document", _ASIDE),
     (0, b"\x89PNG\r\n\x1a\n", "image", "a PNG picture", _ASIDE),
     (0, b"\xff\xd8\xff", "image", "a JPEG picture", _ASIDE),
@@ -364,10 +365,6 @@ def _by_magic(view: View) -> Foreign | None:
             fix = f"keras.models.load_model({view.path!r})"
             return Foreign("hdf5", "a Keras model (HDF5), not a PyTorch checkpoint", (), (fix,))
         return Foreign("hdf5", "an HDF5 file, not a PyTorch checkpoint", (), (f"h5py.File({view.path!r})",))
-    if head.startswith(b"\x93NUMPY"):
-        shown = re.search(rb"\{[^\n}]{0,400}\}", head[6:1024])
-        fix = f"torch.from_numpy(numpy.load({view.path!r}, allow_pickle=False))"
-        return Foreign("npy", "a NumPy array, not a checkpoint", (clean(shown[0]),) if shown else (), (fix,))
     if re.match(rb"ET\d\d", head[4:8]):
         fix = "Run it with the ExecuTorch runtime."
         return Foreign("executorch", "an ExecuTorch program, not a checkpoint", (), (fix,))

@@ -20,10 +20,10 @@ from transload.formats.tensors import short
 from transload.io.sources import Source
 
 MAGIC = b"GGUF"
-_ORDERS = {version.to_bytes(4, order): sign for version in (2, 3) for order, sign in (("little", "<"), ("big", ">"))}
+_ORDERS = {struct.pack(f"{order}I", version): order for version in (2, 3) for order in "<>"}
 _STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# The least that a value takes in a header: counts are compared with the bytes that are there before anything is counted.
+# The least that a value takes: a count is compared with the bytes that are there before anything is read for it.
 _LEAST = {**{kind: struct.calcsize(f"={code}") for kind, code in _STRUCTS.items()}, _STRING: 8, _ARRAY: 12}
 _LEAST_PAIR, _LEAST_TENSOR = 13, 24
 
@@ -78,6 +78,8 @@ class _Header:
 
     def count(self, number: int, least: int, what: str) -> range:
         """So many entries, of which each takes some bytes at least."""
+        if number > _MAX_ENTRIES and what != "elements":
+            raise _BadHeaderError("gguf-header-invalid", f"it claims {number:,} {what}; the limit is {_MAX_ENTRIES:,}")
         if number * least > self._source.size - self.at:
             raise _BadHeaderError("gguf-header-cut", f"it claims {number:,} {what}, more than the file has bytes for")
         return range(number)
@@ -97,7 +99,7 @@ class _Header:
         if kind != _ARRAY or depth > _MAX_NESTING:
             raise _BadHeaderError("gguf-header-invalid", f"{kind} is not a type of values")
         inner, count = self.numbers("IQ")
-        self.count(count, _LEAST.get(inner, 0), "values")
+        self.count(count, _LEAST.get(inner, 0), "elements")
         kept = count if self._keep is None else min(count, self._keep)
         if inner in _STRUCTS:
             values = list(self.numbers(f"{kept}{_STRUCTS[inner]}"))
@@ -126,9 +128,9 @@ class _Header:
 class _Array(list[Any]):
     """The elements of an array that were kept, and how many it has."""
 
-    def __init__(self, values: list[Any], count: int) -> None:
+    def __init__(self, values: list[Any], total: int) -> None:
         super().__init__(values)
-        self.count = count
+        self.total = total
 
 
 def looks_like(source: Source) -> bool:
@@ -153,9 +155,6 @@ def read_gguf(source: Source) -> Checkpoint:
     align, whole = 32, False
     try:
         tensors, pairs = header.numbers("QQ")
-        if max(tensors, pairs) > _MAX_ENTRIES:
-            detail = f"it claims {max(tensors, pairs):,} entries; the limit is {_MAX_ENTRIES:,}"
-            raise _BadHeaderError("gguf-header-invalid", detail)
         for _ in header.count(pairs, _LEAST_PAIR, "values"):
             key = header.text()
             value = header.value(*header.numbers("I"))
@@ -163,11 +162,9 @@ def read_gguf(source: Source) -> Checkpoint:
                 noted.add("gguf-duplicate-name", f"header › {key}", "a value has this name already")
             text = short(value)
             if isinstance(value, _Array):
-                text = short(list(value)) + (f" ({value.count:,} in all)" if value.count > _SHOWN else "")
+                text = short(list(value)) + (f" ({value.total:,} in all)" if value.total > _SHOWN else "")
             leaves[key] = Leaf((key,), key, "list" if isinstance(value, _Array) else type(value).__name__, text)
-            align = value if key == "general.alignment" else align
-        if type(align) is not int or align < 1 or align & (align - 1):
-            raise _BadHeaderError("gguf-header-invalid", "general.alignment is not a power of two")
+            align = _alignment(value) if key == "general.alignment" else align
         for _ in header.count(tensors, _LEAST_TENSOR, "tensors"):
             entry = _entry(header, noted)
             if entry.name in entries:
@@ -217,6 +214,12 @@ def header_values(source: Source) -> dict[str, Any]:
     except _BadHeaderError:
         pass
     return values
+
+
+def _alignment(value: Any) -> int:
+    if type(value) is not int or value < 1 or value & (value - 1):
+        raise _BadHeaderError("gguf-header-invalid", "general.alignment is not a power of two")
+    return value
 
 
 def _plain(value: Any) -> Any:

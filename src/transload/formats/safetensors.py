@@ -249,7 +249,7 @@ def _counts(raw: Any) -> tuple[int, ...] | None:
 
 
 def check_layout(entries: list[Entry], held: int, noted: Noted, *, prefix: str = "safetensors", align: int = 1) -> None:
-    """Note where tensors, in the order of the file, do not cover the data exactly: holes hide bytes, overlaps share them.
+    """Note where tensors, in the order of the file, do not cover the data exactly: holes hide bytes, overlaps share.
 
     Each must begin at the next multiple of ``align``; ``prefix`` is that of the codes.
     """

@@ -120,6 +120,8 @@ _OTHER_LOADER: dict[str, str] = {
     "directory": "fails on a directory",
     "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
     "else use safetensors.torch.load_file(path)",
+    "npz": "fails: read it with numpy.load(path), or with transload.load",
+    "npy": "fails: read it with numpy.load(path), or with transload.load",
     "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
     "not quantized",
 }

@@ -197,7 +197,8 @@ def rule_of(code: str) -> Rule:
 # -- whether a file is too damaged to be loaded or converted
 
 # Damage that torch.load does not notice either, and that leaves every tensor what it is, or is told in a warning.
-_TOLD = frozenset({"storage-skipped", "gguf-quantized"})
+LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
+_TOLD = LEFT_OUT | {"storage-skipped"}
 _HARMLESS = frozenset({"link-outside"})
 # What could be repaired and is not whole as it is.
 _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})

@@ -15,7 +15,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Storage
-from transload.dtypes import ITEMSIZE
 from transload.errors import (
     BrokenFileError,
     DoesNotFitError,
@@ -28,11 +27,11 @@ from transload.errors import (
 from transload.formats import no_collecting
 from transload.frozen import replace
 from transload.io.memory import view
-from transload.judge.problems import refuse_broken, worth_a_warning
+from transload.judge.problems import LEFT_OUT, refuse_broken, worth_a_warning
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import LITTLE, SLOT_PAIR, Ended, ReadRequest, Settings, Sums, is_reached, read_here
 from transload.loading.placement import DeviceMap, Plan, plan_here
-from transload.loading.refusal import Allowed, Wrong, refuse_program, refuse_unsafe
+from transload.loading.refusal import Allowed, Wrong, is_plain, refuse_program, refuse_unsafe
 from transload.tensors import OpenCheckpoint, PackedStorages
 
 if TYPE_CHECKING:
@@ -107,8 +106,8 @@ def load(
     for tree in (True,) if trusted else (False, True):
         with no_collecting(strangers=trusted), OpenCheckpoint(f, tree=tree) as opened:
             _refuse(opened.checkpoint, trusted=trusted)
-            if opened.checkpoint.format == "gguf":
-                _leave_out_quantized(opened)
+            if any(finding.code in LEFT_OUT for finding in opened.checkpoint.findings):
+                _leave_out(opened)
             checkpoint = opened.checkpoint
             plan = _plan(checkpoint, map_location, mapped=mapped)
             device_map = DeviceMap(plan, map_location, checkpoint.path)
@@ -206,10 +205,10 @@ def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
         refuse_unsafe(checkpoint, Allowed())
 
 
-def _leave_out_quantized(opened: OpenCheckpoint) -> None:
-    """Leave out the tensors for which torch has no dtype; ``_warn`` names them."""
+def _leave_out(opened: OpenCheckpoint) -> None:
+    """Leave out what is not a tensor to torch; ``_warn`` names it."""
     checkpoint = opened.checkpoint
-    tensors = tuple(tensor for tensor in checkpoint.tensors if tensor.dtype in ITEMSIZE)
+    tensors = tuple(tensor for tensor in checkpoint.tensors if is_plain(tensor))
     kept = {tensor.storage for tensor in tensors}
     storages = tuple(storage for storage in checkpoint.storages if storage.id in kept)
     opened.checkpoint = replace(checkpoint, tensors=tensors, storages=storages)
@@ -256,7 +255,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
             state.map_location = device_map.locations or None
         for piece in opened.pieces:
             storages = read_storages(piece, device_map, options)
-            plain = piece.checkpoint.format in ("safetensors", "gguf")
+            plain = piece.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
             made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages))
     finally:
         if told:
@@ -265,7 +264,7 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
     if opened.checkpoint.format != "sharded":
         if not made:
             raise LoadError("there is nothing in it to load", where=path)
-        return made[0]
+        return made[0][""] if opened.checkpoint.format == "npy" else made[0]
     joined: dict[Any, Any] = {}
     for shard in made:
         if not isinstance(shard, Mapping):

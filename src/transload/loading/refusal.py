@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
 from transload.judge.names import TORCH_DEFAULT, canonical, torch_spelling
-from transload.judge.problems import WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
+from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import judge_pickles, safe_globals_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from transload.checkpoint import Checkpoint
+    from transload.checkpoint import Checkpoint, Tensor
     from transload.nodes import Global, Pickle
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
@@ -211,13 +211,18 @@ _DIRECTORIES = {
 }
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor of a file without objects is one to torch."""
+    return tensor.dtype in ITEMSIZE and tensor.kind == "strided"
+
+
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise for what is not loaded: directories of ranks, quantized files, and, unless the file is trusted, programs."""
+    """Raise for what is not loaded: directories of ranks, what torch has no dtype for, and programs unless trusted."""
     kind = checkpoint.format
-    quantized = next((finding for finding in checkpoint.findings if finding.code == "gguf-quantized"), None)
-    if quantized and not any(tensor.dtype in ITEMSIZE for tensor in checkpoint.tensors):
-        what = "all of its tensors are quantized, and torch has no such dtypes"
-        raise LoadError(what, where=checkpoint.path, fix=quantized.fix[0])
+    left = next((finding for finding in checkpoint.findings if finding.code in LEFT_OUT), None)
+    if left is not None and not any(map(is_plain, checkpoint.tensors)):
+        what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
+        raise LoadError(what, where=checkpoint.path, fix="\n".join(left.fix))
     if kind in _DIRECTORIES:
         what, fix = _DIRECTORIES[kind]
         raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)

@@ -127,7 +127,7 @@ def _rescue_file(
             if checkpoint.format not in FORMATS:
                 raise _nothing_to_rescue(checkpoint, checkpoint.path)
             if checkpoint.format in ("gguf", "npz", "npy"):
-                what = f"a rescue does not take {FORMATS[checkpoint.format]} files"
+                what = f"a rescue does not take files of this format ({FORMATS[checkpoint.format]})"
                 raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
             # A file keeps its format, and loaders go by the name of this one.
             if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):

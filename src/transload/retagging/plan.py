@@ -117,7 +117,10 @@ _OTHERS: dict[str, tuple[str, str]] = {
     ),
     "torch-package": ("it is a torch.package archive, with code that may name devices", "Export the package again."),
     "safetensors": ("a safetensors file carries no device", "There is nothing to change: it loads anywhere."),
-    "gguf": ("a GGUF file carries no device", "There is nothing to change: transload.load loads it anywhere."),
+    **dict.fromkeys(
+        ("gguf", "npz", "npy"),
+        ("this format carries no device", "There is nothing to change: transload.load reads it."),
+    ),
     "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
     "torch-directory": (
         "it is an unpacked archive",

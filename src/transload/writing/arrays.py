@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.checkpoint import Storage, Tensor, contiguous
-from transload.dtypes import ITEMSIZE
+from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.formats.tensors import called, dotted, short_key
 from transload.io.sources import BytesSource, Source
 from transload.nodes import Call, Dict
@@ -35,25 +35,6 @@ if TYPE_CHECKING:
 
     Path = tuple[Key, ...]
 
-NUMPY_DTYPES = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "|i1",
-    "uint8": "|u1",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bool": "|b1",
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
-"""Of other dtypes, bytes of their width are kept, as ``ml_dtypes`` saves its own."""
-
-_DTYPES = {code[1:]: dtype for dtype, code in NUMPY_DTYPES.items()}
 _RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
 _FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
 _MAX_DIMENSIONS = 64
@@ -110,16 +91,16 @@ def array_of(node: Call, lengths: dict[int, int]) -> Array | None:
     if any(type(size) is not int or not 0 <= size < _MAX_SIZE for size in shape):
         return None
     code, big_endian = numpy_dtype(dtype)
-    if code not in _DTYPES or (name in NUMPY_SCALARS and not code.startswith("c")):
+    if code not in FROM_NUMPY or (name in NUMPY_SCALARS and not code.startswith("c")):
         return None
     if (identity := _identity(data)) not in lengths:
         raw = raw_bytes(data)
         lengths[identity] = -1 if raw is None else len(raw)
-    if lengths[identity] != prod(shape) * ITEMSIZE[_DTYPES[code]]:
+    if lengths[identity] != prod(shape) * ITEMSIZE[FROM_NUMPY[code]]:
         return None
     stride = contiguous(shape[::-1])[::-1] if fortran else contiguous(shape)
     permuted = tuple(shape[axis] for axis in axes), tuple(stride[axis] for axis in axes)
-    return Array(_DTYPES[code], *permuted, big_endian, data)
+    return Array(FROM_NUMPY[code], *permuted, big_endian, data)
 
 
 def find_arrays(

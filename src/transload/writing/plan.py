@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.dtypes import ITEMSIZE, QUANTIZED, SAFETENSORS
+from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.formats.zip_writer import Record, opening_records
 from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content
-from transload.writing.arrays import NUMPY_DTYPES, find_arrays, with_arrays
+from transload.writing.arrays import find_arrays, with_arrays
 from transload.writing.objects import Leftovers, Omission, node_at, with_full_names
 from transload.writing.output import SHARD, beside, index_name
 from transload.writing.to_torch import (
@@ -130,7 +130,7 @@ def _holds(format_: str, dtype: str) -> bool:
     if format_ == "safetensors":
         return dtype in SAFETENSORS_DTYPES
     if format_ == "npz":
-        return dtype in NUMPY_DTYPES or dtype in ("bfloat16", "complex32") or dtype.startswith("float8_")
+        return dtype in NUMPY or dtype in ("bfloat16", "complex32") or dtype.startswith("float8_")
     return dtype in ITEMSIZE and dtype not in QUANTIZED
 
 
@@ -505,7 +505,7 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
     for dtype, count in sorted(dtypes.items()) if plan.options.dtype else ():
         if dtype.startswith("float") and dtype not in FLOATING:
             yield f"--dtype does not apply to {dtype} (tensors: {count:,})"
-    opaque = sorted(dtype for dtype in dtypes if dtype not in NUMPY_DTYPES)
+    opaque = sorted(dtype for dtype in dtypes if dtype not in NUMPY)
     if plan.format == "npz" and opaque:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
         yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"

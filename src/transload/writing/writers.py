@@ -15,7 +15,7 @@ from struct import unpack
 from typing import Any
 from zlib import crc32
 
-from transload.dtypes import ITEMSIZE
+from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import (
@@ -30,7 +30,6 @@ from transload.formats.zip_writer import (
     local_header,
     write_checkpoint,
 )
-from transload.writing.arrays import NUMPY_DTYPES
 from transload.writing.output import clear_parts, index_name, write_text
 from transload.writing.plan import SAFETENSORS_DTYPES, Plan, member_name
 from transload.writing.transfer import CAN_POUR, Descriptor, Entry, Job, Location, Writer, pour
@@ -202,7 +201,7 @@ def _write_npz(job: Job, plan: Plan) -> list[Location]:
             what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
             raise ConvertError(what, where=job.dst)
         # The header of an array, as numpy writes it: the numbers begin at a multiple of 64.
-        dtype = NUMPY_DTYPES.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
+        dtype = NUMPY.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")
         text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
         text += b" " * (-(len(text) + 11) % 64) + b"\n"
         head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text

@@ -1,4 +1,4 @@
-"""numpy's archives as a source: those that ``convert`` writes, and those that numpy writes."""
+"""numpy's files: those that ``convert`` writes, and those that numpy writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from zipfile import ZipFile
 
 import pytest
 
+import transload
 from transload.cli.main import main
 from transload.converting import convert, parts
-from transload.errors import BrokenFileError, ConvertError, NotACheckpointError
+from transload.errors import BrokenFileError, ConvertError, FileWarning, LoadError, NotACheckpointError
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -39,6 +40,58 @@ def test_what_numpy_has_saved(tmp_path: Path, save: Any, name: str) -> None:
         for key, array in ARRAYS.items():
             assert back[key].dtype == array.dtype.newbyteorder("<")
             assert np.array_equal(back[key], array)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed], ids=["stored", "compressed"])
+def test_every_function_takes_an_archive(tmp_path: Path, save: Any) -> None:
+    path = tmp_path / "a.npz"
+    save(path, **ARRAYS)
+    checkpoint = transload.inspect(path, verify=True)
+    assert (checkpoint.format, checkpoint.safety, checkpoint.integrity) == ("npz", "data-only", "whole")
+    assert {each.name: each.shape for each in checkpoint.tensors} == {key: each.shape for key, each in ARRAYS.items()}
+    assert transload.verify(path).ok
+    assert transload.check(path).ok
+    for options in ({}, {"verify": True}, {"mmap": True}):
+        state = transload.load(path, **options)
+        assert {key: each.tolist() for key, each in state.items()} == {
+            key: each.tolist() for key, each in ARRAYS.items()
+        }
+    with transload.open(path) as handle:
+        assert handle.slice("fc.weight")[1].tolist() == [3, 4, 5]
+
+
+def test_a_changed_bit_is_found() -> None:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.zeros(9), b=np.arange(1000.0))
+    data = bytearray(stream.getvalue())
+    data[3000] ^= 1
+    assert transload.inspect(bytes(data), verify=True).integrity == "damaged"
+    with pytest.raises(BrokenFileError, match="bytes of b are not those saved"):
+        transload.load(bytes(data), verify=True)
+
+
+def test_a_single_array(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, ARRAYS["big"])
+    assert transload.inspect(path).ok
+    assert transload.load(path).tolist() == [0, 1, 2, 3, 4]
+    assert convert(path, tmp_path / "b.safetensors").renamed == (("", "tensor"),)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert transload.inspect(path).integrity == "damaged"
+    with pytest.raises(LoadError, match="not as long as its header says"):
+        transload.load(path)
+
+
+def test_python_objects_are_not_looked_into(tmp_path: Path) -> None:
+    objects = np.array([None], object)
+    np.save(tmp_path / "a.npy", objects)
+    np.savez(tmp_path / "b.npz", w=np.ones(1), o=objects, f=np.zeros(1, [("x", object)]))
+    for name in ("a.npy", "b.npz"):
+        assert transload.inspect(tmp_path / name).safety == "needs-trust"
+    with pytest.raises(LoadError, match="arrays of Python objects"):
+        transload.load(tmp_path / "a.npy")
+    with pytest.warns(FileWarning, match=r"left out: o: .*; f: "):
+        assert transload.load(tmp_path / "b.npz").keys() == {"w"}
 
 
 def test_names_come_back(tmp_path: Path) -> None:

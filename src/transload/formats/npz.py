@@ -1,0 +1,112 @@
+"""numpy's files: a ``.npy`` is a header and the numbers of one array, an ``.npz`` a zip archive of them.
+
+numpy is not needed. What is not an array of plain numbers (objects, texts, fields) is listed with its kind, has no
+storage, and a problem says so: of Python objects it holds a pickle, which is not looked into.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from zlib import crc32
+from zlib import error as zlib_error
+
+from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
+from transload.dtypes import FROM_NUMPY, ITEMSIZE
+from transload.findings import Noted, Problem
+from transload.formats.torch_zip import Archive
+from transload.io.checksums import combined
+from transload.io.sources import Source, inflated
+
+MAGIC = b"\x93NUMPY"
+_MAX_HEADER = 10_000  # numpy's own limit: longer ones could take it long to parse
+_SHAPE = rb"((?:\d{1,18}, ?)*(?:\d{1,18})?)"
+_HEADER = re.compile(
+    rb"\{'descr': '([<>|=])(\w{1,9})', 'fortran_order': (True|False), 'shape': \(" + _SHAPE + rb"\), \} *\n"
+)
+_OBJECTS = re.compile(rb"'\|?O\d*'")
+_ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan.member_name writes
+_DEFLATED = 8
+_OF_TORCH = ("zip-no-folder", "zip-two-folders")
+
+
+def read_npy(source: Source) -> Checkpoint:
+    """The array of a ``.npy`` file, without a name."""
+    noted = Noted()
+    record = Record("", 0, source.size, source.size)
+    tensor, storage = _array((), record, source.read(0, _MAX_HEADER), noted)
+    storages = () if storage is None else (storage,)
+    return Checkpoint(source.name, "npy", source.size, tensors=(tensor,), storages=storages, problems=noted.problems())
+
+
+def read_npz(archive: Archive, problems: Iterable[Problem], *, path: str, nbytes: int) -> Checkpoint:
+    """The arrays of an archive, each by the name of its member."""
+    noted = Noted()
+    tensors: list[Tensor] = []
+    storages: list[Storage] = []
+    for record in archive.records.values():
+        # The index gives names below the first folder, and those outside of it with a slash before them.
+        inside = archive.root and not record.name.startswith("/")
+        member = f"{archive.root}/{record.name}" if inside else record.name.removeprefix("/")
+        name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
+        head = _head(archive.source, record) if member.endswith(".npy") else b""
+        tensor, storage = _array((name,), record, head, noted)
+        tensors.append(tensor)
+        storages += [] if storage is None else [storage]
+    records = tuple(archive.records.values())
+    # Only torch wants a folder around its records.
+    found = (*(each for each in problems if each.code not in _OF_TORCH), *noted.problems())
+    return Checkpoint(path, "npz", nbytes, "", tuple(tensors), tuple(storages), records=records, problems=found)
+
+
+def _head(source: Source | None, record: Record) -> bytes:
+    """The first bytes of a member."""
+    if source is None or record.offset is None or record.method not in (0, _DEFLATED):
+        return b""
+    if not record.method:
+        return source.read(record.offset, min(record.stored, _MAX_HEADER))
+    try:
+        return b"".join(inflated(source, record.offset, record.stored, min(record.size, _MAX_HEADER)))
+    except zlib_error:
+        return b""
+
+
+def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> tuple[Tensor, Storage | None]:
+    """The array that begins with ``head`` and is all of a record."""
+    name = "".join(path)
+    wide = 2 if head[6:7] == b"\1" else 4
+    start = 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
+    text = head[8 + wide : start] if head.startswith(MAGIC) else b""
+    match = _HEADER.fullmatch(text)
+    dtype = FROM_NUMPY.get(match[2].decode("ascii", "replace")) if match else None
+    shape = tuple(int(size) for size in match[4].split(b",") if size.strip()) if match else ()
+    width = ITEMSIZE.get(dtype or "", 1)
+    held = record.size - start
+    problem = ""
+    if not match or dtype is None:
+        problem = "npy-objects" if _OBJECTS.search(text) else "npy-not-numbers"
+        kind = "an array of Python objects" if problem == "npy-objects" else "not an array of plain numbers"
+        shown = text.decode("ascii", "replace").strip()[:200]
+    elif held != prod(shape) * width or start % width:
+        problem, kind = "npy-size", "not as long as its header says"
+        shown = f"{dtype} {list(shape)[:8]} has {prod(shape) * width:,} bytes, and {max(held, 0):,} are there"
+    if problem or not match or dtype is None:
+        noted.add(problem, name, shown)
+        return Tensor(path, name, "uint8", (0,), (1,), "cpu", None, kind=kind), None
+    stride = contiguous(shape[::-1])[::-1] if match[3] == b"True" else contiguous(shape)
+    packed = record.method == _DEFLATED
+    offset, nbytes, crc = record.offset, record.size, record.crc32
+    if not packed and offset is not None:  # the numbers alone, and their checksum
+        offset, nbytes = offset + start, held
+        crc = None if crc is None else combined(crc32(head[:start]), 0, held) ^ crc
+    key = record.name or "0"
+    first = start // width if packed else 0
+    return (
+        Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=None if packed else offset),
+        Storage(
+            *(key, key, "cpu", dtype, nbytes, nbytes, None if packed else offset, record.name, "", crc, packed),
+            big_endian=match[1] == b">",
+            tensors=(name,),
+        ),
+    )
