@@ -49,6 +49,14 @@ def test_the_report_is_not_written_into_something_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["new.pt.rescue.json"]
 
 
+def test_directories_are_made(tmp_path: Path) -> None:
+    assert rescue(STATE, tmp_path / "a" / "b" / "new.pt").exit_code == 0
+    assert (tmp_path / "a" / "b" / "new.pt").read_bytes() == STATE
+    with pytest.raises(UsageError, match="rescue does not change the format"):
+        rescue(STATE, tmp_path / "c" / "new.safetensors")
+    assert not (tmp_path / "c").exists()
+
+
 def test_progress(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     rescue(STATE, tmp_path / "new.pt", progress=lambda done, total: told.append((done, total)))

@@ -34,6 +34,7 @@ from transload.rescuing.recover import journal_undone, recover, unwrapped
 from transload.rescuing.result import Fill, LostRecord, Repair, Rescue, TensorOutcome, doubts
 from transload.tensors.content import Content, open_content
 from transload.tensors.damage import Key, Records, damages, key_of, records_of, sum_records, with_parts
+from transload.writing.output import Bundle
 
 __all__ = ["Rescue", "rescue"]
 
@@ -157,8 +158,8 @@ def _rescue_file(
         )
         if made.done and out is not None:
             tell = telling(progress, out.size, "writing")
-            with AtomicFile(target) as file:
-                sink = SystemFile(file.descriptor, push=True)
+            with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
+                sink = SystemFile(bundle.add(target).descriptor, push=True)
                 for start in range(0, out.size, _PIECE):
                     count = min(_PIECE, out.size - start)
                     data = out.read(start, count)
