@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["NamedTuple", "Plain", "facts", "replace"]
+__all__ = ["NamedTuple", "Plain", "Reported", "facts", "replace"]
 
 
 class _Fields:
@@ -39,6 +39,15 @@ class Plain:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {name: _plain(value) for name, value in vars(self).items()}
+
+
+class Reported:
+    """What a notebook shows as its text, which is a report."""
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests import forge
 from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
-from tests.each import for_each, grouped
+from tests.each import each, for_each, grouped
 from tests.schema import validate
 
 from transload.checking import Check, check
@@ -184,7 +184,7 @@ def test_the_lines_that_allow_names_stand_before_the_command_that_needs_none() -
     path = DATA / "h200" / "whole_custom_module_cuda0.pt"
     told = str(check(path, machine=LAPTOP))
     lines = told.split("\n")
-    assert "before torch.load, if you trust the file:" in told
+    assert "Only if you trust the file, from torch 2.5 on:" in told
     assert lines.index("import torch") < lines.index(
         f"    $ transload convert {path} {path.with_suffix('.safetensors')}"
     )
@@ -276,6 +276,14 @@ def test_a_well_known_package_that_is_missing_can_be_installed(tmp_path: Path) -
     assert "flash-attn" in str(result)
 
 
+@each("module, package", [("cv2.cv2", "opencv-python"), ("PIL.Image", "pillow")])
+def test_a_package_goes_by_the_name_that_pip_knows(module: str, package: str, tmp_path: Path) -> None:
+    tmp_path.mkdir(exist_ok=True)
+    path = saved(tmp_path, forge.call(forge.name(module, "Thing")))
+    found = check(path, machine=with_packages(LAPTOP, tmp_path / "site")).findings
+    assert next(each for each in found if each.code == "missing-package").fix[-1].endswith(f"pip install {package}")
+
+
 def test_a_package_that_is_there_is_not_imported(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("flash_attn.modules.mha", "MHA")))
     files = ("flash_attn/__init__.py", "flash_attn/modules/__init__.py", "flash_attn/modules/mha.py")
@@ -343,6 +351,14 @@ def test_quantized_weights_need_a_gpu_to_compute_with(tmp_path: Path) -> None:
         (finding,) = check(path, machine=machine).findings
         assert (finding.code, finding.severity) == ("cuda-only-package", severity)
         assert check(path, machine=machine).ok
+
+
+def test_a_file_that_names_no_device_was_saved_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (move,) = check(path, machine=LAPTOP).plan.moves
+    assert (move.device, move.reason, move.why) == ("cpu", "saved", "the file names no device")
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,7 +198,9 @@ def test_the_lines_to_paste_can_be_pasted(tmp_path: Path, capsys: pytest.Capture
     main(["inspect", str(path)])
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("import torch")
-    last = next(i for i, line in enumerate(lines) if line.startswith("torch.serialization.add_safe_globals"))
-    code = "\n".join([*lines[first : last + 1], f"torch.load({str(path)!r}, weights_only=True)"])
-    with torch.serialization.safe_globals([]):
-        exec(code, {})  # noqa: S102 - what a user would do
+    last = lines.index("    obj = torch.load(path)")
+    made: dict[str, Any] = {"path": path}
+    before = torch.serialization.get_safe_globals()
+    exec("\n".join(lines[first : last + 1]), made)  # noqa: S102 - what a user would do
+    assert isinstance(made["obj"], torch.nn.Sequential)
+    assert set(torch.serialization.get_safe_globals()) == set(before)

@@ -239,6 +239,7 @@ def test_the_file_name_goes_into_each_storage() -> None:
 def test_metadata_is_shown_in_bounds() -> None:
     facts = read(blob({"__metadata__": {f"k{n}": "x" * 10_000 for n in range(1000)}})).facts
     assert ("metadata", "1,000 entries") in facts
+    assert ("metadata", "1 entry") in read(blob({"__metadata__": {"format": "pt"}})).facts
     assert len(facts) < 100
     assert max(len(text) for _, text in facts) < 1000
 

@@ -310,7 +310,8 @@ def test_names_that_are_alike_do_not_shadow_each_other() -> None:
         "from c import torch as torch_",
         "from d import Outer",
         "from e import int as int_",
-        "torch.serialization.add_safe_globals([Config, Config_, torch_, Outer.Inner, int_, int])",
+        "with torch.serialization.safe_globals([Config, Config_, torch_, Outer.Inner, int_, int]):",
+        "    obj = torch.load(path)",
     )
 
 
@@ -336,14 +337,15 @@ def test_names_go_by_what_the_file_calls_them() -> None:
         "import torch",
         "from numpy._core.multiarray import scalar",
         "from torch._tensor import _rebuild_from_type",
-        f"torch.serialization.add_safe_globals([{', '.join(entries)}])",
+        f"with torch.serialization.safe_globals([{', '.join(entries)}]):",
+        "    obj = torch.load(path)",
     )
 
 
 def test_a_dangerous_file_gets_no_lines(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(PAYLOAD + b"0" + CLASS)
     assert [finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"] == [()]
-    assert not any("add_safe_globals" in line for finding in checkpoint.findings for line in finding.fix)
+    assert not any("safe_globals" in line for finding in checkpoint.findings for line in finding.fix)
 
 
 def test_p17_no_advice_leads_to_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:

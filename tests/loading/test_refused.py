@@ -295,8 +295,9 @@ def test_all_names_are_told_at_once_with_the_lines_that_allow_them() -> None:
     assert all(
         text in error.what for text in ("ipaddress.IPv4Address", "my.package.Config", "collections.ChainMap", "3 names")
     )
-    if hasattr(torch.serialization, "add_safe_globals"):
-        assert "torch.serialization.add_safe_globals([IPv4Address, Config, ChainMap])" in error.fix
+    if hasattr(torch.serialization, "safe_globals"):
+        assert "with torch.serialization.safe_globals([IPv4Address, Config, ChainMap]):" in error.fix
+        assert "    obj = transload.load(path)" in error.fix
     assert "weights_only=False" in error.fix
 
 
@@ -326,15 +327,12 @@ def test_the_lines_that_allow_names_work() -> None:
     data = saved(value)
     with pytest.raises(UnsafeError) as raised:
         load(data)
-    lines = [line.strip() for line in raised.value.fix.splitlines() if line.startswith("  ")]
-    before = torch.serialization.get_safe_globals()
-    try:
-        exec("\n".join(lines), {})  # noqa: S102 - the very lines a user would paste
-        assert load(data) == value
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
-    assert [IPv4Address, ChainMap] == [kind for kind in (IPv4Address, ChainMap) if kind not in before]
+    lines = [line[2:] for line in raised.value.fix.splitlines() if line.startswith("  ")]
+    made: dict[str, Any] = {"transload": transload, "path": io.BytesIO(data)}
+    exec("\n".join(lines), made)  # noqa: S102 - the very lines a user would paste
+    assert made["obj"] == value
+    with pytest.raises(UnsafeError):
+        load(data)
 
 
 def test_what_is_allowed_already_is_not_told_again() -> None:

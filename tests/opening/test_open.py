@@ -586,7 +586,7 @@ class TestClosing:
             assert isinstance(caught.value, ValueError)
         assert kept.tolist() == [1.0, 1.0]
         assert list(handle) == ["a"]
-        assert repr(handle).endswith("1 tensors, closed>")
+        assert repr(handle).endswith("1 tensor, closed>")
 
     def test_a_file_object_stays_open_and_where_it_was(self) -> None:
         file = file_of({"a": torch.ones(2)})

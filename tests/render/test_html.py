@@ -4,9 +4,19 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import transload
+from transload.checking import Check
 from transload.checkpoint import Checkpoint, Part
+from transload.converting import Conversion
+from transload.diagnose.report import Diagnosis
+from transload.findings import Finding
+from transload.frozen import Reported
+from transload.render.checkpoint import TRUSTED
 from transload.render.html import MAX_TWIGS, fragment
 from transload.render.lines import GLUE
+from transload.rescuing.result import Rescue
+from transload.retagging import Retag
+from transload.verifying import Verification
 
 
 class Page(HTMLParser):
@@ -75,6 +85,20 @@ def test_it_is_bounded_and_says_what_is_missing(transformer: Checkpoint) -> None
     assert "more are not shown" in text
     assert "and 40 more" in text
     assert len(text) < 300_000
+
+
+def test_lines_of_code_are_for_those_who_trust_the_file(training: Checkpoint) -> None:
+    finding = Finding("needs-trust", "warning", "names", fix=("import torch", "with torch:", "Ask its author."))
+    text = fragment(replace(training, findings=(finding,)))
+    assert f'<div class="tl-fix">{TRUSTED}\nimport torch\nwith torch:</div><div class="tl-fix">Ask' in text
+
+
+def test_a_report_is_its_text_in_a_notebook() -> None:
+    page = Page(transload.explain("CUDA out of memory <b>")._repr_html_())
+    assert page.tags == ["pre"]
+    assert page.text == str(transload.explain("CUDA out of memory <b>"))
+    for kind in (Check, Conversion, Diagnosis, Rescue, Retag, Verification):
+        assert issubclass(kind, Reported)
 
 
 def test_bars_show_the_share_of_each_dtype(training: Checkpoint) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from transload.checkpoint import Checkpoint, Part
+from transload.checkpoint import Checkpoint, Part, Tensor
 from transload.errors import CannotReadError
 from transload.findings import INTEGRITY, SAFETY, Finding
 from transload.render.checkpoint import INTEGRITY as INTEGRITY_WORDS
@@ -67,8 +67,18 @@ def test_the_optimizer_is_counted_apart_and_values_near_the_root_are_shown(train
 
 
 def test_shared_tensors_count_once(transformer: Checkpoint) -> None:
-    once, _ = elements(transformer.tensors)
-    assert elements(transformer.tensors * 2) == (once, 0)
+    once, _, _ = elements(transformer.tensors)
+    assert elements(transformer.tensors * 2) == (once, 0, 0)
+
+
+def test_averaged_copies_are_counted_apart() -> None:
+    def tensor(*path: str, size: int = 4) -> Tensor:
+        return Tensor(path, "/".join(path), "float32", (size,), (1,), "cpu", "/".join(path))
+
+    model = tensor("state_dict", "schema.weight")
+    copies = [tensor("state_dict_ema", "fc.weight"), tensor("model_ema.fc.weight"), tensor("EMA", "w")]
+    assert elements([model, *copies, tensor("optimizer", "0")]) == (4, 12, 4)
+    assert elements(copies) == (12, 0, 0)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError
 from transload.findings import Finding, Severity
+from transload.frozen import Reported
 from transload.judge.problems import refuse_broken
 from transload.loading.placement import AUTO, is_choice, place
 from transload.loading.refusal import PROGRAMS, Allowed, loaded_pickles, refuse_program, registrar
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Reported):
     """What would come of ``transload.load(path, map_location=device)`` on a machine.
 
     ``ok`` is whether it would load and fit; where not, ``refusal`` says why in a sentence. ``plan`` is where everything
@@ -184,7 +185,7 @@ def _refusal(checkpoint: Checkpoint, findings: Sequence[Finding]) -> str:
     titles = {finding.code: finding.title for finding in findings}
     if "needs-trust" in titles:
         titles["needs-trust"] = "it asks for names that nobody has allowed"
-    first = [titles[code] for code in ("is-a-program", "no-torch") if code in titles]
+    first = [titles[code] for code in ("is-a-program", "not-loaded", "no-torch") if code in titles]
     for finding in checkpoint.findings:  # nobody can allow these
         rule = rules().get(finding.code)
         if rule and rule.safety == "dangerous":
@@ -233,7 +234,8 @@ def _findings(result: Check) -> Iterator[Finding]:
     try:
         refuse_program(checkpoint, trusted=False)
     except LoadError as error:
-        yield Finding("is-a-program", "error", error.what, (), tuple(error.fix.split("\n")))
+        code = "is-a-program" if checkpoint.format in PROGRAMS else "not-loaded"
+        yield Finding(code, "error", error.what, (), tuple(error.fix.split("\n")))
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)

@@ -45,10 +45,18 @@ _ON_PYPI = frozenset(
         *("lightning_fabric", "mamba_ssm", "numpy", "omegaconf", "pandas", "peft", "pytorch_lightning", "safetensors"),
         *("scipy", "sentencepiece", "sklearn", "timm", "tokenizers", "torch_geometric", "torch_tensorrt", "torchao"),
         *("torchaudio", "torchvision", "transformer_engine", "transformers", "triton", "ultralytics", "xformers"),
-        *("yacs", "yaml"),
+        *("PIL", "addict", "cv2", "easydict", "gym", "gymnasium", "joblib", "skimage", "stable_baselines3"),
+        *("torchmetrics", "yacs", "yaml"),
     }
 )
-_CALLED = {"sklearn": "scikit-learn", "yaml": "pyyaml"}  # by pip; the others have a hyphen for each underscore
+# By pip; the others have a hyphen for each underscore.
+_CALLED = {
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "cv2": "opencv-python",
+    "PIL": "pillow",
+    "skimage": "scikit-image",
+}
 _CUDA_ONLY = frozenset(
     {
         *("apex", "auto_gptq", "awq", "bitsandbytes", "causal_conv1d", "cupy", "diff_gaussian_rasterization"),

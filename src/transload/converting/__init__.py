@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
-from transload.frozen import facts
+from transload.frozen import Reported, facts
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Line, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
@@ -28,7 +28,7 @@ __all__ = ["Conversion", "convert", "listing", "parts", "report"]
 
 
 @facts(frozen=True)
-class Conversion:
+class Conversion(Reported):
     """What was converted, and what was not.
 
     ``files`` were written, the first of them holds the weights (or is the directory). ``nbytes`` are those of all
@@ -189,7 +189,7 @@ def _written(conversion: Conversion) -> str:
     shards = sum(name.endswith(".safetensors") for name in conversion.files)
     files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
     nbytes, seconds = conversion.nbytes, conversion.seconds
-    speed = f", {nbytes / 1e9 / seconds:.1f} GB/s" if nbytes >= 1e8 and seconds else ""
+    speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
     checked = "read back and compared" if conversion.verified else "not read back"
     tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
     return f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}"

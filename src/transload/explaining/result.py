@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transload.frozen import Plain, facts
+from transload.frozen import Plain, Reported, facts
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
 
@@ -93,7 +93,7 @@ class Unexplained(Plain):
 
 
 @facts(frozen=True)
-class Explanation(Plain):
+class Explanation(Plain, Reported):
     """What a text means: ``answers`` to the errors that are known, and the errors that are ``unknown``.
 
     ``shortened`` is whether only the end of the text was read.

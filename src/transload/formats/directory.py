@@ -25,6 +25,7 @@ from transload.formats.zip import Payload
 from transload.frozen import NamedTuple, replace
 from transload.io.sources import FileSource, Slice, Source
 from transload.nodes import Call, Dict, Global, Pickle
+from transload.render.words import plural
 
 ReadFile = Callable[[str], Checkpoint]
 """Reads the file at a path. Bad content is a problem of the checkpoint, never an error."""
@@ -233,18 +234,19 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         else:
             outside[shard] = outside.get(shard, 0) + 1
     for shard, count in outside.items():
-        noted.add("shard-outside", shard[:200], f"{count:,} tensors are said to be in it; it was not opened")
+        noted.add("shard-outside", shard[:200], f"the index puts {plural(count, 'tensor')} into it; it was not opened")
     for shard, expected in sorted(shards.items()):
         path = index.parent / shard
         if not path.exists():
             link = "a link that leads nowhere; " if path.is_symlink() else ""
-            noted.add("shard-missing", shard, f"{link}{len(expected):,} tensors should be in it: {some(expected, 3)}")
+            detail = f"{link}{plural(len(expected), 'tensor')} should be in it: {some(expected, 3)}"
+            noted.add("shard-missing", shard, detail)
             merger.lost(shard, "shard")
         elif (checkpoint := merger.read(shard, "shard")) is not None:
             held = {tensor.name for tensor in checkpoint.tensors}
             absent = [name for name in expected if name not in held]
             if absent:
-                detail = f"{len(absent):,} tensors that the index puts here: {some(absent, 3)}"
+                detail = f"{plural(len(absent), 'tensor')} that the index puts here: {some(absent, 3)}"
                 noted.add("shard-tensor-missing", shard, detail)
     if not any(noted.has(code) for code in ("shard-missing", "part-unreadable", "index-invalid", "shard-outside")):
         # ``total_size`` counts tensors or, where they share memory, storages: writers differ, so either will do.
@@ -258,10 +260,10 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         for held_tensor in merger.tensors:
             (twice.append if held_tensor.name in seen else seen.add)(held_tensor.name)
         if twice:
-            noted.add("shard-tensor-twice", "", f"{len(twice):,} tensors: {some(twice, 3)}")
+            noted.add("shard-tensor-twice", "", f"{plural(len(twice), 'tensor')}: {some(twice, 3)}")
         unlisted = [name for name in seen if name not in weights]
         if unlisted:
-            noted.add("shard-tensor-unlisted", "", f"{len(unlisted):,} tensors: {some(sorted(unlisted), 3)}")
+            noted.add("shard-tensor-unlisted", "", f"{plural(len(unlisted), 'tensor')}: {some(sorted(unlisted), 3)}")
     # Shards beside the index that it does not name: left over from another save, or the index is.
     families = {found.group("stem", "suffix") for shard in shards if (found := SHARD_NAME.fullmatch(shard))}
     others = [(name, SHARD_NAME.fullmatch(name)) for name in listing.files if name not in shards]
@@ -536,7 +538,7 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> tupl
     version = fields.get("version")
     return (
         rank_files,
-        ("entries", f"{len(entries) - objects:,} tensors, {objects:,} other objects"),
+        ("entries", f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"),
         *((("metadata version", version),) if isinstance(version, str) else ()),
     )
 

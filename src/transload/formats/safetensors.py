@@ -91,7 +91,7 @@ def read_safetensors(source: Source, file: str = "") -> Checkpoint:
     facts = [("header", f"{length:,} bytes")]
     metadata = table.pop("__metadata__", None)
     if isinstance(metadata, dict) and all(type(value) is str for value in metadata.values()):
-        facts.append(("metadata", f"{len(metadata):,} entries"))
+        facts.append(("metadata", "1 entry" if len(metadata) == 1 else f"{len(metadata):,} entries"))
         shown = list(metadata.items())[:MAX_METADATA_SHOWN]
         facts += [(f"metadata.{_cut(key)}", _cut(value)) for key, value in shown]
     elif metadata is not None:

@@ -38,9 +38,11 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
     Empty if it is not one of ours. Anybody can write anything into it: it is a hint, not a proof.
 
     >>> read_recorded(b'{"schema": 1, "torch": "2.13.0", "storages": [["cuda:1", 3], ["cpu", 1]]}')
-    (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storages)'))
+    (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storage)'))
     """
     from json import dumps, loads
+
+    from transload.render.words import plural
 
     try:
         found = loads(data) if len(data) <= MAX_RECORD else None
@@ -64,7 +66,7 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
             devices[_short(row[0])] = devices.get(_short(row[0]), 0) + max(0, row[1])
     told = (
         ("gpus", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in gpus.items())),
-        ("saved from", ", ".join(f"{name} ({count} storages)" for name, count in devices.items())),
+        ("saved from", ", ".join(f"{name} ({plural(count, 'storage')})" for name, count in devices.items())),
     )
     out += [pair for pair in told if pair[1]]
     added = found.get("entries")  # by the user

@@ -100,8 +100,8 @@ class Progress:
 
     >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
     'loading 3.0 of 4.0 GB, 2.0 GB/s'
-    >>> Progress(None).text(560, 4500, 0.001)
-    'loading 0.6 of 4.5 kB, 560.0 kB/s'
+    >>> Progress(None).text(560, 4500, 0.001), Progress(None).text(20_000_000, 4_000_000_000, 1)
+    ('loading 0.6 of 4.5 kB, 560.0 kB/s', 'loading 0.0 of 4.0 GB, 20.0 MB/s')
     """
 
     def __init__(self, stream: TextIO | None, verb: str = "loading") -> None:
@@ -121,9 +121,11 @@ class Progress:
 
     def text(self, done: int, total: int, seconds: float) -> str:
         """The line itself."""
-        unit, size = next(((name, size) for name, size in _UNITS if total >= size), _UNITS[-1])
-        speed = done / size / seconds if seconds > 0 else 0.0
-        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed:.1f} {unit}/s"
+        speed = done / seconds if seconds > 0 else 0.0
+        (unit, size), (fast, step) = (
+            next((each for each in _UNITS if number >= each[1]), _UNITS[-1]) for number in (total, speed)
+        )
+        return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {fast}/s"
 
 
 def telling(

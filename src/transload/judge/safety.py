@@ -474,7 +474,8 @@ class _Judge:
             for use in trust:
                 groups.setdefault(use.purpose, []).append(use.full_name)
             evidence = [f"{', '.join(same)}: {purpose}" for purpose, same in groups.items()]
-            title = f"torch.load refuses {len(trust)} name{'s' if len(trust) > 1 else ''} in it unless you allow them"
+            names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
+            title = f"torch.load refuses {names_in_it} in it unless you allow {them}"
             fixes: tuple[str, ...] = ()
             if self.unloadable and not dangerous:
                 fixes = (
@@ -629,15 +630,17 @@ def _is_allowed(module: str, name: str) -> bool:
     return (module, name) == _GETATTR or can_be_allowed(module, name)
 
 
-def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = ()) -> tuple[str, ...]:
-    """The lines that make ``torch.load`` accept these names, all at once; for people who trust the file.
+def safe_globals_lines(
+    uses: Iterable[GlobalUse], inside: Iterable[tuple[str, str]] = (), load: str = "torch.load"
+) -> tuple[str, ...]:
+    """The lines that load a file with all of these names allowed, and only while it is loaded; for those who trust it.
 
-    ``inside`` are classes within classes, which a file reaches through the outer one. No lines are given for names that
-    are no identifiers: somebody may paste them. Nor for those that lead through something that is no class: nobody can
-    tell from the name what would be allowed.
+    They need torch 2.5. ``inside`` are classes within classes, which a file reaches through the outer one. No lines are
+    given for names that are no identifiers: somebody may paste them. Nor for those that lead through something that is
+    no class: nobody can tell from the name what would be allowed.
 
-    >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[1:]
-    ('from argparse import Namespace', 'torch.serialization.add_safe_globals([Namespace])')
+    >>> safe_globals_lines([GlobalUse("argparse", "Namespace", "harmless", "")])[2:]
+    ('with torch.serialization.safe_globals([Namespace]):', '    obj = torch.load(path)')
     """
     spelled: dict[tuple[str, str], str] = {}  # by name, what torch will look up, which may be an older name
     for use in uses:
@@ -679,4 +682,5 @@ def safe_globals_lines(uses: Iterable[GlobalUse], inside: Iterable[tuple[str, st
     if ("numpy", "dtype") in spelled:
         imports.append("import numpy")
         entries.append("*{type(numpy.dtype(code)) for code in numpy.typecodes['All']}")
-    return ("import torch", *imports, f"torch.serialization.add_safe_globals([{', '.join(entries)}])")
+    allowed = f"with torch.serialization.safe_globals([{', '.join(entries)}]):"
+    return ("import torch", *imports, allowed, f"    obj = {load}(path)")

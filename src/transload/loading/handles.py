@@ -155,8 +155,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
+        from transload.render.words import plural
+
         closed = ", closed" if self._opened.closed else ""
-        return f"<{self.checkpoint.path}: {len(self):,} tensors{closed}>"
+        return f"<{self.checkpoint.path}: {plural(len(self), 'tensor')}{closed}>"
 
     def __reduce__(self) -> NoReturn:
         """An open file does not travel between processes."""

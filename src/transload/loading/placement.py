@@ -86,6 +86,8 @@ class Move:
 
     def why_of(self, tags: Sequence[str]) -> str:
         """The reason for several tags that it is the same for."""
+        if self.reason == "saved" and self.detail:
+            return self.detail
         detail = f"; {self.detail}" if self.reason == "absent" and self.detail else self.detail
         return _WORDS[self.reason].format(tag=listed(tags, "or"), detail=detail)
 
@@ -255,6 +257,7 @@ _WIDE = frozenset({"float64", "complex128"})
 """What mps has not: https://github.com/pytorch/pytorch/issues/79019"""
 _HALVED = {"float32": 2, "float64": 4}
 _MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
+_UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 
 
 def _fields(of: type[Storage | Tensor], *names: str) -> Callable[[Any], Any]:
@@ -316,8 +319,10 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         meant = f"cuda:{map_location}" if kind == "int" and 0 <= map_location < 256 else ""
         refused = f"map_location is of type {kind}, which does not name a device"
         fix = f"Pass map_location='{meant}'." if meant else "Pass map_location=a name such as 'cpu' or 'cuda:0'."
+    # Of these formats only a pickle says where its tensors were.
+    silent = "the file names no device" if checkpoint.format in _UNTAGGED and not checkpoint.pickles else ""
     moves = tuple(
-        Move(tag, device, why, loads[tag].tensors, loads[tag].nbytes, detail)
+        Move(tag, device, why, loads[tag].tensors, loads[tag].nbytes, silent if why == "saved" else detail)
         for tag, (device, why, detail) in chosen.items()
     )
     lost = [move for move in moves if not move.device and not refused]

@@ -264,7 +264,9 @@ def refuse_unsafe(checkpoint: Checkpoint, allowed: Allowed) -> None:
         from torch import serialization
 
         fix = "Only if you trust its author: "
-        allowing = safe_globals_lines(uses, judgement.inside) if hasattr(serialization, "add_safe_globals") else ()
+        allowing: tuple[str, ...] = ()
+        if hasattr(serialization, "safe_globals"):
+            allowing = safe_globals_lines(uses, judgement.inside, "transload.load")
         if allowing:
             fix = "\n".join(["Only if you trust its author, allow them:", *(f"  {line}" for line in allowing), "or "])
         fix += "pass weights_only=False, which runs whatever the file says."

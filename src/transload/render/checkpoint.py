@@ -57,6 +57,9 @@ _EVIDENCE = 8
 _PARTS = 40
 _TREE_LINES = 48
 
+TRUSTED = "Only if you trust the file, from torch 2.5 on:"
+"""What leads to lines of code."""
+
 _LABEL = 12  # columns
 _TREE_NAME = 64
 _TREE_SHAPE = 32
@@ -66,7 +69,7 @@ _HOUSEKEEPING = frozenset(
 _PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # steps from the root; what lies deeper is some module's own affair
 _STATISTICS = ("running_mean", "running_var")
-_NUMBERS = ("float", "bfloat", "complex", "q")
+_NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
 _INDENT = "    "
 
@@ -142,8 +145,9 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
     sizes = [size(checkpoint.nbytes)]
     if checkpoint.tensors:
         sizes.append(f"{plural(len(checkpoint.tensors), 'tensor')} of {size(checkpoint.tensor_nbytes)}")
-        model, optimizer = elements(checkpoint.tensors)
+        model, averages, optimizer = elements(checkpoint.tensors)
         sizes += [plural(model, "parameter")] if model else []
+        sizes += [f"{count(averages)} in averaged copies (EMA)"] if averages else []
         sizes += [f"{count(optimizer)} in the optimizer"] if optimizer else []
         sizes += [f"{size(checkpoint.dead_nbytes)} unused by any tensor"] if checkpoint.dead_nbytes else []
     out["size"] = _listed([((text, ""),) for text in sizes])
@@ -228,14 +232,15 @@ def format_words(checkpoint: Contents) -> str:
     return printable(f"{words}, {checkpoint.flavour}" if checkpoint.flavour else words)
 
 
-def elements(tensors: Iterable[Tensor]) -> tuple[int, int]:
-    """Parameters in the tensors, and numbers kept by an optimizer. What is shared counts once.
+def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
+    """Parameters in the tensors, numbers in averaged copies of them, and numbers kept by an optimizer.
 
-    A tensor belongs to an optimizer when a step of its path begins with "optim". Integers are counters, labels and the
-    states of random generators, not parameters, and the statistics of a batch norm are none either.
+    What is shared counts once. A tensor belongs to an optimizer when a step of its path begins with "optim", and to a
+    copy when "ema" is a word of a step: of a file that holds nothing else, that is the model. Integers are counters,
+    labels and the states of random generators, not parameters, and the statistics of a batch norm are none either.
     """
     seen: set[object] = set()
-    model = optimizer = 0
+    model = averages = optimizer = 0
     for tensor in tensors:
         place = (tensor.storage, tensor.offset, tensor.shape, tensor.stride)
         if (tensor.storage is not None and place in seen) or not tensor.dtype.startswith(_NUMBERS):
@@ -243,11 +248,14 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int]:
         if tensor.name.endswith(_STATISTICS):
             continue
         seen.add(place)
-        if any(isinstance(step, str) and step.startswith("optim") for step in tensor.path):
+        steps = [step for step in tensor.path if isinstance(step, str)]
+        if any(step.startswith("optim") for step in steps):
             optimizer += tensor.numel
+        elif any("ema" in step.partition(".")[0].lower().split("_") for step in steps):
+            averages += tensor.numel
         else:
             model += tensor.numel
-    return model, optimizer
+    return (model, averages, optimizer) if model else (averages, 0, optimizer)
 
 
 # -- findings
@@ -273,7 +281,7 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
                 blocks.append(Prose(printable(step[0], None), lead=arrow))
             else:  # lines to be pasted: at the margin and never folded, since Python minds both
                 lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step]
-                blocks += [Prose("before torch.load, if you trust the file:", lead=arrow), BLANK, *lines, BLANK]
+                blocks += [Prose(TRUSTED, lead=arrow), BLANK, *lines, BLANK]
         yield blocks
     if len(order) > _FINDINGS:
         yield [note(f"{len(order) - _FINDINGS:,} further findings; --json lists all of them")]

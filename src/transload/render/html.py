@@ -6,7 +6,7 @@ from html import escape
 from pkgutil import get_data
 from typing import TYPE_CHECKING
 
-from transload.render.checkpoint import SEVERITY, format_words, steps, summary, summary_lines
+from transload.render.checkpoint import SEVERITY, TRUSTED, format_words, steps, summary, summary_lines
 from transload.render.tree import Twig, opened, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
 
@@ -64,7 +64,8 @@ def _head(checkpoint: Contents) -> Iterator[str]:
             yield _dim(f"and {len(finding.evidence) - _EVIDENCE:,} more")
         for step in steps(finding.fix):
             lines = "\n".join(_safe(text, None) for text in step)
-            yield f'<div class="tl-fix">{lines}</div>'
+            lead = f"{TRUSTED}\n" if len(step) > 1 else ""
+            yield f'<div class="tl-fix">{lead}{lines}</div>'
         yield "</div>"
     if len(order) > _FINDINGS:
         yield _dim(f"{len(order) - _FINDINGS:,} further findings are not shown")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from transload.frozen import facts
+from transload.frozen import Reported, facts
 from transload.render.lines import Block, Line, Prose, Table, as_text, row
 from transload.render.words import plural, printable, size
 
@@ -61,7 +61,7 @@ def doubts(repairs: Iterable[Repair]) -> tuple[str, ...]:
 
 
 @facts(frozen=True)
-class Rescue:
+class Rescue(Reported):
     """What became of a damaged file, by tensor.
 
     ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other

@@ -13,7 +13,7 @@ from typing import Any
 
 from transload.errors import ForbiddenWriteError, UsageError
 from transload.formats import no_collecting
-from transload.frozen import facts
+from transload.frozen import Reported, facts
 from transload.io import journal
 from transload.io.journal import recover
 from transload.io.sources import FileSource
@@ -26,7 +26,7 @@ __all__ = ["OTHERS", "Retag", "TagMap", "recover", "report", "retag", "several",
 
 
 @facts(frozen=True)
-class Retag:
+class Retag(Reported):
     """What was done to a file, or would be.
 
     ``method`` is ``none``, ``patch`` (as many bytes as before), ``append`` (a new index at the end of the archive),

@@ -19,7 +19,7 @@ from transload._version import __version__
 from transload.checkpoint import FORMATS
 from transload.errors import ManifestError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
-from transload.frozen import facts
+from transload.frozen import Reported, facts
 from transload.io import pool
 from transload.io.atomic import AtomicFile
 from transload.io.sources import SourceLike
@@ -46,7 +46,7 @@ __all__ = ["Damage", "Difference", "Progress", "TensorSum", "Verification", "ver
 
 
 @facts(frozen=True)
-class Verification:
+class Verification(Reported):
     """Whether the bytes of a checkpoint are those that were saved, as far as that can be known.
 
     ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there
@@ -333,8 +333,7 @@ def _summary(verification: Verification) -> Iterator[tuple[str, str, str]]:
     yield "checksums", *_checksums(verification)
     read = size(verification.nbytes_read)
     if verification.seconds and verification.nbytes_read >= 1_000_000:
-        speed = verification.nbytes_read / verification.seconds / 1e9
-        read += f" in {verification.seconds:.2f} s, {speed:.1f} GB/s"
+        read += f" in {verification.seconds:.2f} s, {size(round(verification.nbytes_read / verification.seconds))}/s"
     yield "read", read, ""
     if verification.sha256:
         yield "sha256", verification.sha256, ""
