@@ -34,7 +34,9 @@ if TYPE_CHECKING:
         LandingWarning,
         LoadError,
         ManifestError,
+        MissingClassError,
         MissingFileError,
+        MissingModuleError,
         NoDeviceError,
         NoDirectoryError,
         NotACheckpointDirectoryError,
@@ -90,7 +92,9 @@ __all__ = [
     "Machine",
     "ManifestError",
     "MismatchError",
+    "MissingClassError",
     "MissingFileError",
+    "MissingModuleError",
     "NoDeviceError",
     "NoDirectoryError",
     "NoTorchError",
@@ -143,9 +147,9 @@ _NAMES = {
     "transload.errors": """
         BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError
         ConvertError DirectoryError DoesNotFitError FileWarning ForbiddenFileError ForbiddenWriteError
-        FullDiskError LandingWarning LoadError ManifestError MissingFileError NoDeviceError NoDirectoryError
-        NoTorchError NotACheckpointDirectoryError NotACheckpointError NotAFileError OverflowRefusedError
-        RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
+        FullDiskError LandingWarning LoadError ManifestError MissingClassError MissingFileError MissingModuleError
+        NoDeviceError NoDirectoryError NoTorchError NotACheckpointDirectoryError NotACheckpointError NotAFileError
+        OverflowRefusedError RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
     """,
     "transload.explaining": "explain",
     "transload.explaining.result": "Explanation",

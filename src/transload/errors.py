@@ -186,6 +186,14 @@ class LoadError(TransloadError, RuntimeError):
     """The file cannot be loaded as asked."""
 
 
+class MissingModuleError(LoadError, ModuleNotFoundError):
+    """The file names a module that cannot be imported here."""
+
+
+class MissingClassError(LoadError, AttributeError):
+    """The file names a class or function that its module does not have here."""
+
+
 class BrokenFileError(LoadError, UnpicklingError, EOFError):
     """The file is damaged; which of its tensors are lost is said where it is known."""
 

@@ -727,6 +727,20 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     convert(tmp_path / "dcp", tmp_path / "a.safetensors")
     found = safetensors_torch.load_file(tmp_path / "a.safetensors")
     assert sorted(map(tuple, (each.shape for each in found.values()))) == [(5,), (6, 4)]
+    assert [(part.key, part.tensors) for part in parts(tmp_path / "dcp")] == [("", 2), ("b", 1)]
+    convert(tmp_path / "dcp", tmp_path / "b.safetensors", key="b")
+    assert list(safetensors_torch.load_file(tmp_path / "b.safetensors")) == ["c"]
+
+
+def test_the_partitions_of_ranks_are_not_put_together_in_silence(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    (tmp_path / "latest").write_text("global_step1")
+    for name in ("mp_rank_00_model_states", "bf16_zero_pp_rank_0_mp_rank_00_optim_states"):
+        torch.save({"module": {"w": torch.ones(2)}}, folder / f"{name}.pt")
+    made = convert(tmp_path, tmp_path / "out.safetensors")
+    assert made.format == "deepspeed"
+    assert "parts of one tensor are not put together" in made.notes[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

@@ -23,11 +23,12 @@ from tests.loading.equal import same
 from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, QUIET, ZOO, Net, Pair, saved
 from torch import nn
 
+from transload import MissingClassError, MissingModuleError
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import read_source
 from transload.io.sources import open_source
 from transload.loading.placement import DeviceMap, Plan
-from transload.loading.trusted import MissingClassError, MissingModuleError, load_trusted
+from transload.loading.trusted import load_trusted
 from transload.tensors import Piece
 
 pytestmark = QUIET

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -87,9 +88,12 @@ def test_the_command_for_shards_works(tmp_path: Path) -> None:
         save(state(), folder / f"pytorch_model-0000{index}-of-00002.bin")
     text = '{"weight_map": {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}}'
     (folder / "pytorch_model.bin.index.json").write_text(text, encoding="utf-8")
-    command = refused(folder).fix.partition(": ")[2].replace("transload retag", "echo")
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)  # noqa: S607
-    assert len(done.stdout.splitlines()) == 2
+    with pytest.raises(RetagError) as caught:
+        retag(folder, "cuda:1")
+    command = shlex.split(caught.value.fix.partition(": ")[2])
+    assert command == ["transload", "retag", str(folder), "--to", "cuda:1"]
+    assert main(command[1:]) == 0
+    assert {use.device for path in folder.glob("*.bin") for use in transload.inspect(path).devices} == {"cuda:1"}
 
 
 def test_what_was_zipped_again_with_compression(path: Path) -> None:

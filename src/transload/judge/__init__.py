@@ -115,7 +115,7 @@ _OTHER_LOADER: dict[str, str] = {
     "sharded": "loads the shards one at a time only: read the index for which file holds what",
     "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or make a file of it: transload convert DIR "
     "NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested ones)",
-    "deepspeed": "fails on a directory: gather it with the zero_to_fp32.py inside",
+    "deepspeed": "fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
     "megatron": "fails on a directory: load it with Megatron",
     "directory": "fails on a directory",
     "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "

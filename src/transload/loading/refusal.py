@@ -205,7 +205,7 @@ _DIRECTORIES = {
     ),
     "deepspeed": (
         "a DeepSpeed checkpoint directory",
-        "Gather it first with the script inside: python zero_to_fp32.py . OUT",
+        "Gather it first, with DeepSpeed: python -m deepspeed.utils.zero_to_fp32 DIR OUT",
     ),
     "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
 }

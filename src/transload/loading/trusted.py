@@ -11,7 +11,14 @@ from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
+from transload.errors import (
+    BrokenFileError,
+    LoadError,
+    MissingClassError,
+    MissingModuleError,
+    TransloadError,
+    UsageError,
+)
 from transload.formats.pickle_machine import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
@@ -74,14 +81,6 @@ _DEVICE_AT = {
     "_rebuild_xla_tensor": 2,
 }
 """Functions of ``torch._utils`` that get a device by itself, not through a storage, and as which argument."""
-
-
-class MissingModuleError(LoadError, ModuleNotFoundError):
-    """The file names a module that cannot be imported here."""
-
-
-class MissingClassError(LoadError, AttributeError):
-    """The file names a class or function that its module does not have here."""
 
 
 def unpickler_of(pickle_module: Any) -> type[Any]:

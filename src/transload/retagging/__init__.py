@@ -99,7 +99,7 @@ def retag(
     elif not several:
         journal.refuse_in_place(path, hard_links=hard_links)
     if several:
-        refuse_file(inspect(path))
+        refuse_file(inspect(path), to if isinstance(to, str) else "cpu")
     recovered = recover(path)
     if recovered == "stale":
         raise journal.stale_journal(path)

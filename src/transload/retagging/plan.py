@@ -138,8 +138,8 @@ _OTHERS: dict[str, tuple[str, str]] = {
 }
 
 
-def refuse_file(checkpoint: Checkpoint) -> None:
-    """Refuse a file that has no tags to change, or that is damaged."""
+def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
+    """Refuse a file that has no tags to change, or that is damaged; ``to`` is the device that was asked for."""
     path, kind, findings = checkpoint.path, checkpoint.format, checkpoint.findings
     severities = ("error", "warning", "note")
     worst = min(findings, key=lambda finding: severities.index(finding.severity), default=None)
@@ -151,7 +151,8 @@ def refuse_file(checkpoint: Checkpoint) -> None:
         why, fix = _OTHERS.get(kind, (f"its format is {kind}", _AGAIN))
         if kind == "torch-directory":
             fix = f"{fix}\n{rescue_command(path)}"
-        raise RetagError(why, where=path, fix=fix.replace("{each}", _each(checkpoint)).replace("{path}", quoted(path)))
+        fix = fix.replace("{each}", _each(checkpoint, to)).replace("{path}", quoted(path))
+        raise RetagError(why, where=path, fix=fix)
     if any(record.method for record in checkpoint.records):
         raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
@@ -159,7 +160,7 @@ def refuse_file(checkpoint: Checkpoint) -> None:
         raise RetagError(f"it is not whole: {why}", where=path, fix=repair or see)
 
 
-def _each(checkpoint: Checkpoint) -> str:
+def _each(checkpoint: Checkpoint, to: str) -> str:
     """What to do with the files of a directory."""
     from pathlib import Path
 
@@ -167,9 +168,7 @@ def _each(checkpoint: Checkpoint) -> str:
     endings = {Path(part.name).suffix for part in checkpoint.parts} - {"", ".json"}
     if endings == {".safetensors"}:
         return "Its files are safetensors, which carry no device: they load anywhere."
-    ending = min(endings - {".safetensors"}, default=".bin")
-    loop = f'for f in {quoted(folder.rstrip("/"))}/*{ending}; do transload retag "$f" --to cpu; done'
-    return f"Retag each of its files: {loop}"
+    return f"Retag each of its files, by their directory: transload retag {quoted(folder)} --to {quoted(to)}"
 
 
 # -- which bytes change

@@ -492,6 +492,8 @@ def notes(plan: Plan, job: Job, leftovers: Leftovers) -> Iterator[str]:
             yield f"it also holds an optimizer; --key converts one part alone: {_some(parts)}"
     if plan.checkpoint.format in _PROGRAMS:
         yield "the program itself is not converted, only its weights"
+    if plan.checkpoint.format in ("deepspeed", "megatron"):
+        yield "the tensors of each rank are stored as they are: parts of one tensor are not put together"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     if arrays := _kept_arrays(plan):
@@ -586,7 +588,8 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
     parts: dict[str, list[Tensor]] = {"": []}
     for tensor in checkpoint.tensors:
         parts[""].append(tensor)
-        steps = tensor.name.split("/")[:-1]
+        # A DCP directory joins the keys of nested dictionaries by dots: the first of them is a part.
+        steps = tensor.name.split(".", 1)[:-1] if checkpoint.format == "dcp" else tensor.name.split("/")[:-1]
         for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
             key = "/".join(steps[:length])
             if key in parts or len(parts) < _MAX_CANDIDATES:
