@@ -55,6 +55,11 @@ def test_a_file(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert inspect(target).integrity in ("whole", "unchecked")
 
 
+def test_options_between_the_files(state: str, tmp_path: Path) -> None:
+    assert main(["convert", state, "--to", "safetensors", str(tmp_path / "new" / "a.bin"), "--no-verify"]) == 0
+    assert (tmp_path / "new" / "a.bin").exists()
+
+
 def test_again_only_by_force(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "a.npz")
     assert main(["convert", state, target]) == 0

@@ -142,7 +142,10 @@ def parser_of(command: str) -> ArgumentParser:
 
 
 def _run(command: str, rest: list[str]) -> Outcome:
-    arguments = parser_of(command).parse_args(rest)
+    parser = parser_of(command)
+    # Where DST may be left out, options may still stand between it and SRC.
+    between = command in ("convert", "rescue")
+    arguments = parser.parse_intermixed_args(rest) if between else parser.parse_args(rest)
     if path := getattr(arguments, "path", None):
         from transload.cli.output import finish_retag
 
