@@ -111,7 +111,7 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
     ),
     "password": (b"Invalid username or password.", "text-answer", "Invalid username", "login"),
     "denied": (b"Access Denied", "text-answer", "Access Denied", "permission"),
-    "a note": (b"Buy milk.\n", "text-answer", "10 bytes of text, not a checkpoint", "Check the path"),
+    "a note": (b"Buy milk.\n", "text-answer", '10 bytes of text: "Buy milk."', "Check the path"),
     "a text": (b"The page was not found.\n" * 9, "text", "a text file", "Check the path"),
     "not found": (b"404: Not Found", "text-answer", "404", "address"),
     "LFS": (LFS, "git-lfs", "for a file of 267,844,284 bytes", "git lfs pull --include=model.pt"),

@@ -76,6 +76,7 @@ def test_a_single_array(tmp_path: Path) -> None:
     assert transload.inspect(path).ok
     assert transload.load(path).tolist() == [0, 1, 2, 3, 4]
     assert convert(path, tmp_path / "b.safetensors").renamed == (("", "tensor"),)
+    assert transload.inspect(path.read_bytes()[:60]).integrity == "not-a-checkpoint"
     path.write_bytes(path.read_bytes()[:-1])
     assert transload.inspect(path).integrity == "damaged"
     with pytest.raises(LoadError, match="not as long as its header says"):

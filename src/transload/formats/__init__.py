@@ -128,9 +128,10 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
         if gguf.looks_like(source):
             return gguf.read_gguf(source)
     if head == b"\x93NUMPY":
-        from transload.formats.npz import read_npy
+        from transload.formats import npz
 
-        return read_npy(source)
+        if npz.looks_like(source):
+            return npz.read_npy(source)
     from transload.formats.plain_pickle import read_plain_pickle
 
     plain = read_plain_pickle(source)

@@ -551,10 +551,10 @@ def _text(view: View) -> Foreign | None:
         return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_ASIDE,))
     if view.whole and view.size <= LONGEST_ANSWER and found.strip().count("\n") <= 2:  # as servers send
         said = clean(found)
-        advice, kind = _advice(said), "probably a server's answer"
+        advice, kind = _advice(said), ", probably a server's answer"
         if advice == (_DOWNLOAD_AGAIN,):  # words that no server is known for
-            advice, kind = (_ASIDE, f"Or, if it was downloaded: {_DOWNLOAD_AGAIN}"), "not a checkpoint"
-        return Foreign("text-answer", f'{view.size:,} bytes of text, {kind}: "{said}"', (), advice)
+            advice, kind = (_ASIDE, f"Or, if it was downloaded: {_DOWNLOAD_AGAIN}"), ""
+        return Foreign("text-answer", f'{view.size:,} bytes of text{kind}: "{said}"', (), advice)
     lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
     shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
     if len(lines) >= 3 and shaped >= 0.8 * len(lines):  # most lines are keys or items

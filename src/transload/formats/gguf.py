@@ -35,6 +35,7 @@ _MAX_DIMENSIONS = 4  # ggml's own limit
 _MAX_NESTING = 4
 _MAX_NUMEL = 1 << 63
 _SHOWN = 8  # elements of an array
+_LAYOUT = ("gguf-hole", "gguf-overlap", "gguf-truncated", "gguf-trailing")
 
 
 class _BadHeaderError(Exception):
@@ -177,9 +178,7 @@ def read_gguf(source: Source) -> Checkpoint:
     ordered = sorted(entries.values(), key=attrgetter("begin", "end"))
     start = -(-header.at // align) * align if whole else 0
     if whole:
-        check_layout(
-            [each for each in ordered if not each.broken], source.size - start, noted, prefix="gguf", align=align
-        )
+        check_layout([each for each in ordered if not each.broken], source.size - start, noted, _LAYOUT, align)
     else:  # where the data begin is not known
         ordered = [each._replace(broken=True) for each in ordered]
     if quantized := [each for each in ordered if each.dtype in BLOCKS]:

@@ -31,6 +31,11 @@ _DEFLATED = 8
 _OF_TORCH = ("zip-no-folder", "zip-two-folders")
 
 
+def looks_like(source: Source) -> bool:
+    """Whether it begins with the header of an array."""
+    return bool(_split(source.read(0, _MAX_HEADER))[0])
+
+
 def read_npy(source: Source) -> Checkpoint:
     """The array of a ``.npy`` file, without a name."""
     noted = Noted()
@@ -72,12 +77,19 @@ def _head(source: Source | None, record: Record) -> bytes:
         return b""
 
 
+def _split(head: bytes) -> tuple[bytes, int]:
+    """The header of an array, empty if there is none, and where the numbers begin."""
+    wide = 2 if head[6:7] == b"\1" else 4
+    start = 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
+    text = head[8 + wide : start]
+    whole = head.startswith(MAGIC) and text.startswith(b"{") and text.endswith(b"\n") and start <= len(head)
+    return text if whole else b"", start
+
+
 def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> tuple[Tensor, Storage | None]:
     """The array that begins with ``head`` and is all of a record."""
     name = "".join(path)
-    wide = 2 if head[6:7] == b"\1" else 4
-    start = 8 + wide + int.from_bytes(head[8 : 8 + wide], "little")
-    text = head[8 + wide : start] if head.startswith(MAGIC) else b""
+    text, start = _split(head)
     match = _HEADER.fullmatch(text)
     dtype = FROM_NUMPY.get(match[2].decode("ascii", "replace")) if match else None
     shape = tuple(int(size) for size in match[4].split(b",") if size.strip()) if match else ()

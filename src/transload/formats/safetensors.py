@@ -248,29 +248,34 @@ def _counts(raw: Any) -> tuple[int, ...] | None:
     return tuple(raw)
 
 
-def check_layout(entries: list[Entry], held: int, noted: Noted, *, prefix: str = "safetensors", align: int = 1) -> None:
+_LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "safetensors-trailing")
+
+
+def check_layout(
+    entries: list[Entry], held: int, noted: Noted, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
+) -> None:
     """Note where tensors, in the order of the file, do not cover the data exactly: holes hide bytes, overlaps share.
 
-    Each must begin at the next multiple of ``align``; ``prefix`` is that of the codes.
+    Each must begin at the next multiple of ``align``.
     """
+    hole, overlap, truncated, trailing = codes
     reached = padded = 0
     for entry in entries:
         if entry.begin > padded:
-            detail = f"{entry.begin - padded:,} bytes before it belong to no tensor"
-            noted.add(f"{prefix}-hole", _at(entry.name), detail)
+            noted.add(hole, _at(entry.name), f"{entry.begin - padded:,} bytes before it belong to no tensor")
         elif entry.begin < reached:
             detail = f"it begins {reached - entry.begin:,} bytes before the one ahead of it ends"
-            noted.add(f"{prefix}-overlap", _at(entry.name), detail)
+            noted.add(overlap, _at(entry.name), detail)
         elif entry.begin < padded:
-            noted.add(f"{prefix}-hole", _at(entry.name), f"byte {entry.begin:,} is not a multiple of {align:,}")
+            noted.add(hole, _at(entry.name), f"byte {entry.begin:,} is not a multiple of {align:,}")
         reached = max(reached, entry.end)
         padded = -(-reached // align) * align
     if reached > held:
         whole = sum(entry.end <= held for entry in entries)
         lost = f"{reached - max(held, 0):,} bytes are missing at the end"
-        noted.add(f"{prefix}-truncated", "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
+        noted.add(truncated, "", f"{lost}; {whole:,} of {len(entries):,} tensors are whole")
     elif padded < held:
-        noted.add(f"{prefix}-trailing", "", f"{held - padded:,} bytes after the last tensor belong to nothing")
+        noted.add(trailing, "", f"{held - padded:,} bytes after the last tensor belong to nothing")
 
 
 def _as_torch(entry: Entry, noted: Noted) -> Entry:
