@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.each import each, for_each
 
 import transload
 from transload.checkpoint import Checkpoint
+from transload.cli.main import main
 from transload.dtypes import BLOCKS, GGML, ITEMSIZE
 from transload.errors import FileWarning, LoadError, RescueError
 from transload.formats.gguf import header_values, read_gguf
@@ -127,6 +129,15 @@ def test_tensors_and_values_are_read(order: str, version: int, align: int) -> No
             handle["blk.1.weight"]
 
 
+def test_all_values_are_shown_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small().data)
+    assert main(["inspect", "--tree", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "  general.architecture: llama\n" in shown
+    assert "  big: -1099511627776\n" in shown
+
+
 @each("order", ["<", ">"])
 def test_load_takes_what_is_not_quantized_and_names_the_rest(order: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -154,13 +165,18 @@ def test_convert_writes_what_is_not_quantized_and_says_what_is_lost(ending: str,
     done = transload.convert(small().data, out)
     assert not done.complete
     assert [(each.name, each.lost) for each in done.left] == [("blk.1.weight", True)]
-    assert '"general.architecture": "llama"' in Path(done.leftovers).read_text()
-    assert '"token 19"' in Path(done.leftovers).read_text()
+    kept = json.loads(Path(done.leftovers).read_text(encoding="utf-8"))["data"]["gguf/metadata"]
+    assert (kept["general.architecture"], kept["tokens"][19], kept["nested"]) == ("llama", "token 19", [[-1, 1]])
     with transload.open(out) as handle:
         assert {name: handle[name].tolist() for name in handle} == {
             "blk.0.weight": [[0, 1, 2], [3, 4, 5]],
             "blk.0.bias": [1, -2, 3],
         }
+
+
+def test_a_value_may_have_the_name_of_a_tensor(tmp_path: Path) -> None:
+    done = transload.convert(Forged({"w": ("int8", (1,), b"a")}, (("w", 8, text(b"hello")),)).data, tmp_path / "a.pt")
+    assert "hello" in Path(done.leftovers).read_text(encoding="utf-8")
 
 
 def test_every_prefix_is_read() -> None:

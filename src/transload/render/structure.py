@@ -26,9 +26,14 @@ _Child = tuple[str, "Key", object]
 
 
 def structure(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Block]:
-    """The objects of the file as the pickle would build them, one a line, tensors by what they are."""
+    """The objects of the file as the pickle would build them, one a line, tensors by what they are.
+
+    Of a file without a pickle, the values.
+    """
     yield from heading("structure")
     if not any(pickle.main for pickle in checkpoint.pickles):
+        for leaf in checkpoint.leaves[:max_lines]:
+            yield Prose(((f"{printable(leaf.name)}: ", "dim"), (printable(leaf.text), "")), lead="  ")
         yield note("this format holds no pickled tree; --tensors lists what it holds")
         return
     shown = 0

@@ -374,7 +374,8 @@ class Plan:
             from transload.formats.gguf import header_values
 
             values = header_values(self.content.open_file(""))
-            self.dropped.append(((), Dict([part for pair in values.items() for part in pair])))
+            # Under a path of two steps: that of a tensor, which may have the name of a value, has one.
+            self.dropped.append((("gguf", "metadata"), Dict([part for pair in values.items() for part in pair])))
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
         if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
             for pickle in main:  # the object of each file or item, without the table of a DCP directory
