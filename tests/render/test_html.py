@@ -8,7 +8,6 @@ import transload
 from transload.checking import Check
 from transload.checkpoint import Checkpoint, Part
 from transload.converting import Conversion
-from transload.diagnose.report import Diagnosis
 from transload.findings import Finding
 from transload.frozen import Reported
 from transload.render.checkpoint import TRUSTED
@@ -97,7 +96,7 @@ def test_a_report_is_its_text_in_a_notebook() -> None:
     page = Page(transload.explain("CUDA out of memory <b>")._repr_html_())
     assert page.tags == ["pre"]
     assert page.text == str(transload.explain("CUDA out of memory <b>"))
-    for kind in (Check, Conversion, Diagnosis, Rescue, Retag, Verification):
+    for kind in (Check, Conversion, Rescue, Retag, Verification):
         assert issubclass(kind, Reported)
 
 

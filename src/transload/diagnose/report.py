@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from transload.diagnose.case import LAYERS
 from transload.diagnose.tables import chip_of, cu_result, cuda_text
 from transload.findings import Finding
-from transload.frozen import Reported
 from transload.machine import Machine, Unknown, to_dict
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, heading, layout, note, plain
 from transload.render.words import plural, printable
@@ -39,7 +38,7 @@ class Muted:
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis(Reported):
+class Diagnosis:
     """What is wrong with a machine, if anything, and what to do about it.
 
     ``cause`` is the first thing to fix; ``findings`` do not follow from each other: the cause first, in the order
