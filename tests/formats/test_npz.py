@@ -89,6 +89,14 @@ def test_python_objects_are_not_looked_into(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", w=np.ones(1), o=objects, f=np.zeros(1, [("x", object)]))
     for name in ("a.npy", "b.npz"):
         assert transload.inspect(tmp_path / name).safety == "needs-trust"
+    data = (tmp_path / "a.npy").read_bytes()
+    for spelling in (b'"|O"', b"'\\x4f'", b"'i4,O'", b"'object'"):  # which numpy takes for the same
+        with ZipFile(tmp_path / "c.npz", "w") as archive:
+            odd = data.replace(b"'|O'", spelling)
+            archive.writestr("a.npy", odd[:8] + (len(odd) - len(data) + data[8]).to_bytes(2, "little") + odd[10:])
+        assert transload.inspect(tmp_path / "c.npz").safety == "needs-trust", spelling
+    np.savez(tmp_path / "d.npz", text=np.array(["a"]), fields=np.zeros(2, [("O", "<i4"), ("b", "S3", (2, 2))]))
+    assert transload.inspect(tmp_path / "d.npz").safety == "data-only"
     with pytest.raises(LoadError, match="arrays of Python objects"):
         transload.load(tmp_path / "a.npy")
     with pytest.warns(FileWarning, match=r"left out: o: .*; f: "):

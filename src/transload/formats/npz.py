@@ -1,7 +1,7 @@
 """numpy's files: a ``.npy`` is a header and the numbers of one array, an ``.npz`` a zip archive of them.
 
 numpy is not needed. What is not an array of plain numbers (objects, texts, fields) is listed with its kind, has no
-storage, and a problem says so: of Python objects it holds a pickle, which is not looked into.
+storage, and a problem says so: an array of Python objects is a pickle, which is not looked into.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ _SHAPE = rb"((?:\d{1,18}, ?)*(?:\d{1,18})?)"
 _HEADER = re.compile(
     rb"\{'descr': '([<>|=])(\w{1,9})', 'fortran_order': (True|False), 'shape': \(" + _SHAPE + rb"\), \} *\n"
 )
-_OBJECTS = re.compile(rb"'\|?O\d*'")
+# Headers of arrays that are certainly no objects: of a plain type, or of fields that have one. numpy evaluates the
+# text, so that others have many spellings.
+_TYPE = rb"'[<>|=][SUVMmbiufc]\d*(?:\[\w+\])?'"
+_FIELD = rb"\('[^'\\\"]*', " + _TYPE + rb"(?:, \([\d, ]*\))?\)"
+_NO_OBJECTS = re.compile(
+    rb"\{'descr': (?:" + _TYPE + rb"|\[" + _FIELD + rb"(?:, " + _FIELD + rb")*\]), "
+    rb"'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
+)
 _ESCAPED = re.compile(r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])")  # what writing.plan.member_name writes
 _DEFLATED = 8
 _OF_TORCH = ("zip-no-folder", "zip-two-folders")
@@ -97,7 +104,8 @@ def _array(path: tuple[str, ...], record: Record, head: bytes, noted: Noted) -> 
     held = record.size - start
     problem = ""
     if not match or dtype is None:
-        problem = "npy-objects" if _OBJECTS.search(text) else "npy-not-numbers"
+        plain = not head.startswith(MAGIC) or _NO_OBJECTS.fullmatch(text)
+        problem = "npy-not-numbers" if plain else "npy-objects"
         kind = "an array of Python objects" if problem == "npy-objects" else "not an array of plain numbers"
         shown = text.decode("ascii", "replace").strip()[:200]
     elif held != prod(shape) * width or start % width:
