@@ -108,8 +108,8 @@ def test_nothing_is_written_over(broken: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["absent.pt", "out.pt"], ["README.md", "out.pt"], ["half.pt"], ["half.pt", "no/such/folder/out.pt"]],
-    ids=["nothing", "absent", "a text", "no target", "no folder"],
+    [[], ["absent.pt", "out.pt"], ["README.md", "out.pt"], ["half.pt"], ["half.pt", "half.pt/out.pt"]],
+    ids=["nothing", "absent", "a text", "no target", "a file for a folder"],
 )
 def test_mistakes(
     arguments: list[str], half: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
