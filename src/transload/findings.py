@@ -167,7 +167,9 @@ def manual_page(name: str) -> str:
     try:
         data = pkgutil.get_data("transload", f"manual/{name}.md")
     except OSError:  # not packed: this is a source tree
-        from pathlib import Path
+        import os
 
-        data = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_bytes()
+        docs = os.path.join(os.path.dirname(__file__), "..", "..", "docs")  # noqa: PTH118, PTH120 - pathlib is slow to import
+        with open(os.path.join(docs, f"{name}.md"), "rb") as file:  # noqa: PTH118, PTH123 - as above
+            data = file.read()
     return (data or b"").decode()
