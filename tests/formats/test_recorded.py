@@ -36,7 +36,7 @@ def test_all_of_it_is_told() -> None:
     found = read(FULL)
     assert found["torch"] == "2.13.0+cu130"
     assert found["gpus"] == "2 × NVIDIA H200 (9.0)"
-    assert found["saved from"] == "cuda:1 (5 storages), cpu (1 storages)"
+    assert found["saved from"] == "cuda:1 (5 storages), cpu (1 storage)"
     assert (found["run"], found["note"]) == ("7", "ü")
 
 
@@ -63,7 +63,7 @@ def test_what_is_shown_is_bounded() -> None:
         "storages": [[f"d{n}", 1] for n in range(9999)],
     }
     found = read(many)
-    assert found["saved from"].count("storages") == 64
+    assert found["saved from"].count("1 storage") == 64
     assert max(len(found[str(n)]) for n in range(50)) <= 201
 
 
@@ -76,5 +76,5 @@ def test_it_reads_what_is_saved() -> None:
     with zipfile.ZipFile(held) as archive:
         found = dict(read_recorded(archive.read(f"archive/{RECORD}")))
     assert found["run"] == "[1, 2]"
-    assert found["saved from"] == "cpu (1 storages)"
+    assert found["saved from"] == "cpu (1 storage)"
     assert found["torch"] == str(torch.__version__)
