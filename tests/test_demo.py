@@ -42,7 +42,7 @@ def torch_that_fails(tmp_path: Path) -> str:
 
 def test_with_torch_it_loads_and_the_values_are_right() -> None:
     torch = pytest.importorskip("torch")
-    done = demo(ROOT)
+    done = forks.run("examples/demo.py", cwd=ROOT, env={**os.environ, "COLUMNS": "120"})
     assert done.returncode == 0, done.stdout + done.stderr
     plain, ours, file, machine = sections(done.stdout)
     assert '>>> torch.load("examples/model_cuda0.pt")' in plain

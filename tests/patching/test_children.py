@@ -29,6 +29,21 @@ def test_a_child_is_told_what_its_parent_does() -> None:
     assert "transload" not in multiprocessing.spawn.get_preparation_data("child")
 
 
+def test_a_server_of_children_is_told_in_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has the ``repr`` of the path of the main module, that the server imports since Python 3.14."""
+    prepared = {"init_main_from_path": "a 'b'.py"}
+    monkeypatch.setattr(multiprocessing.spawn, "get_preparation_data", lambda _: prepared)
+    with transload.patch("cpu"):
+        path = multiprocessing.spawn.get_preparation_data("ignore")["init_main_from_path"]
+        written, pickled = repr(path), pickle.dumps(path)
+    assert devices.requested == ""
+    assert type(pickle.loads(pickled)) is str
+    assert pickle.loads(pickled) == path == "a 'b'.py"
+    assert devices.requested == ""
+    assert eval(written) == "a 'b'.py"  # noqa: S307
+    assert devices.requested == "cpu"
+
+
 def test_a_child_that_cannot_find_us_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with transload.patch():
         prepared = pickle.dumps(multiprocessing.spawn.get_preparation_data("child")["transload"])

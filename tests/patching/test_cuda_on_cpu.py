@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests import forks
 from tests.each import each
 
 import transload
 from transload.patching import devices
 
 if TYPE_CHECKING:
-    from tests.patching.conftest import Cards, Python
+    from tests.patching.conftest import Cards
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -157,12 +159,11 @@ sys.exit(int(sys.argv[2]))
 
 
 @each(("options", "ending"), [((), "3"), (("--quiet", "--pretend-cuda"), "0")])
-def test_a_program_for_nccl_and_what_is_told_at_its_end(
-    python: Python, tmp_path: Path, options: tuple[str, ...], ending: str
-) -> None:
+def test_a_program_for_nccl_and_what_is_told_at_its_end(tmp_path: Path, options: tuple[str, ...], ending: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
-    done = python("-m", "transload", "run", *options, script, tmp_path / "meeting", ending, CUDA_VISIBLE_DEVICES="")
+    env = {**os.environ, "PYTHONPATH": str(forks.SOURCE), "CUDA_VISIBLE_DEVICES": ""}
+    done = forks.run("-m", "transload", "run", *options, script, tmp_path / "meeting", ending, env=env)
     assert done.returncode == int(ending), done.stderr
     assert done.stdout == f"done {'--pretend-cuda' in options}\n"
     told = "transload run changed: cuda → cpu, nccl → gloo, SyncBatchNorm stays BatchNorm" in done.stderr

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests import forks
 
 import transload
-
-if TYPE_CHECKING:
-    from tests.patching.conftest import Python
 
 pytest.importorskip("torch")
 
@@ -50,12 +47,13 @@ def test_the_checkpoints_are_of_another_machine(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("script", EXPECTED)
-def test_it_fails_under_python_and_works_under_us(python: Python, checkpoints: Path, script: str) -> None:
+def test_it_fails_under_python_and_works_under_us(checkpoints: Path, script: str) -> None:
     arguments, last = EXPECTED[script]
     without = forks.run(SCRIPTS / script, *arguments, cwd=checkpoints)
     assert without.returncode == 1
     assert "Error: " in without.stderr.splitlines()[-1]
-    ours = python("-m", "transload", "run", SCRIPTS / script, *arguments, cwd=checkpoints)
+    env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
+    ours = forks.run("-m", "transload", "run", SCRIPTS / script, *arguments, cwd=checkpoints, env=env)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.splitlines()[-1].startswith(last)
     assert ours.stderr.count("LandingWarning: there is no cuda:1 here") == 1

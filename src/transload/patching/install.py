@@ -80,22 +80,43 @@ def _patch_spawn(spawn: Any) -> None:
 
     A forked child has all of its parent. One that is spawned, or forked from the server, first unpickles what its
     parent has prepared and only then imports the main module: an entry that patches when it is unpickled is in time.
+    The server itself, which imports the main module since Python 3.14, has the module's path in its command line.
     """
     real = spawn.get_preparation_data
 
     @wraps(real)
     def get_preparation_data(*args: Any, **kwargs: Any) -> Any:
         data = real(*args, **kwargs)
-        return {**data, "transload": _PatchInChild()} if devices.requested else data
+        if devices.requested:
+            data = {**data, "transload": _PatchInChild()}
+            if "init_main_from_path" in data:
+                data["init_main_from_path"] = _PatchInServer(data["init_main_from_path"])
+        return data
 
     replace(spawn, "get_preparation_data", get_preparation_data)
 
 
 class _PatchInChild:
     def __reduce__(self) -> tuple[Any, ...]:
-        home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
-        state = {"device": devices.requested, "warned": sorted(devices.warned), "pretending": devices.pretending}
-        return exec, (_JOIN.format(home=home, state=state), {})
+        return exec, (_joining(), {})
+
+
+class _PatchInServer(str):
+    """A path that patches where its ``repr`` is evaluated; unpickled, it is a plain text."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"[exec({_joining()!r}, {{}}), {str(self)!r}][1]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+def _joining() -> str:
+    home = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
+    state = {"device": devices.requested, "warned": sorted(devices.warned), "pretending": devices.pretending}
+    return _JOIN.format(home=home, state=state)
 
 
 # The child may not have us on its path yet, and must not fail if it never has.
