@@ -48,15 +48,19 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 		else $(PYTHON) examples/demo.py; fi
 
 # Types are checked while the tests run, and the answer comes after theirs. Tests wait for disks and for one another, so
-# there is one process more than two cores have use for.
+# there is one process more than two cores have use for. The first time, each of them would compile all tests: that is
+# done once, before.
+TESTS_ON_GPU = if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; \
+	then echo '$(BIN)/pytest -q --gpu tests/gpu'; $(BIN)/pytest -q --gpu tests/gpu; fi
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo '$(BIN)/mypy --strict & $(BIN)/pytest -q -n $(JOBS)'; \
 	$(BIN)/mypy --strict >$(VENV)/types.txt 2>&1 & types=$$!; \
+	[ -e tests/__pycache__ ] || $(BIN)/pytest -q --collect-only >/dev/null 2>&1; \
+	$(TESTS_ON_GPU); gpu=$$?; \
 	$(BIN)/pytest -q -n $(JOBS); tests=$$?; \
-	wait $$types; types=$$?; cat $(VENV)/types.txt; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
-	$(BIN)/pytest -q --gpu tests/gpu
+	wait $$types; types=$$?; cat $(VENV)/types.txt; [ $$gpu -eq 0 ] && [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 	@$(BIN)/python scripts/metrics.py
 
 test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
@@ -65,8 +69,8 @@ test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: 
 suite-with-cuda: $(TEST_STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(torch.version.cuda is None and "make: pip took torch " + \
 		torch.__version__ + ", which is not built with CUDA; its settings choose where torch comes from")'
+	@$(TESTS_ON_GPU)
 	$(BIN)/pytest -q -n $(JOBS)
-	$(BIN)/pytest -q --gpu tests/gpu
 
 # Each torch runs on Pythons it has wheels for; the first of them that is here is taken, also where pyenv keeps it.
 PYTHONS_2.1 := 3.10 3.11

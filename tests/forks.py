@@ -130,16 +130,18 @@ def serve(address: str, imports: list[str]) -> Request:
     listener.bind(address)
     listener.listen()
     os.write(1, b"ready\n")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for those that have ended
+    attending: set[int] = set()
     while True:
         ready, _, _ = select.select([0, listener.fileno()], [], [])
+        attending -= {child for child in attending if os.waitpid(child, os.WNOHANG)[0]}  # their time is ours then
         if 0 in ready:
             os._exit(0)
         connection, _ = listener.accept()
-        if not os.fork():
+        child = os.fork()
+        if not child:
             listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return attended(connection)
+        attending.add(child)
         connection.close()
 
 

@@ -59,6 +59,10 @@ def test_every_problem_has_a_rule() -> None:
     assert codes - rules().keys() == set()
 
 
+def test_every_judged_finding_is_on_the_page() -> None:
+    assert literals("Finding") - rules().keys() == set()
+
+
 def test_every_rule_is_a_problem_somebody_meets() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
     assert [code for code in rules() if f'"{code}"' not in text] == []
@@ -96,10 +100,6 @@ def test_every_page_has_its_place_in_the_contents() -> None:
     docs = ROOT / "docs"
     listed = re.findall(r"[\w/-]+\.md", str(script.contents(docs)))
     assert sorted(listed) == sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
-
-
-def test_every_judged_finding_is_on_the_page() -> None:
-    assert literals("Finding") - rules().keys() == set()
 
 
 def test_links_in_the_manual_lead_somewhere() -> None:

@@ -75,7 +75,7 @@ def generator(seed: int, drawn: int = 0) -> torch.Generator:
 
 
 def model(*, train: bool = True, hook: bool = False, bias: bool = True) -> nn.Module:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made = nn.Sequential(nn.Linear(2, 2, bias=bias), nn.BatchNorm1d(2))
     if hook:
         made.register_forward_hook(print)

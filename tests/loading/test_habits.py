@@ -41,7 +41,7 @@ def test_a_data_set_feeds_a_loader(tmp_path: Path) -> None:
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def started() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -123,7 +123,7 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("export") / "net.pt2"
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     torch.export.save(torch.export.export(Net(), (torch.rand(4, 3),)), path)
     return path
 

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 def made(seed: int = 0) -> Net:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         net = Net()
         for tensor in (*net.parameters(), *net.buffers()):
             if tensor.is_floating_point():

@@ -36,7 +36,7 @@ def save(obj: object, path: Path, tag: Tag = "cuda:0", **options: Any) -> Path:
 
 def state(layers: int = 2) -> dict[str, torch.Tensor]:
     """A small state dict, with a tied weight."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made = {
         f"layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in (("w", (3, 4)), ("b", 4))
     }

@@ -46,7 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Linear(700, 800)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(2, 700)).sum().backward()

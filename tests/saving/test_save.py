@@ -319,7 +319,7 @@ def test_an_exception_of_the_file_object_is_its_own() -> None:
 
 
 def checkpoint() -> Any:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return OrderedDict(model=nn.Linear(30, 400).state_dict(), step=7, big=torch.rand(3_000_000))
 
 

@@ -43,7 +43,7 @@ def saved(by: Any, value: Any, **options: Any) -> bytes:
     """A file. Some objects make tensors up while they are saved."""
     held = io.BytesIO()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         by(value, held, **options)
     return held.getvalue()
 

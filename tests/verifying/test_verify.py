@@ -24,7 +24,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def state() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return {
         "embed.weight": torch.randn(40, 8),
         "layers.0.weight": torch.randn(8, 8).bfloat16(),

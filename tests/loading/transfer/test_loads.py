@@ -31,7 +31,7 @@ THREADS = [1, 3]
 
 def content() -> dict[str, Any]:
     """Storages of all sizes, some of them shared, some seen in part, between small things."""
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     base = torch.randn(LONG)
     return {
         "base": base,
@@ -252,7 +252,7 @@ def vars_of(made: Any) -> dict[str, Any]:
 class Model(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         self.wide = nn.Linear(2000, 2000)
         self.tall = nn.Linear(2000, 100)
         self.tied = nn.Linear(2000, 2000, bias=False)
