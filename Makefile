@@ -50,7 +50,7 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 # Types are checked while the tests run, and the answer comes after theirs. Tests wait for disks and for one another, so
 # there is one process more than two cores have use for. The first time, each of them would compile all tests, and
 # hypothesis would look for constants in all sources: that is done once before, for one test.
-TESTS_ON_GPU = if $(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null; \
+TESTS_ON_GPU = if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; \
 	then echo '$(BIN)/pytest -q --gpu tests/gpu'; $(BIN)/pytest -q --gpu tests/gpu; fi
 test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .

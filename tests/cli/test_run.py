@@ -329,7 +329,9 @@ def test_under_torchrun(tmp_path: Path, data: Path) -> None:
     if not torch.distributed.is_available() or sys.platform != "linux":
         pytest.skip("no torchrun here")
     (tmp_path / "rank.py").write_text(RANK, encoding="utf-8")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    if forks.FORKS:  # the ranks, too, have torch imported when they begin
+        launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
     program = (str(data / "h200" / "state_dict_cuda1.pt"), "--fast")
     done = forks.run(*launcher, *RUN, "rank.py", *program, cwd=tmp_path, env=ENV)
     assert done.returncode == 0, done.stderr

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import multiprocessing.spawn
+import os
 import pickle
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests import forks
 
 import transload
 from transload.patching import devices
 
 if TYPE_CHECKING:
     import pytest
-    from tests.patching.conftest import Python
 
 
 def test_a_child_is_told_what_its_parent_does() -> None:
@@ -92,10 +94,11 @@ if __name__ == "__main__":
 """
 
 
-def test_every_kind_of_child_is_covered(python: Python, tmp_path: Path, data: Path) -> None:
+def test_every_kind_of_child_is_covered(tmp_path: Path, data: Path) -> None:
     (tmp_path / "parent.py").write_text(SCRIPT, encoding="utf-8")
     weights = data / "h200" / "state_dict_cuda1.pt"
-    done = python("-m", "transload", "run", "parent.py", weights, "word", cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
+    done = forks.run("-m", "transload", "run", "parent.py", weights, "word", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     *children, batch = done.stdout.splitlines()
     methods = multiprocessing.get_all_start_methods()
