@@ -47,7 +47,7 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 	@if ! $(call has_torch,$(PYTHON)) && $(VENV_READY); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
 
-# Types are checked while the tests run, and the answer comes after theirs. Tests wait for disks and for one another, so
+# Types are checked and lines counted while the tests run, and shown after them. Tests wait for disks and for one another, so
 # there is one process more than two cores have use for. The first time, each of them would compile all tests, and
 # hypothesis would look for constants in all sources: that is done once before, for one test.
 TESTS_ON_GPU = if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; \
@@ -56,12 +56,13 @@ test: $(TEST_STAMP) ## Check style and types, and run every test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@echo '$(BIN)/mypy --strict & $(BIN)/pytest -q -n $(JOBS)'; \
-	$(BIN)/mypy --strict >$(VENV)/types.txt 2>&1 & types=$$!; \
+	( $(BIN)/mypy --strict >$(VENV)/types.txt 2>&1; types=$$?; \
+		$(BIN)/python scripts/metrics.py >$(VENV)/metrics.txt; exit $$types ) & types=$$!; \
 	[ -e tests/__pycache__ ] || $(BIN)/pytest -q -k test_any_bytes_are_read_to_an_end >/dev/null 2>&1; \
 	$(TESTS_ON_GPU); gpu=$$?; \
 	$(BIN)/pytest -q -n $(JOBS); tests=$$?; \
-	wait $$types; types=$$?; cat $(VENV)/types.txt; [ $$gpu -eq 0 ] && [ $$tests -eq 0 ] && [ $$types -eq 0 ]
-	@$(BIN)/python scripts/metrics.py
+	wait $$types; types=$$?; cat $(VENV)/types.txt $(VENV)/metrics.txt; \
+	[ $$gpu -eq 0 ] && [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
 test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
 	$(MAKE) suite-with-cuda VENV=$(CUDA_VENV) REQUIREMENTS=requirements/cuda-build.txt

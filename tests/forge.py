@@ -6,6 +6,7 @@ Without torch: pickles are put together from opcodes, archives from structs. Pay
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zlib
@@ -170,8 +171,14 @@ class Entry:
             return self.raw
         if self.method != 8:
             return self.data
-        packer = zlib.compressobj(6, zlib.DEFLATED, -15)
-        return packer.compress(self.data) + packer.flush()
+        return deflated(self.data)
+
+
+@functools.lru_cache(4)
+def deflated(data: bytes) -> bytes:
+    """A stream without a header. Three parts of an archive are made of it, or of its length."""
+    packer = zlib.compressobj(6, zlib.DEFLATED, -15)
+    return packer.compress(data) + packer.flush()
 
 
 def given(value: int | None, otherwise: int) -> int:

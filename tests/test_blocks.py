@@ -57,16 +57,15 @@ EXITS = {("verify.md", "transload verify model.pt"): "1"}
 
 
 @pytest.fixture
-def folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to be in, with ``transload`` and ``python`` on the path.
 
-    They are forked from a process that has imported torch; ``transload`` is started where it is the subject.
+    They are forked from a process that has imported torch; test_run.py starts programs anew.
     """
     programs = tmp_path / "bin"
     programs.mkdir()
     served = f' -S "{forks.__file__}" ask {forks.server("torch")}' if forks.FORKS else ""
-    ours = "" if page.name == "run.md" else served
-    for name, call in (("python", served), ("python3", ""), ("transload", f"{ours} -m transload")):
+    for name, call in (("python", served), ("python3", ""), ("transload", f"{served} -m transload")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     for name in ("srun", "mpirun", "pdsh", "clush"):
