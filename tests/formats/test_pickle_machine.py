@@ -475,15 +475,18 @@ def count_instructions(work: Callable[[], object]) -> int:
     """Bytecode instructions, which unlike seconds are the same on every machine."""
     count = 0
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        count += event == "opcode"
+    def call(frame: FrameType, *_: object) -> Any:
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
-        return trace
+        return instruction
+
+    def instruction(*_: object) -> Any:
+        nonlocal count
+        count += 1  # a return counts, too
+        return instruction
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(call)
     try:
         work()
     finally:
