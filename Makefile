@@ -47,9 +47,9 @@ demo: ## Load a checkpoint saved on a GPU, here: torch.load, transload.load, ins
 	@if ! $(call has_torch,$(PYTHON)) && $(VENV_READY); then $(BIN)/python examples/demo.py; \
 		else $(PYTHON) examples/demo.py; fi
 
-# Types are checked and lines counted while the tests run, and shown after them. Tests wait for disks and for one another, so
-# there is one process more than two cores have use for. The first time, each of them would compile all tests, and
-# hypothesis would look for constants in all sources: that is done once before, for one test.
+# Types are checked and lines counted while the tests run, and shown after them. Tests wait for disks and for one
+# another, so there is one process more than two cores have use for. The first time, each of them would compile all
+# tests, and hypothesis would look for constants in all sources: that is done once before, for one test.
 TESTS_ON_GPU = if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; \
 	then echo '$(BIN)/pytest -q --gpu tests/gpu'; $(BIN)/pytest -q --gpu tests/gpu; fi
 test: $(TEST_STAMP) ## Check style and types, and run every test
