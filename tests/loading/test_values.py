@@ -23,7 +23,9 @@ from tests.each import each, for_each
 from tests.loading.equal import same
 
 import transload
-from transload.loading import refusal, values
+from transload.formats.arrays import NUMPY_CALLS
+from transload.judge.names import PLAIN_VALUES
+from transload.loading import values
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:pickle_load_args only works if", "ignore:.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -146,7 +148,7 @@ def test_arguments_of_other_types_are_refused() -> None:
 
 
 def test_every_value_that_can_be_made_is_let_through() -> None:
-    assert {*values._VALUES, "numpy.ndarray"} == refusal._BESIDE
+    assert {*values._VALUES, *NUMPY_CALLS, "numpy.ndarray"} == PLAIN_VALUES.keys()
 
 
 # -- arguments of load

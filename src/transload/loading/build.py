@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import BrokenFileError, LoadError, TransloadError, UnsafeError
+from transload.formats.arrays import NUMPY_CALLS
 from transload.judge.names import can_be_allowed
 from transload.loading.refusal import Allowed, NeedsTrust, Unknown, Wrong, name_of
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, module_class
@@ -253,6 +254,11 @@ class _Builder:
         elif name in _FROM_TYPE:
             # The function is only named there, and is one of ours where torch has it no more.
             made = self._from_type(node.args, (yield node.args[1:]))
+        elif name in NUMPY_CALLS:
+            from transload.loading.values import from_numpy
+
+            self.made[id(node)] = from_numpy(node)
+            return
         else:
             args = tuple((yield node.args))
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]

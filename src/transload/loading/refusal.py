@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
-from transload.judge.names import TORCH_DEFAULT, canonical, torch_spelling
+from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import judge_pickles, safe_globals_lines
 
@@ -32,53 +32,9 @@ _REGISTERED_BY = (
 )
 """Modules of torch that allow their own classes as soon as they are imported."""
 
-_OURS = frozenset(
-    {
-        "torch._tensor._rebuild_from_type",
-        "torch._utils._rebuild_sparse_csr_tensor",
-        "torch._utils._rebuild_xla_tensor",
-        "torch._utils._rebuild_mlc_tensor",
-        "torch.torch_version.TorchVersion",
-        "collections.defaultdict",
-        *(
-            f"builtins.{name}"
-            for name in ("bytes", "frozenset", "bool", "dict", "float", "int", "list", "str", "tuple")
-        ),
-    }
-)
-"""What torch refuses and need not: the same as today's functions under older names, and values that later protocols of
-pickle write without any name. The plain classes are what a ``defaultdict`` makes."""
-
 _METHODS = (BuiltinMethodType, MethodType)
-_BESIDE = frozenset(
-    {
-        "argparse.Namespace",
-        "builtins.range",
-        "builtins.slice",
-        "collections.deque",
-        "decimal.Decimal",
-        "fractions.Fraction",
-        "numpy.dtype",
-        "numpy.ndarray",
-        "types.SimpleNamespace",
-        "uuid.UUID",
-        *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
-        *(
-            f"{core}.{name}"
-            for core in ("numpy._core", "numpy.core")
-            for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
-        ),
-    }
-)
-"""Values beside the tensors, which ``values`` makes and torch refuses."""
-
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
-_KNOWN = _PLAIN | _OURS
+_KNOWN = _PLAIN | ALSO_DATA
 
 
 class Unknown(Exception):  # noqa: N818 - a signal inside this room, never seen outside
@@ -104,7 +60,7 @@ class Allowed:
 
     def is_known(self, node: Global) -> bool:
         """Whether a name is on the fixed list."""
-        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _full(node) in _BESIDE
+        return torch_spelling(node.module, node.name) in _KNOWN or _full(node) in _KNOWN or _full(node) in PLAIN_VALUES
 
     def refused(self, pickles: Iterable[Pickle]) -> list[Global]:
         """The names in some pickles that nobody has allowed."""

@@ -17,14 +17,15 @@ from math import prod
 from typing import Any
 
 from transload.errors import LoadError
+from transload.formats.arrays import NUMPY_SCALARS, array_of, dtype_of, raw_bytes
+from transload.formats.tensors import called
 from transload.loading.refusal import NeedsTrust, Wrong
+from transload.nodes import Call
 from transload.tensors.content import numpy_or_none
 
 Args = tuple[Any, ...]
 
 _DTYPE = re.compile(r"(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV]\d{1,9})", re.ASCII)
-_ENDIANS = ("<", ">", "|", "=")
-_MAX_DIMENSIONS = 64
 
 
 def has(name: str) -> bool:
@@ -55,90 +56,36 @@ def set_state(made: Any, state: Any) -> bool:
         if type(number) is not int or not 0 <= number < 1 << 128:
             raise Wrong("an identifier that is not a number of 128 bits")
         made.__setstate__({"int": number})
-    elif (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
-        _fill(made, state)
-    elif _is_dtype(made):
-        _set_byte_order(made, state)
     else:
         return False
     return True
 
 
-# -- numpy
-
-
-def _numpy() -> Any:
-    np = numpy_or_none()
+def from_numpy(node: Call) -> Any:
+    """An array, number or dtype of numpy, by its description in the file."""
+    np: Any = numpy_or_none()
     if np is None:
         raise LoadError("it holds numpy arrays, and numpy cannot be imported", fix="Install numpy.")
-    return np
-
-
-def _is_dtype(made: object) -> bool:
-    return any(kind.__name__ == "dtype" and kind.__module__ == "numpy" for kind in type(made).__mro__)
-
-
-def _dtype(name: str, align: object = False, copy: object = True) -> Any:
-    del align, copy
-    if not _DTYPE.fullmatch(name):
-        raise NeedsTrust(f"a numpy array or number of the dtype {name[:40]!r}")
-    return _numpy().dtype(name, copy=True)
-
-
-def _set_byte_order(made: Any, state: Any) -> None:
-    """All that the state of a plain dtype says; one with fields, a shape or a unit says more."""
-    if type(state) is not tuple or len(state) < 5 or state[1] not in _ENDIANS or any(state[2:5]):
-        raise NeedsTrust("a structured numpy array")
-    size = made.itemsize if made.kind in "SUV" else -1
-    made.__setstate__((3, state[1], None, None, None, size, 4 if made.kind == "U" else 1 if size > 0 else -1, 0))
-
-
-def _shape(shape: object) -> tuple[int, ...]:
-    sizes = shape if type(shape) is tuple else (shape,)
-    if len(sizes) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
-        raise Wrong("an array with an invalid shape")
-    return sizes
-
-
-def _check(dtype: Any, shape: tuple[int, ...], data: Any) -> None:
-    if not _is_dtype(dtype) or dtype.hasobject or dtype.names or dtype.subdtype:
-        raise NeedsTrust("a numpy array of something else than numbers or text")
-    if not isinstance(data, (bytes, bytearray)) or len(data) != prod(shape) * dtype.itemsize:
+    name = called(node)
+    array = None if name == "numpy.dtype" else array_of(node)
+    dtype = dtype_of(node) if name == "numpy.dtype" else array and array.dtype
+    if dtype is None or not dtype.plain or not _DTYPE.fullmatch(dtype.code):
+        raise NeedsTrust("a numpy array of objects or records, or of a class of its own")
+    kind = np.dtype(dtype.code).newbyteorder(">" if dtype.big_endian else "<")
+    if array is None:
+        return kind
+    raw = raw_bytes(array.data)
+    if raw is None or not dtype.itemsize or len(raw) != prod(array.shape) * dtype.itemsize:
         raise Wrong("an array with more or fewer bytes than its shape has")
-
-
-def _empty(kind: type, shape: Args, code: object) -> Any:
-    del code
-    np = _numpy()
-    if kind is not np.ndarray or shape != (0,):
-        raise NeedsTrust("a numpy array of a class of its own")
-    return np.ndarray((0,), "b")
-
-
-def _fill(made: Any, state: Any) -> None:
-    if type(state) is not tuple or len(state) != 5:
-        raise Wrong("an array with a state that numpy does not write")
-    _, shape, dtype, fortran, data = state
-    if type(data) is list:
-        raise NeedsTrust("a numpy array of objects")
-    _check(dtype, _shape(shape), data)
-    made.__setstate__((1, _shape(shape), dtype, bool(fortran), bytes(data)))
-
-
-def _buffer(data: Any, dtype: Any, shape: Any, order: str, axes: Any = None) -> Any:
-    """As ``numpy._core.numeric._frombuffer``: with the order ``K`` the axes are put into another order afterwards."""
-    _check(dtype, _shape(shape), data)
-    made = _numpy().frombuffer(bytearray(data), dtype).reshape(_shape(shape), order="F" if order == "F" else "C")
-    if order != "K" or axes is None:
-        return made
-    if sorted(axes) != list(range(made.ndim)):
-        raise Wrong("an array whose axes are not its own")
-    return made.transpose(axes)
-
-
-def _scalar(dtype: Any, data: Any = None) -> Any:
-    _check(dtype, (), data)
-    return _numpy().frombuffer(data, dtype)[0]
+    steps = tuple(step * dtype.itemsize for step in array.stride)
+    try:
+        made = np.ndarray(array.shape, kind, raw or bytearray(), 0, steps)
+        if raw:  # numpy puts the bytes of one that was pickled by its own function into the order of the machine
+            own = np.dtype(dtype.code) if name.endswith("._reconstruct") else kind
+            made = made.astype(own, "K") if own != kind else made.copy("K")
+    except ValueError as error:  # an array of none may claim any size along the other dimensions
+        raise Wrong(f"an array that numpy cannot make: {error}") from error
+    return made[()] if name in NUMPY_SCALARS else made
 
 
 # -- Python
@@ -174,7 +121,6 @@ def _identifier() -> Any:
 
 _ZONE = (dt.tzinfo, type(None))
 _INDEX = (int, type(None))
-_NUMPY = ("numpy._core", "numpy.core")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "argparse.Namespace": (argparse.Namespace,),
     "types.SimpleNamespace": (types.SimpleNamespace,),
@@ -193,13 +139,6 @@ _VALUES: dict[str, tuple[Any, ...]] = {
         f"{module}.{kind}": (_path(kind), *(str,) * 64)
         for module in ("pathlib", "pathlib._local")
         for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
-    "numpy.dtype": (_dtype, str, (int, bool), (int, bool)),
-    **{f"{core}.multiarray._reconstruct": (_empty, type, tuple, (bytes, str)) for core in _NUMPY},
-    **{f"{core}.multiarray.scalar": (_scalar, object, object) for core in _NUMPY},
-    **{
-        f"{core}.numeric._frombuffer": (_buffer, (bytes, bytearray), object, (tuple, int), str, (tuple, type(None)))
-        for core in _NUMPY
     },
 }
 """The function that makes it, and the types of its arguments, which may be fewer."""

@@ -13,21 +13,19 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transload.checkpoint import Storage, Tensor, contiguous
+from transload.checkpoint import Storage, Tensor
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
-from transload.formats.tensors import called, dotted, short_key
+from transload.formats.arrays import NUMPY_SCALARS, array_of, raw_bytes
+from transload.formats.tensors import called, short_key
 from transload.io.sources import BytesSource, Source
 from transload.nodes import Call, Dict
 from transload.tensors.content import Content
 from transload.writing.objects import (
     MAPPINGS,
-    NUMPY_SCALARS,
     BoundedWalk,
     call_items,
     is_module,
-    numpy_dtype,
     object_state,
-    raw_bytes,
 )
 
 if TYPE_CHECKING:
@@ -35,15 +33,11 @@ if TYPE_CHECKING:
 
     Path = tuple[Key, ...]
 
-_RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
-_FROM_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
-_MAX_DIMENSIONS = 64
 _MAX_SMALL = 64  # bytes: about what the call of an array takes
-_MAX_SIZE = 1 << 62  # elements along a dimension: an array of none can claim any size along the others
 
 
-class Array(NamedTuple):
-    """An array as its pickle has it: ``data`` is the node that holds its bytes."""
+class Numbers(NamedTuple):
+    """An array as a tensor can have it: ``data`` is the node that holds its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,55 +51,27 @@ def _identity(data: Any) -> int:
     return id(data.args[0]) if type(data) is Call and type(data.args) is tuple and data.args else id(data)
 
 
-def array_of(node: Call, lengths: dict[int, int]) -> Array | None:
+def numbers_of(node: Call, lengths: dict[int, int]) -> Numbers | None:
     """The array that a call makes, if it is a plain one of numbers that torch has a dtype for.
 
     Also a number of numpy that JSON does not have (a complex one), as an array without dimensions. ``lengths`` keeps
     how many bytes there are, by identity: a file can make any number of arrays of the same large text.
     """
-    name, args = called(node), node.args
-    if type(args) is not tuple or node.items or node.appended or node.kind != "reduce":
+    found = array_of(node)
+    dtype = FROM_NUMPY.get(found.dtype.code) if found is not None else None
+    if found is None or dtype is None or (called(node) in NUMPY_SCALARS and found.dtype.code[0] != "c"):
         return None
-    dtype: Any
-    axes: Any = None
-    if name in _RECONSTRUCT and len(args) == 3 and dotted(args[0]) == "numpy.ndarray":
-        state = node.states[0] if node.states and len(node.states) == 1 else None
-        if type(state) is not tuple or len(state) != 5:
-            return None
-        _, shape, dtype, fortran, data = state
-    elif name in _FROM_BUFFER and len(args) in (4, 5) and args[3] in ("C", "F", "K") and not node.states:
-        data, dtype, shape, order, axes = (*args, None)[:5]
-        fortran = order == "F"
-        if (order == "K") != (type(axes) is tuple):
-            return None
-    elif name in NUMPY_SCALARS and len(args) == 2 and not node.states:
-        shape, fortran, (dtype, data) = (), False, args
-    else:
-        return None
-    shape = (shape,) if type(shape) is int else shape
-    if type(shape) is not tuple or len(shape) > _MAX_DIMENSIONS:
-        return None
-    axes = tuple(range(len(shape))) if axes is None else axes
-    if any(type(axis) is not int for axis in axes) or sorted(axes) != [*range(len(shape))]:
-        return None
-    if any(type(size) is not int or not 0 <= size < _MAX_SIZE for size in shape):
-        return None
-    code, big_endian = numpy_dtype(dtype)
-    if code not in FROM_NUMPY or (name in NUMPY_SCALARS and not code.startswith("c")):
-        return None
-    if (identity := _identity(data)) not in lengths:
-        raw = raw_bytes(data)
+    if (identity := _identity(found.data)) not in lengths:
+        raw = raw_bytes(found.data)
         lengths[identity] = -1 if raw is None else len(raw)
-    if lengths[identity] != prod(shape) * ITEMSIZE[FROM_NUMPY[code]]:
+    if lengths[identity] != prod(found.shape) * found.dtype.itemsize:
         return None
-    stride = contiguous(shape[::-1])[::-1] if fortran else contiguous(shape)
-    permuted = tuple(shape[axis] for axis in axes), tuple(stride[axis] for axis in axes)
-    return Array(FROM_NUMPY[code], *permuted, big_endian, data)
+    return Numbers(dtype, found.shape, found.stride, found.dtype.big_endian, found.data)
 
 
 def find_arrays(
     roots: Iterable[tuple[Path, Any]], tensors: Iterable[Tensor], modules: set[Path], *, into_objects: bool
-) -> list[tuple[Path, Array]]:
+) -> list[tuple[Path, Numbers]]:
     """The plain arrays below ``roots``, by their paths; none of pickled modules, whose state dicts do not have them.
 
     ``into_objects``: also those that are attributes of objects, and values of mappings of other classes.
@@ -121,9 +87,9 @@ class _Search(BoundedWalk):
 
     def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
         super().__init__()
-        self.found: list[tuple[Path, Array]] = []
+        self.found: list[tuple[Path, Numbers]] = []
         self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
-        self._arrays: dict[int, Array] = {}
+        self._arrays: dict[int, Numbers] = {}
         self._lengths: dict[int, int] = {}
 
     def visit(self, node: Any, path: Path, depth: int) -> None:
@@ -132,7 +98,7 @@ class _Search(BoundedWalk):
         if self.why_stop(node, depth):
             return
         if type(node) is Call:
-            array = self._arrays.get(id(node)) or array_of(node, self._lengths)
+            array = self._arrays.get(id(node)) or numbers_of(node, self._lengths)
             if array is not None:
                 self._arrays[id(node)] = array  # one object, so that what is shared stays shared
                 self.found.append((path, array))
@@ -163,7 +129,7 @@ class _Search(BoundedWalk):
                 self.visit(child, (*path, step), depth)
 
 
-def with_arrays(content: Content, arrays: list[tuple[Path, Array]]) -> tuple[Content, tuple[Tensor, ...]]:
+def with_arrays(content: Content, arrays: list[tuple[Path, Numbers]]) -> tuple[Content, tuple[Tensor, ...]]:
     """The checkpoint with arrays as tensors, each named after its path, and these tensors."""
     if not arrays:
         return content, ()

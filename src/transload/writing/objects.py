@@ -17,6 +17,7 @@ from struct import calcsize, unpack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import ConvertError
+from transload.formats.arrays import NUMPY_SCALARS, dtype_of, raw_bytes
 from transload.formats.tensors import called, device_text, leaf_kind, short, short_key
 from transload.nodes import Call, Dict, Global, Set
 from transload.tensors import members
@@ -376,7 +377,6 @@ class Leftovers(BoundedWalk):
 # -- values without parts
 
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "TorchVersion"})
-NUMPY_SCALARS = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
 _STRUCT_CODES = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "i2": "h", "i1": "b", "b1": "?"}
 _STRUCT_CODES |= {"u8": "Q", "u4": "I", "u2": "H", "u1": "B"}
 
@@ -400,7 +400,7 @@ def _scalar(node: Any) -> Any:
     if name == "torch.device":
         return device_text(node)
     if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
-        raw = raw_bytes(args[0])
+        raw = raw_bytes(node)
         return NOTHING if raw is None else _scalar(raw)
     if name.rpartition(".")[2] in _PATHS and all(type(part) is str for part in args):
         return "/".join(args).replace("//", "/", 1)
@@ -415,35 +415,8 @@ def numpy_number(node: Call) -> Any:
     args = node.args
     if called(node) not in NUMPY_SCALARS or type(args) is not tuple or len(args) != 2:
         return NOTHING
-    (code, big_endian), raw = numpy_dtype(args[0]), raw_bytes(args[1])
-    form = _STRUCT_CODES.get(code)
-    if form is None or raw is None or len(raw) != calcsize(f"<{form}"):
+    dtype, raw = dtype_of(args[0]), raw_bytes(args[1])
+    form = _STRUCT_CODES.get(dtype.code) if dtype is not None and dtype.plain else None
+    if dtype is None or form is None or raw is None or len(raw) != calcsize(f"<{form}"):
         return NOTHING
-    return unpack(f"{'>' if big_endian else '<'}{form}", raw)[0]
-
-
-def numpy_dtype(node: Any) -> tuple[str, bool]:
-    """The code of a dtype of numpy (``f8``), and whether it is big-endian; an empty code if it has fields or a unit."""
-    if type(node) is not Call or called(node) != "numpy.dtype" or type(node.args) is not tuple or not node.args:
-        return "", False
-    code, state = node.args[0], node.states[-1] if node.states else None
-    if type(code) is not str or (state is not None and (type(state) is not tuple or any(state[2:5]))):
-        return "", False
-    return code, state is not None and state[1:2] == (">",)
-
-
-_BYTES = frozenset({"builtins.bytes", "__builtin__.bytes"})
-
-
-def raw_bytes(node: Any) -> bytes | bytearray | None:
-    """Bytes, also where they are written as a Latin-1 text, or as a call if there are none; else ``None``."""
-    if type(node) is Call and called(node) in _BYTES and node.args == ():
-        return b""
-    if type(node) is Call and called(node) == "_codecs.encode" and type(node.args) is tuple and node.args:
-        node = node.args[0]
-    if type(node) is str:
-        try:
-            return node.encode("latin-1")
-        except UnicodeEncodeError:
-            return None
-    return node if type(node) in (bytes, bytearray) else None
+    return unpack(f"{'>' if dtype.big_endian else '<'}{form}", raw)[0]
